@@ -429,7 +429,7 @@ class Averager:
         await asyncio.wait([announcing], timeout=self.config.declare_s)
 
     async def _announce(self) -> None:
-        await self._presence.declared(self.config.presence.store_timeout_s)
+        await self._presence.wait_until_declared(self.config.presence.store_timeout_s)
         try:
             await self._groups.announce(self.node.contact)
         except NetworkError:

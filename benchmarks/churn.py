@@ -167,7 +167,7 @@ class _Swarm:
         if event is not None:
             lifetime.take(event, time.monotonic())
         elif lifetime.ended_s is None:
-            raise LaunchFailed(f"{name} ended by itself: {self._children[name].complaint()}")
+            raise LaunchFailed(f"{name} ended by itself: {self._children[name].error_text()}")
 
 
 def train(churn: Churn, say: Say, *, killed: bool) -> tuple[list[ProcessLifetime], ChurnSummary]:

@@ -28,7 +28,7 @@ from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.liveness import LivenessConfig
 from averaging.allreduce.pacing import PacingConfig
 from averaging.averager import AveragerConfig
-from averaging.matchmaking.logic.grace_period import PatienceConfig
+from averaging.matchmaking.logic.grace_period import GracePeriodConfig
 from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
 from averaging.matchmaking.service.matchmaking_service import GroupServiceConfig
 from averaging.matchmaking.service.presence import PresenceConfig
@@ -237,12 +237,12 @@ class Peer:
             result, self._pending = self._pending.result(), None
             self._sent_bytes += result.bytes_sent
             if not result.failed:
-                if not mode.traits.lone:
+                if not mode.traits.proceeds_alone:
                     self.history.missing += 1.0 - sum(result.contributions.values()) / PEERS
                 _advance(mode, list(result.gathered.values()))
                 return
             mode.failed(result.reason)
-            if mode.traits.lone:
+            if mode.traits.proceeds_alone:
                 mode.prepare(mode.state.epoch)
                 _advance(mode, [])
             elif attempt == ATTEMPTS_MAX or result.reason == "passed":
@@ -256,11 +256,11 @@ def _patient_config() -> OptimizerConfig:
     """Return a config with long timeouts: no peer is missing here, and a busy machine must not change what is
     averaged.
     """
-    patience = PatienceConfig(first_s=SLOW_S, floor_s=SLOW_S, max_s=SLOW_S)
+    grace_period = GracePeriodConfig(unknown_peer_s=SLOW_S, margin_s=SLOW_S, grace_s_max=SLOW_S)
     groups = GroupServiceConfig(
-        ping_timeout_s=SLOW_S,
-        look_timeout_s=SLOW_S,
-        matchmaking=MatchmakingConfig(patience=patience, leader_ping_s=5.0),
+        query_timeout_s=SLOW_S,
+        records_timeout_s=SLOW_S,
+        matchmaking=MatchmakingConfig(grace_period=grace_period, leader_ping_interval_s=5.0),
     )
     presence = PresenceConfig(ttl_s=4 * SLOW_S, store_timeout_s=SLOW_S)
     liveness = LivenessConfig(probe_s=SLOW_S, first_s=SLOW_S, patience_s_max=SLOW_S)
@@ -279,14 +279,14 @@ def _rounds(node: Node, run: str, mode: Mode, setup: TrainingSetup) -> EpochAver
     )
     # in a mode in which peers may remain alone, a long wait for a busy partner delays both
     return EpochAverager(
-        node, run, mode, mode.state, options, OptimizerConfig() if mode.traits.lone else _patient_config()
+        node, run, mode, options, OptimizerConfig() if mode.traits.proceeds_alone else _patient_config()
     )
 
 
 def _advance(mode: Mode, gathered: list[object]) -> None:
     with mode.state.lock:
         mode.apply(gathered)
-        mode.state.moved(mode.state.epoch + 1)
+        mode.state.mark_changed(mode.state.epoch + 1)
 
 
 def mean_curve(histories: Sequence[PeerHistory]) -> list[tuple[int, float, float]]:

@@ -20,9 +20,9 @@ from swarm.core.errors import SwarmError
 from swarm.core.ids import Key
 from swarm.dht.logic.records import Entry
 from swarm.testing.chance import Chance
-from swarm.testing.checkers import OneSwarm, Violations
+from swarm.testing.checkers import ConnectedSwarm, Violations
 from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, SwarmMember
-from swarm.testing.hostile import Contacts, Hostile, fellows, invented, near
+from swarm.testing.hostile import Contacts, HostilePeer, invented_contacts, nearest_identities, only_colluders
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 
@@ -171,7 +171,7 @@ def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> Healin
                 await chance.choice(half).service.store(key, number, ttl_s=_TTL_S)
                 missing.append((chance.choice(halves[1 - side]), key, number))
         network.heal()
-        healed_s, one = loop.time(), OneSwarm(Violations())
+        healed_s, one = loop.time(), ConnectedSwarm(Violations())
         tables_s = reads_s = None
         while loop.time() < healed_s + heal_s_max and reads_s is None:
             if tables_s is None and one.parts(members) == 1:
@@ -218,17 +218,17 @@ def attacked_reads(
         swarm, chance = DhtSwarm(network), Chance(seed, "attack")
         names = [Key("public", f"thing-{number}") for number in range(1 if attack.near else keys)]
         count = round(peers * attack.share)
-        sought = near(names[0].dht_id, count, tried, seed) if attack.near else [None] * count
+        sought = nearest_identities(names[0].dht_id, count, tried, seed) if attack.near else [None] * count
         strangers = [network.peer(identity=identity) for identity in sought]
-        contacts: Contacts = invented(chance) if attack.endless else fellows(strangers)
-        hostile = [Hostile(stranger, contacts) for stranger in strangers]
+        contacts: Contacts = invented_contacts(chance) if attack.endless else only_colluders(strangers)
+        hostile = [HostilePeer(stranger, contacts) for stranger in strangers]
         swarm.settle(peers - count, strangers)
         async with asyncio.TaskGroup() as group:
             for attacker in hostile:
                 victims = chance.sample(
                     [member.peer.contact for member in swarm.members], min(50, len(swarm.members))
                 )
-                group.create_task(attacker.push_in(victims))
+                group.create_task(attacker.enter_tables(victims))
         for number, name in enumerate(names):
             await chance.choice(swarm.members).service.store(name, number, ttl_s=_TTL_S)
         asked = [number % len(names) for number in range(5 * keys)]

@@ -226,7 +226,7 @@ async def _look_cpu_s(collector: Collector) -> float:
     It includes the simulated peers' answers.
     """
     begun_s = time.process_time()
-    await collector.look()
+    await collector.poll()
     collector.model.view(collector.clock.swarm_s())
     return time.process_time() - begun_s
 

@@ -1,1 +1,3 @@
-"""The optimizer's inside: epochs, progress, modes, and the state that moves to who joins."""
+"""Training one model with many peers: the optimizer, its modes, progress of the epochs, and the shared
+state.
+"""

@@ -1,10 +1,10 @@
-"""Getting in: download the state, and meanwhile take part in the swarm's rounds at weight 0, so that no epoch
-is missed.
+"""Joining a run: download the state, and meanwhile take part in the swarm's rounds at weight 0, so that no
+epoch is missed.
 
-A download may take longer than an epoch. If the newcomer came back with the state of epoch s while the swarm
-is at s + 5, downloading once more would never end. So it registers in the present epoch, receives what the
-rounds bring while chunks arrive, and replays those epochs on what it downloaded: one optimizer step each,
-always faster than the swarm's epochs. docs/decisions/0005 has the argument.
+A download may take longer than an epoch. If a newcomer only downloaded, it would return with the state of
+epoch s while the swarm is at s + 5, and downloading again would never end. So it registers in the present
+epoch, records the results of rounds while chunks arrive, and replays those epochs on the downloaded state:
+one optimizer step each, always faster than the swarm's epochs. docs/decisions/0005 has the argument.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from averaging.optim.admission import Blocklist
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.contacts import contact_of
 from averaging.optim.epoch_averager import EpochAverager
-from averaging.optim.modes import Captured, Mode
+from averaging.optim.modes import CapturedRound, Mode
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult
-from averaging.optim.state.download import Download, Fetched
+from averaging.optim.state.download import Download, DownloadedState
 from averaging.optim.state.intake import PartialState
-from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError
 from swarm.core.ids import Contact, Key, PeerId
 
@@ -36,21 +35,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05  # how often a newcomer looks whether its download is done, between rounds
+_POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 _READ_TIMEOUT_S = 5.0
-_DISTRUSTED_MAX = 1024  # remembered; of more, the first goes
-_FAILURES_TOLD_MAX = 3  # in one message
-_REGISTER_S = 1.0  # the others are told that we are there; who does not answer by then reads it in the DHT
+_DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
+_FAILURES_SHOWN_MAX = 3  # in one message
+_REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """What one call of `load` has learned so far."""
+    """State of one call of `load` across its downloads."""
 
     deadline_s: float
     started_s: float
     failures: dict[PeerId, str] = field(default_factory=dict)
-    part: PartialState | None = None  # chunks of a state that was not downloaded to its end
+    partial: PartialState | None = None  # chunks of an incomplete download
     bytes_received: int = 0
     reason: str = ""
 
@@ -60,75 +59,77 @@ class _Attempt:
 
 
 class CatchUp:
-    """Brings this peer to the swarm's epoch. On the trainer's thread."""
+    """Brings this peer to the swarm's epoch. Runs on the trainer's thread."""
 
     def __init__(
         self,
         node: Node,
-        run_id: str,
-        state: TrainingState,
         mode: Mode,
         tracker: Tracker,
-        rounds: EpochAverager,
+        averager: EpochAverager,
+        blocklist: Blocklist,
         config: OptimizerConfig,
     ) -> None:
-        self._node, self._run_id, self._state, self._mode = node, run_id, state, mode
-        self._tracker, self._rounds, self._config = tracker, rounds, config
-        # bytes so far, of how many; called on the network thread
+        self._node, self._run_id, self._mode, self._state = node, tracker.run_id, mode, mode.state
+        self._tracker, self._averager, self._config = tracker, averager, config
+        # bytes so far and in total; called on the network thread
         self.on_progress: Callable[[int, int], None] | None = None
-        # gave a state that does not fit, or chunks that are not what they declared, and why: not asked again
-        # by this optimizer
+        # donors of a state that does not fit, or of chunks that do not match their digests, with the reason:
+        # this optimizer does not ask them again
         self.distrusted: dict[PeerId, str] = {}
-        self.banned = Blocklist()
+        self._blocklist = blocklist
 
     def load(self, timeout_s: float) -> LoadResult:
-        """Fetch the state until it is there, there is nobody to fetch it from, or the time is up. What was
-        accumulated is dropped.
+        """Fetch the state until it is loaded, no other peer takes part in the run, or `timeout_s` is over.
+
+        What was accumulated is dropped. `bytes_received` and `failures` of the result cover all downloads
+        of this call.
         """
         now_s = time.monotonic()
         attempt = _Attempt(deadline_s=now_s + timeout_s, started_s=now_s)
-        self._tracker.wait_look(min(self._config.first_look_s, timeout_s), first=True)
+        self._tracker.wait_refresh(min(self._config.first_refresh_timeout_s, timeout_s), first=True)
         while True:
-            if self.banned.own:
-                return self._ended(attempt, "the owner of this run has banned this peer")
-            self._tracker.wait_look(min(self._config.first_look_s, max(attempt.left_s, 0.01)))
+            if self._blocklist.own:
+                return self._not_loaded(attempt, "the owner of this run has banned this peer")
+            self._tracker.wait_refresh(min(self._config.first_refresh_timeout_s, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt)
             if not donors:
                 if not self._tracker.others():
-                    return self._ended(attempt, self._nobody(), alone=True)
+                    return self._not_loaded(attempt, self._alone_reason(), alone=True)
                 waited_s = time.monotonic() - attempt.started_s
                 if (
                     self._tracker.swarm_epoch() == 0
                     and self._state.epoch == 0
-                    and waited_s >= self._config.no_donor_s
+                    and waited_s >= self._config.no_donor_wait_s
                 ):
-                    return self._ended(
+                    return self._not_loaded(
                         attempt,
                         "all peers of this run are in its first epoch, and none has a state to give",
                         alone=True,
                     )
                 attempt.reason = attempt.reason or "no peer declares that it has the state"
             else:
-                result = self._try(attempt, donors)
+                result = self._download_once(attempt, donors)
                 if result is not None:
                     return result
             if attempt.left_s <= self._config.load_retry_s:
-                return self._ended(attempt, f"not done within {timeout_s:g} s: {attempt.reason}")
+                return self._not_loaded(attempt, f"not done within {timeout_s:g} s: {attempt.reason}")
             threading.Event().wait(self._config.load_retry_s * random.uniform(0.5, 1.0))
 
-    def _nobody(self) -> str:
-        """What to say of a run in which nobody else is seen: perhaps this peer has reached nobody who could
-        know.
+    def _alone_reason(self) -> str:
+        """Describe a run in which no other peer is visible, including failed connections: perhaps this peer
+        has reached no peer that could know of others.
         """
         failures = self._node.join_failures
-        blind = (
-            f", as far as this peer knows, which has reached nobody: {'; '.join(failures[:_FAILURES_TOLD_MAX])}"
+        unreached = (
+            ", as far as this peer knows, which has reached nobody: "
+            f"{'; '.join(failures[:_FAILURES_SHOWN_MAX])}"
             if failures
             else ""
         )
-        return f"nobody else takes part in this run{blind}"
+        return f"nobody else takes part in this run{unreached}"
 
-    def _ended(self, attempt: _Attempt, reason: str, *, alone: bool = False) -> LoadResult:
+    def _not_loaded(self, attempt: _Attempt, reason: str, *, alone: bool = False) -> LoadResult:
         return LoadResult(
             loaded=False,
             epoch=self._state.epoch,
@@ -139,13 +140,13 @@ class CatchUp:
             seconds=time.monotonic() - attempt.started_s,
         )
 
-    def _try(self, attempt: _Attempt, donors: list[Contact]) -> LoadResult | None:
-        """One download with its rounds; None when it has to be tried again."""
-        self._mode.learner.set_aside()
-        # before the state is asked for: whatever epoch it is of, the rounds since then have us in them
-        self._rounds.open()
+    def _download_once(self, attempt: _Attempt, donors: list[Contact]) -> LoadResult | None:
+        """Make one download and take part in its rounds. Return None when it must be tried again."""
+        self._mode.learner.suspend()
+        # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
+        self._averager.open()
         epoch = max(self._tracker.swarm_epoch(), self._state.epoch)
-        self._register(epoch)  # whoever closes the epoch now waits for us, at weight 0
+        self._register(epoch)  # a peer that closes the epoch now waits for this one, at weight 0
         download = Download(
             run=self._run_id,
             caller=self._node.channels,
@@ -154,46 +155,46 @@ class CatchUp:
             epoch_known=epoch,
             config=self._config.download,
             on_progress=self.on_progress,
-            part=attempt.part,
+            partial=attempt.partial,
             pool=self._node.network.pool,
         )
         future = self._node.network.submit(download.fetch(donors, max(attempt.left_s, 0.1)))
         try:
-            captured, epoch = self._follow(download, future, epoch)
-            fetched = future.result()
+            captured, epoch = self._capture_rounds_during(download, future, epoch)
+            downloaded = future.result()
         except (NetworkError, PeerError, NotEnoughPeers, concurrent.futures.CancelledError) as error:
             attempt.reason = (
                 str(error)
                 or "the swarm completed an epoch during the download, and this peer was not in its round"
             )
-            self._tracker.begin_epoch(self._state.epoch)  # we are not where we said
+            self._tracker.begin_epoch(self._state.epoch)  # this peer is not in the epoch that it reported
             return None
         finally:
-            future.cancel()  # Ctrl-C: nothing may go on behind the caller's back
+            future.cancel()  # Ctrl-C: no work may continue in the background
             attempt.failures.update(download.failures)
             self._distrust({peer: download.failures[peer] for peer in download.liars})
             attempt.bytes_received += download.received_bytes
-            attempt.part = download.part
-        return self._install(attempt, fetched, captured, epoch)
+            attempt.partial = download.partial
+        return self._install(attempt, downloaded, captured, epoch)
 
-    def _follow(
-        self, download: Download, future: concurrent.futures.Future[Fetched], epoch: int
-    ) -> tuple[dict[int, Captured], int]:
-        """Take part in rounds at weight 0 until the download is over: what each epoch brought, and the epoch
-        that the swarm is in.
+    def _capture_rounds_during(
+        self, download: Download, future: concurrent.futures.Future[DownloadedState], epoch: int
+    ) -> tuple[dict[int, CapturedRound], int]:
+        """Take part in rounds at weight 0 until the download is over. Return the captured result of each
+        epoch, and the epoch that the swarm is in.
         """
-        captured: dict[int, Captured] = {}
+        captured: dict[int, CapturedRound] = {}
         concurrent.futures.wait([future], self._config.capture_after_s)
-        future.add_done_callback(lambda _: self._tracker.nudge())
+        future.add_done_callback(lambda _: self._tracker.wake_waiters())
         while not future.done():
-            if not self._tracker.wait_begun(epoch, _LOOK_S, future.done):
+            if not self._tracker.wait_full(epoch, _POLL_INTERVAL_S, future.done):
                 continue
-            ahead = self._tracker.swarm_epoch()
-            if ahead > epoch:  # missed one
+            swarm_epoch = self._tracker.swarm_epoch()
+            if swarm_epoch > epoch:  # missed an epoch
                 captured.clear()
-                epoch = ahead
+                epoch = swarm_epoch
             else:
-                result = self._rounds.average(epoch, future.done, self._config.capture_grace_s)
+                result = self._averager.average(epoch, future.done, self._config.capture_grace_s)
                 if result.failed:
                     _log.info(
                         "epoch %d of run %s was not received during the download: %s",
@@ -202,7 +203,7 @@ class CatchUp:
                         result.detail,
                     )
                     self._mode.failed(result.reason)
-                    threading.Event().wait(_LOOK_S)
+                    threading.Event().wait(_POLL_INTERVAL_S)
                     continue
                 captured[epoch] = self._mode.capture(epoch, list(result.gathered.values()))
                 epoch += 1
@@ -212,40 +213,43 @@ class CatchUp:
             if download.epoch is not None and any(
                 one not in captured for one in range(download.epoch, epoch)
             ):
-                # what is on its way cannot be brought up to date any more: better begin anew than finish in
-                # vain
+                # the state in transit can no longer be brought up to date: restarting is better than
+                # finishing in vain
                 future.cancel()
                 break
         return captured, epoch
 
     def _install(
-        self, attempt: _Attempt, fetched: Fetched, captured: dict[int, Captured], epoch: int
+        self, attempt: _Attempt, downloaded: DownloadedState, captured: dict[int, CapturedRound], epoch: int
     ) -> LoadResult | None:
-        missing = [e for e in range(fetched.epoch, epoch) if e not in captured]
+        missing = [e for e in range(downloaded.epoch, epoch) if e not in captured]
         if missing:
-            attempt.reason = f"the swarm completed epoch {missing[0]} while the state of epoch {fetched.epoch} was being downloaded"
+            attempt.reason = (
+                f"the swarm completed epoch {missing[0]} while the state of epoch {downloaded.epoch} "
+                "was being downloaded"
+            )
             self._tracker.begin_epoch(self._state.epoch)
             return None
         try:
-            self._state.load(fetched.blob)
+            self._state.load(downloaded.blob)
         except PeerError as error:
             attempt.reason = str(error)
-            attempt.failures.update(dict.fromkeys(fetched.donors, str(error)))
-            attempt.part = None
-            self._distrust(dict.fromkeys(fetched.donors, str(error)))
+            attempt.failures.update(dict.fromkeys(downloaded.donors, str(error)))
+            attempt.partial = None
+            self._distrust(dict.fromkeys(downloaded.donors, str(error)))
             self._tracker.begin_epoch(self._state.epoch)
             return None
-        replayed = range(fetched.epoch, epoch)
+        replayed = range(downloaded.epoch, epoch)
         for one in replayed:
             self.advance(lambda one=one: self._mode.replay(captured.pop(one)))  # type: ignore[misc]
         self._register(self._state.epoch)
         return LoadResult(
             loaded=True,
             epoch=self._state.epoch,
-            donors=fetched.donors,
+            donors=downloaded.donors,
             failures=dict(attempt.failures),
-            digest=fetched.digest.hex(),
-            canonical=fetched.canonical,
+            digest=downloaded.digest.hex(),
+            canonical=downloaded.canonical,
             replayed=len(replayed),
             bytes_received=attempt.bytes_received,
             seconds=time.monotonic() - attempt.started_s,
@@ -257,32 +261,36 @@ class CatchUp:
             del self.distrusted[next(iter(self.distrusted))]
 
     def _register(self, epoch: int) -> None:
-        """Be in `epoch`, and tell the others directly: who reads of it only later may close the epoch
-        meanwhile as if it were alone.
+        """Enter `epoch`, and report it to the others directly: a peer that reads it later in the DHT could
+        close the epoch without this peer.
         """
         self._tracker.begin_epoch(epoch, joining=True)
         try:
-            self._node.network.run(self._tracker.probe(), _REGISTER_S)
+            self.probe(_REGISTER_S)
         except NetworkError as error:
             _log.info(
-                "not everybody was told that this peer is in epoch %d of run %s: %s",
+                "not all peers know yet that this peer is in epoch %d of run %s: %s",
                 epoch,
                 self._run_id,
                 error,
             )
 
+    def probe(self, timeout_s: float) -> None:
+        """Exchange reports with all peers directly. Raise NetworkError when that takes longer."""
+        self._node.network.run(self._tracker.probe(), timeout_s)
+
     def advance(self, apply: Callable[[], None]) -> None:
-        """One epoch forward: the mode's step and the schedule's."""
+        """Move the state one epoch forward: apply the mode's step, then the scheduler's."""
         state = self._state
         with state.lock:
             apply()
             if state.scheduler is not None:
                 state.scheduler.step()
-            state.moved(state.epoch + 1)
+            state.mark_changed(state.epoch + 1)
 
     def _donors(self, attempt: _Attempt) -> list[Contact]:
-        """Who declares the state, the most promising first: in the swarm's epoch, with a canonical state,
-        then by chance.
+        """Return the peers that declare to have the state, the most promising first: those in the swarm's
+        epoch, then those with a canonical state, in random order.
         """
         try:
             found = self._node.network.run(
@@ -299,7 +307,7 @@ class CatchUp:
             if (
                 entry.writer == self._node.peer_id
                 or entry.writer in self.distrusted
-                or entry.writer in self.banned
+                or entry.writer in self._blocklist
                 or not isinstance(value, dict)
             ):
                 continue
@@ -308,8 +316,8 @@ class CatchUp:
             except PeerError as error:
                 attempt.failures[entry.writer] = str(error)
                 continue
-            claimed = value.get("epoch")
-            plausible = isinstance(claimed, int) and epoch - 1 <= claimed <= epoch + 1
+            reported = value.get("epoch")
+            plausible = isinstance(reported, int) and epoch - 1 <= reported <= epoch + 1
             ranked.append((not plausible, value.get("canonical") is not True, random.random(), contact))
         ranked.sort(key=lambda one: one[:3])
         return [contact for *_, contact in ranked]

@@ -1,4 +1,4 @@
-"""Contacts as they stand in the records of a run."""
+"""Parsing of the addresses that peers publish in the records of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Address, Contact, PeerId
 
-ADDRESSES_MAX = 8  # of a peer, in a record of a run
+ADDRESSES_MAX = 8  # of one peer, in a record of a run
 
 
 def contact_of(writer: PeerId, addresses: Any) -> Contact:
-    """A contact from a record of `writer`; PeerError when it is malformed."""
+    """Parse a contact from a record of `writer`. Raise PeerError when it is malformed."""
     if (
         not isinstance(addresses, list)
         or len(addresses) > ADDRESSES_MAX

@@ -1,5 +1,5 @@
-"""The two averagers of an optimizer: one over what its mode averages each epoch, one over the whole state now
-and then.
+"""The two averagers of an optimizer: one for the tensors that its mode averages each epoch, one for the
+whole state.
 """
 
 from __future__ import annotations
@@ -34,126 +34,136 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _POLL_S = 0.002
-_LOOK_S = 0.04
+_CHECK_INTERVAL_S = 0.04
 _CANCEL_S_MAX = 2.0
-_DISTANCE_ELEMENTS = 1 << 22  # compared at once: bounds the float32 copies, unless one row is longer
+_DISTANCE_ELEMENTS = 1 << 22  # compared at a time: bounds the float32 copies, unless one row is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Synchronised:
-    """How a round over the state ended."""
+class StateRound:
+    """Result of a round over the state."""
 
     result: RoundResult
-    drift: float | None = None  # relative norm by which this peer's parameters differed from the average
-    in_step: bool = True  # False: most others have other step counters or another schedule than this peer
+    # relative norm of the difference between this peer's parameters and the average
+    drift: float | None = None
+    # False: most others have other step counters or another schedule than this peer
+    counters_agree: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions:
-    """How the tensors of the epochs are averaged."""
+    """How the tensors of an epoch are averaged."""
 
     codec: str
-    # its rule holds for the state, too; clipping is for gradients and pseudo-gradients
+    # its rule also holds for the state; clipping applies to gradients and pseudo-gradients only
     aggregation: Aggregation = MEAN
     audit: float = 0.0
     error_feedback: bool = False
     strategy: PowerSgd | None = None
+    state_sync_epochs: int = 0  # interval of rounds over the state; 0: never
 
     def __post_init__(self) -> None:
         if self.strategy is not None and not isinstance(self.strategy, PowerSgd):
             raise UsageError(
-                f"a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, not {self.strategy!r:.60}"
+                "a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, "
+                f"not {self.strategy!r:.60}"
             )
         if self.strategy is not None and self.codec not in (ADAPTIVE, *CODECS):
             raise UsageError(
-                f"with PowerSGD the codec is {', '.join(CODECS)} or {ADAPTIVE}, not {self.codec!r}: it is for the factors"
+                f"with PowerSGD the codec is {', '.join(CODECS)} or {ADAPTIVE}, not {self.codec!r}: "
+                "it is for the factors"
             )
 
 
 class BackgroundRound:
-    """A round in the background, given up `grace_s` after there was enough of waiting for it."""
+    """A round that runs while training continues. It is cancelled `grace_s` after `is_obsolete()` became
+    true.
+    """
 
-    def __init__(self, pending: PendingRound, enough: Callable[[], bool], grace_s: float) -> None:
-        self._pending, self._enough, self._grace_s = pending, enough, grace_s
-        self._since_s, self._looked_s = math.inf, -math.inf
+    def __init__(self, pending: PendingRound, is_obsolete: Callable[[], bool], grace_s: float) -> None:
+        self._pending, self._is_obsolete, self._grace_s = pending, is_obsolete, grace_s
+        self._obsolete_s, self._checked_s = math.inf, -math.inf
 
     def done(self) -> bool:
-        """Whether `result` would not wait. To be asked now and then: it is here that a round is given up."""
+        """Return whether `result` would not wait. Call it regularly: an obsolete round is cancelled here."""
         now_s = time.monotonic()
         if self._pending.done:
             return True
-        if now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            self._since_s = min(self._since_s, now_s) if self._enough() else math.inf
-        if now_s - self._since_s < self._grace_s:
+        if now_s - self._checked_s >= _CHECK_INTERVAL_S:
+            self._checked_s = now_s
+            self._obsolete_s = min(self._obsolete_s, now_s) if self._is_obsolete() else math.inf
+        if now_s - self._obsolete_s < self._grace_s:
             return False
         self._pending.cancel()
         return True
 
     def result(self) -> RoundResult:
-        """Wait for the end; the average is written into the tensors in this thread."""
+        """Wait for the end of the round and return its result. The average is written into the tensors in
+        this thread.
+        """
         try:
             pause = threading.Event()
             while not self.done():
                 pause.wait(_POLL_S)
             return self._pending.result()
-        except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
+        except BaseException:  # Ctrl-C: no work may continue in the background
             self.cancel()
             raise
 
     def cancel(self) -> None:
-        """Give it up; the tensors are free afterwards."""
+        """Cancel the round; the tensors are free afterwards."""
         self._pending.cancel()
         self._pending.wait_given_up(_CANCEL_S_MAX)
 
 
 class EpochAverager:
-    """Averagers are made when they are needed first: others wait for whoever holds one."""
+    """Owner of the two averagers. Each is created when it is first needed, because peers with an open
+    averager are waited for by the others.
+    """
 
     def __init__(
         self,
         node: Node,
         run_id: str,
         mode: Mode,
-        state: TrainingState,
-        manner: AveragingOptions,
+        options: AveragingOptions,
         config: OptimizerConfig,
     ) -> None:
-        self._node, self._run_id, self._mode, self._state, self._manner, self._config = (
-            node,
-            run_id,
-            mode,
-            state,
-            manner,
-            config,
-        )
-        self._epochs: Averager | None = None
-        self._states: Averager | None = None
-        self._feedbacks: list[Feedback | LowRank] = []  # one for each of the mode's slots, or none
-        self._feedback: Any = None  # loaded before there is an averager to have it
-        # addresses of the tensors that `_states` averages: loading may replace them
-        self._states_over: list[int] = []
+        self._node, self._run_id, self._mode, self._state = node, run_id, mode, mode.state
+        self._options, self._config = options, config
+        self._epoch_averager: Averager | None = None
+        self._state_averager: Averager | None = None
+        # one for each of the mode's slots; empty without error feedback
+        self._feedbacks: list[Feedback | LowRank] = []
+        self._feedback: Any = None  # loaded before there is an averager to take it
+        # addresses of the tensors that `_state_averager` averages: loading a state may replace them
+        self._state_addresses: list[int] = []
+
+    @property
+    def state_sync_epochs(self) -> int:
+        """Return the interval of rounds over the state in epochs; 0 for never."""
+        return self._options.state_sync_epochs
 
     def open(self) -> None:
-        """Hold the averager of the epochs from now on: others expect this peer in their rounds."""
-        if self._epochs is not None:
+        """Open the epochs' averager: from now on the others expect this peer in their rounds."""
+        if self._epoch_averager is not None:
             return
-        self._epochs = self._averager(self._mode.tensors(), "epochs", self._manner)
-        first = self._epochs.feedback
+        self._epoch_averager = self._make_averager(self._mode.tensors(), "epochs", self._options)
+        first = self._epoch_averager.feedback
         if first is not None:
             others = range(1, self._mode.traits.slots)
-            self._feedbacks = [first, *(self._epochs.new_feedback() for _ in others)]
+            self._feedbacks = [first, *(self._epoch_averager.new_feedback() for _ in others)]
             self.load_feedback(self._feedback)
 
     def ban(self, peers: frozenset[PeerId]) -> None:
-        """Whom no group of this run has from now on."""
+        """Exclude these peers, and no others, from all groups of this run from now on."""
         self._node.network.loop.call_soon_threadsafe(
-            lambda: self._node.service(AveragingService).exchange.refusals.ban(self._run_id, peers)
+            lambda: self._node.service(AveragingService).exchange.blocklist.ban(self._run_id, peers)
         )
 
     def feedback_state(self) -> Any:
-        """What error feedback holds: one state, or a list of them for a mode whose rounds take turns; None
-        without.
+        """Return the state of error feedback: one state, a list for a mode whose rounds alternate between
+        parts of the model, or None without error feedback.
         """
         if not self._feedbacks:
             return self._feedback
@@ -161,127 +171,134 @@ class EpochAverager:
         return states[0] if len(states) == 1 else states
 
     def load_feedback(self, state: Any) -> None:
-        """Go on with what `feedback_state` returned. UsageError: it belongs to something else, or a round is
-        held.
+        """Restore the result of `feedback_state`. Raise UsageError when it belongs to another model or
+        mode, or a round is running.
         """
-        if self._epochs is None:
+        if self._epoch_averager is None:
             self._feedback = state
         elif self._feedbacks and state is not None:
             states = state if isinstance(state, list) else [state]
             if len(states) != len(self._feedbacks):
                 raise UsageError(
-                    f"the saved error feedback is of {len(states)} parts of the model; this mode has {len(self._feedbacks)}"
+                    f"the saved error feedback is of {len(states)} parts of the model; "
+                    f"this mode has {len(self._feedbacks)}"
                 )
             for feedback, one in zip(self._feedbacks, states, strict=True):
                 feedback.load_state_dict(one)
 
-    def begin(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> BackgroundRound:
-        """Begin the round of `epoch`. When it did not fail, the mode's tensors hold the average once its
-        result is taken.
+    def begin(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> BackgroundRound:
+        """Begin the round of `epoch` in the background. If it succeeds, the mode's tensors hold the average
+        once its result is taken.
 
-        Given up `grace_s` after `enough()`: a round that has begun ends before that, one that nobody will
-        join does not.
+        The round is cancelled `grace_s` after `is_obsolete()` became true: one that is in progress ends
+        before that, one without partners does not.
         """
         self.open()
-        assert self._epochs is not None
+        assert self._epoch_averager is not None
         if self._feedbacks:
-            self._epochs.feedback = self._feedbacks[epoch % len(self._feedbacks)]
-        weight, told = self._mode.prepare(epoch)
-        pending = self._epochs.step(
+            self._epoch_averager.feedback = self._feedbacks[epoch % len(self._feedbacks)]
+        weight, metadata = self._mode.prepare(epoch)
+        pending = self._epoch_averager.step(
             weight=weight,
             timeout_s=self._config.round_timeout_s,
-            gather=told,
+            gather=metadata,
             round_key=epoch,
             wait=False,
             lend=True,
         )
-        return BackgroundRound(pending, enough, grace_s)
+        return BackgroundRound(pending, is_obsolete, grace_s)
 
-    def average(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> RoundResult:
-        """`begin`, and wait for the end."""
-        return self.begin(epoch, enough, grace_s).result()
+    def average(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RoundResult:
+        """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
+        return self.begin(epoch, is_obsolete, grace_s).result()
 
     def open_state(self) -> None:
-        """Hold the averager of the state; once the inner optimizer has made its statistics, so that all
-        peers' layouts agree.
+        """Open the averager of the state. Call it after the inner optimizer has created its statistics, so
+        that the layouts of all peers agree.
         """
-        tensors = self._state.averaged()
-        over = [tensor.data_ptr() for tensor in tensors]
-        if self._states is not None and over == self._states_over:
+        tensors = self._state.averaged_tensors()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if self._state_averager is not None and addresses == self._state_addresses:
             return
-        if self._states is not None:
-            self._states.close()
-        manner = replace(self._manner, codec=self._config.state_codec, error_feedback=False, strategy=None)
-        self._states = self._averager(tensors, "state", manner)
-        self._states_over = over
+        if self._state_averager is not None:
+            self._state_averager.close()
+        options = replace(self._options, codec=self._config.state_codec, error_feedback=False, strategy=None)
+        self._state_averager = self._make_averager(tensors, "state", options)
+        self._state_addresses = addresses
 
-    def synchronise(self, enough: Callable[[], bool], grace_s: float) -> Synchronised:
-        """Average the state with the others, all with the same weight; given up as in `average`.
+    def average_state(self, is_obsolete: Callable[[], bool], grace_s: float) -> StateRound:
+        """Average the state with the others, all with the same weight. The round is cancelled as in
+        `begin`.
 
-        The parameters move when the result is there, under the lock: threads of the pool that want a snapshot
-        must not wait for a round.
+        The parameters change when the result has arrived, under the state's lock: threads that want a
+        snapshot must not wait for a round.
         """
         self.open_state()
-        assert self._states is not None
+        assert self._state_averager is not None
         state = self._state
-        # The round writes over the parameters, and nothing else remembers what they were: a mode may need it,
-        # and so does the drift.
+        # the round overwrites the parameters; the mode and the drift need their previous values
         before = [p.detach().clone() for p in state.parameters if p.requires_grad]
         counters = state.counters_digest()
-        told = {"counters": counters, "extras": state.extra_counts()}
-        pending = self._states.step(
+        metadata = {"counters": counters, "extras": state.extra_counts()}
+        pending = self._state_averager.step(
             weight=1.0,
             timeout_s=self._config.state_timeout_s,
-            gather=told,
+            gather=metadata,
             round_key=state.epoch,
             wait=False,
             lend=True,
         )
-        flight, pause = BackgroundRound(pending, enough, grace_s), threading.Event()
+        background_round, pause = BackgroundRound(pending, is_obsolete, grace_s), threading.Event()
         try:
-            while not flight.done():
+            while not background_round.done():
                 pause.wait(_POLL_S)
             with state.lock:
                 result = pending.result()
                 if result.failed:
-                    return Synchronised(result=result)
-                heard = [told for told in result.gathered.values() if isinstance(told, dict)]
-                state.agree_extras([told["extras"] for told in heard if _are_counts(told.get("extras"))])
+                    return StateRound(result=result)
+                received = [metadata for metadata in result.gathered.values() if isinstance(metadata, dict)]
+                state.agree_extras(
+                    [metadata["extras"] for metadata in received if _are_counts(metadata.get("extras"))]
+                )
                 drift = relative_distance(before, [p.detach() for p in state.parameters if p.requires_grad])
-                self._mode.settled(before)
-                state.moved(state.epoch, canonical=True)
-        except BaseException:  # Ctrl-C, as in a Flight
-            flight.cancel()
+                self._mode.on_state_averaged(before)
+                state.mark_changed(state.epoch, canonical=True)
+        except BaseException:  # Ctrl-C, as in `BackgroundRound.result`
+            background_round.cancel()
             raise
         most = Counter(
-            told.get("counters") for told in heard if isinstance(told.get("counters"), bytes)
+            metadata.get("counters") for metadata in received if isinstance(metadata.get("counters"), bytes)
         ).most_common(1)
-        in_step = not most or most[0][0] == counters or most[0][1] * 2 <= len(heard)
-        return Synchronised(result=result, drift=drift, in_step=in_step)
+        counters_agree = not most or most[0][0] == counters or most[0][1] * 2 <= len(received)
+        return StateRound(result=result, drift=drift, counters_agree=counters_agree)
 
     def close(self) -> None:
-        for averager in (self._epochs, self._states):
+        """Close both averagers."""
+        for averager in (self._epoch_averager, self._state_averager):
             if averager is not None:
                 averager.close()
 
-    def _averager(self, tensors: Sequence[torch.Tensor], name: str, manner: AveragingOptions) -> Averager:
+    def _make_averager(
+        self, tensors: Sequence[torch.Tensor], name: str, options: AveragingOptions
+    ) -> Averager:
         traits, config = self._mode.traits, self._config.of_run(self._run_id)
         role = traits.role if name == "epochs" else "statistic"
-        # parameters have no common origin
-        clip_to_median = manner.aggregation.clip_to_median if role.endswith("gradient") else None
-        role = role if manner.strategy is None else "parameter"  # adaptive: factors take 16 bits
+        # clipping needs a common origin, which parameters do not have
+        clip_to_median = options.aggregation.clip_to_median if role.endswith("gradient") else None
+        # with the adaptive codec, factors take 16 bits
+        role = role if options.strategy is None else "parameter"
         return Averager(
             self._node,
             tensors,
             name=name,
             target_group_size=traits.group_size or self._config.group_size_max,
-            codec=resolve(manner.codec, role, sum(tensor.numel() for tensor in tensors)).name,
-            aggregation=manner.aggregation.rule,
+            codec=resolve(options.codec, role, sum(tensor.numel() for tensor in tensors)).name,
+            aggregation=options.aggregation.rule,
             clip_to_median=clip_to_median,
-            audit=manner.audit,
-            error_feedback=manner.error_feedback,
-            strategy=manner.strategy,
-            config=replace(config, terms=traits.terms),
+            audit=options.audit,
+            error_feedback=options.error_feedback,
+            strategy=options.strategy,
+            config=replace(config, terms=traits.compatibility_tag),
         )
 
 
@@ -292,9 +309,9 @@ def _are_counts(value: Any) -> bool:
 
 
 def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    """‖one - other‖ / ‖other‖ over all tensors together; 0.0 for two zeros.
+    """Return ‖one - other‖ / ‖other‖ over all tensors together, or ‖one - other‖ when `other` is zero.
 
-    Works on pieces of a bounded size, whatever the tensors' type and strides, and waits for each device once.
+    Works on blocks of a bounded size, for any dtype and strides, and waits for each device once.
     """
     norms: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for a, b in zip(one, other, strict=True):
@@ -303,31 +320,33 @@ def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
             found = torch.linalg.vector_norm(left.to(torch.float32) - wide), torch.linalg.vector_norm(wide)
             norms.setdefault(a.device, []).append(found)
     found_here = [torch.stack([torch.stack(pair) for pair in pairs]).tolist() for pairs in norms.values()]
-    apart = math.hypot(*(pair[0] for pairs in found_here for pair in pairs))
+    distance = math.hypot(*(pair[0] for pairs in found_here for pair in pairs))
     size = math.hypot(*(pair[1] for pairs in found_here for pair in pairs))
-    return apart / size if size else apart
+    return distance / size if size else distance
 
 
-def check_codec(manner: AveragingOptions, traits: ModeTraits) -> None:
-    """UsageError for a codec or a strategy that would ruin what this mode averages."""
-    codec = manner.codec
-    if manner.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
+def check_codec(options: AveragingOptions, traits: ModeTraits) -> None:
+    """Raise UsageError for a codec or a strategy that would damage what this mode averages."""
+    codec = options.codec
+    if options.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
         why = (
             "averages parameters themselves"
             if traits.role == "parameter"
             else "averages parts of the model, not matrices"
         )
-        raise UsageError(f"mode {traits.terms.partition(' ')[0]} {why}: PowerSGD is not for it")
+        raise UsageError(f"mode {traits.compatibility_tag.partition(' ')[0]} {why}: PowerSGD is not for it")
     chosen = resolve(codec, traits.role, 0)
     if traits.role == "parameter" and chosen.bits_per_element < 16:
         raise UsageError(
-            f"mode {traits.terms.partition(' ')[0]} averages parameters themselves: {codec} would ruin them; use float16 or finer"
+            f"mode {traits.compatibility_tag.partition(' ')[0]} averages parameters themselves: "
+            f"{codec} would ruin them; use float16 or finer"
         )
 
 
-def check_extras(state: TrainingState, counts_max: int = 1024) -> None:
-    """UsageError for whole-number extra tensors that are too large to be told in a round's metadata."""
+def check_extra_tensors(state: TrainingState, counts_max: int = 1024) -> None:
+    """Raise UsageError when the integer extra tensors are too large to be sent in a round's metadata."""
     if len(state.extra_counts()) > counts_max:
         raise UsageError(
-            f"extra_tensors of whole numbers may have {counts_max} elements in all: they are counters, told and not averaged"
+            f"extra_tensors of whole numbers may have {counts_max} elements in all: "
+            "they are counters, which are exchanged and not averaged"
         )

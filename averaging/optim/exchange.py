@@ -1,5 +1,5 @@
-"""What peers of a run ask one another directly: progress, and the state. One registration per node serves all
-its runs.
+"""RPC methods between the peers of a run: progress reports and downloads of the state. One registration per
+node serves all its runs.
 """
 
 from __future__ import annotations
@@ -48,10 +48,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class ProgressHandler(Protocol):
+    """Receiver of progress reports for one run."""
+
     async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply: ...
 
 
 class StateHandler(Protocol):
+    """Server of the state of one run."""
+
     async def on_open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply: ...
     async def on_close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply: ...
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None: ...
@@ -64,7 +68,7 @@ class _Run:
 
 
 class RunExchange:
-    """Finds the optimizer that a message is for."""
+    """Dispatcher of incoming messages to the optimizer of the run that they name."""
 
     def __init__(
         self,
@@ -80,11 +84,11 @@ class RunExchange:
 
     @classmethod
     def from_node(cls, node: Node) -> RunExchange:
-        """Make the one of a node: `node.service(RunExchange.from_node)`."""
+        """Create the instance of a node; use `node.service(RunExchange.from_node)`."""
         return cls(node.handlers.unary, node.handlers.stream)
 
     def add(self, run: str, progress: ProgressHandler, state: StateHandler) -> None:
-        """UsageError when this node has an optimizer for that run already."""
+        """Register the handlers of a run. Raise UsageError when this node already has an optimizer for it."""
         with self._lock:
             if run in self._runs:
                 raise UsageError(
@@ -93,6 +97,7 @@ class RunExchange:
             self._runs[run] = _Run(progress, state)
 
     def remove(self, run: str) -> None:
+        """Remove the handlers of a run, if there are any."""
         with self._lock:
             self._runs.pop(run, None)
 
@@ -119,6 +124,7 @@ class RunExchange:
 
 
 def parse_chunks_request(message: bytes) -> state_pb2.ChunksRequest:
+    """Parse a request for chunks. Raise PeerError when it is malformed."""
     request = state_pb2.ChunksRequest()
     try:
         request.ParseFromString(message)
@@ -128,13 +134,13 @@ def parse_chunks_request(message: bytes) -> state_pb2.ChunksRequest:
 
 
 def chunk_head(index: int) -> bytes:
-    """What stands before a chunk's bytes in a message of the stream."""
+    """Return the bytes that precede a chunk in a message of the stream."""
     header = state_pb2.ChunkHeader(index=index).SerializeToString()
     return _LENGTH.pack(len(header)) + header
 
 
 def unpack_chunk(message: bytes) -> tuple[int, memoryview]:
-    """The chunk's number and a view of its bytes; PeerError when it is not such a message."""
+    """Return the chunk's index and a view of its bytes. Raise PeerError when the message is malformed."""
     (header_bytes,) = _LENGTH.unpack_from(message) if len(message) >= _LENGTH.size else (len(message),)
     start = _LENGTH.size + header_bytes
     if start > len(message):

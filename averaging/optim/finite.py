@@ -1,7 +1,7 @@
-"""Gradients with NaN or infinity in them: found at once on the host, and on a device without waiting for it.
+"""Detection of gradients with NaN or infinity: at once on the host, and without waiting on a device.
 
-On a device the check leaves a flag there, by which the same stream can leave out what the gradients would
-have done, and a copy of which reaches the host some time later.
+On a device the check leaves a flag in device memory. Work on the same stream uses it to leave out the
+effect of the gradients, and a copy of it reaches the host later.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch
 from averaging.optim.memory import rows_of
 from averaging.optim.offload import Arrival, Links
 
-_NAMED_MAX = 3  # parameters in a message
-# copied at once where a flag decides: bounds the memory for it, unless one row is longer
+_NAMED_MAX = 3  # parameters named in a message
+# copied at a time where a flag decides: bounds the memory for it, unless one row is longer
 _MASKED_ELEMENTS = 1 << 23
 
 NO_GRADIENT = "no parameter has a gradient"
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Samples that were taken and turned out to be of no use, and why."""
+class RejectedSamples:
+    """Samples that were accepted first and found not finite later, with the reason."""
 
     samples: int = 0
     reason: str = ""
 
 
 class DeviceCheck:
-    """Whether the gradients of one micro-step are finite. Known on their devices at once, on the host when
-    `ready` says so.
+    """A check whether the gradients of one micro-step are finite. The result is on the devices at once, and
+    on the host when `ready` returns True.
     """
 
     def __init__(self, gradients: Mapping[int, torch.Tensor], links: Links) -> None:
-        """`gradients`: by the parameter's place; dense, on devices that have links. They are read on the
-        current streams.
+        """Start the check of `gradients`: dense tensors by the parameter's index, on devices that have
+        links. They are read on the current streams.
         """
         by_device: dict[torch.device, list[int]] = {}
         for place, gradient in gradients.items():
             by_device.setdefault(gradient.device, []).append(place)
-        # places; flags there, and here; their copy
+        # indices, flags on the device, their copy on the host, and its arrival
         self._read: list[tuple[list[int], torch.Tensor, torch.Tensor, Arrival]] = []
         verdicts: dict[torch.device, torch.Tensor] = {}
         for device, places in by_device.items():
@@ -51,8 +51,8 @@ class DeviceCheck:
             if not filled:
                 verdicts[device] = torch.ones((), dtype=torch.bool, device=device)
                 continue
-            # the largest magnitude is finite exactly when all elements are: NaN passes through, and no sum
-            # can run over
+            # the largest magnitude is finite exactly when all elements are: NaN propagates, and unlike a sum
+            # it cannot overflow
             largest = torch._foreach_norm([gradients[place].detach() for place in filled], math.inf)
             mixed = len({one.dtype for one in largest}) > 1
             flags = torch.stack([one.to(torch.float64) if mixed else one for one in largest]).isfinite()
@@ -68,17 +68,17 @@ class DeviceCheck:
         }
 
     def finite(self, device: torch.device) -> torch.Tensor:
-        """Return whether all gradients on all devices are finite: bool without dimensions, on this device,
-        where gradients were.
+        """Return whether all gradients on all devices are finite, as a bool tensor without dimensions on
+        `device`. `device` must be one that held gradients.
         """
         return self._finite[device]
 
     def ready(self) -> bool:
-        """Return whether `bad_places` would not wait."""
+        """Return whether `bad_places` would return without waiting."""
         return all(arrival.ready() for *_, arrival in self._read)
 
     def bad_places(self) -> list[int]:
-        """Wait for the devices, and return the places of the gradients that are not finite."""
+        """Wait for the devices, and return the indices of the gradients that are not finite."""
         bad: list[int] = []
         for places, _, here, arrival in self._read:
             arrival.wait()
@@ -89,46 +89,48 @@ class DeviceCheck:
 @dataclass(frozen=True, slots=True)
 class _Checked:
     samples: int
-    places: tuple[int, ...]  # of the parameters that had a gradient
+    places: tuple[int, ...]  # indices of the parameters that had a gradient
     check: DeviceCheck
 
 
 class LateChecks:
-    """Micro-steps that were taken before anybody knew whether their gradients were finite, oldest first."""
+    """Micro-steps that were accepted before their checks reached the host, oldest first."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """`names`: what messages call the parameters."""
+        """Store the parameters' `names` for messages."""
         self._names = names
         self._open: deque[_Checked] = deque()
-        self._refused: list[Refused] = []
+        self._refused: list[RejectedSamples] = []
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     @property
     def places(self) -> set[int]:
-        """The parameters that had a gradient in a micro-step of which nothing is known yet."""
+        """Return the indices of the parameters that had a gradient in a micro-step whose check is pending."""
         return {place for one in self._open for place in one.places}
 
-    def took(self, samples: int, places: Sequence[int], check: DeviceCheck) -> None:
-        """Remember a micro-step that was taken."""
+    def add(self, samples: int, places: Sequence[int], check: DeviceCheck) -> None:
+        """Add a micro-step whose check is pending."""
         self._open.append(_Checked(samples, tuple(places), check))
 
-    def known(self, *, wait: bool) -> Iterator[tuple[int, tuple[int, ...], bool]]:
-        """Yield each micro-step of which the host knows by now: samples, places, and whether it was useful.
-        `wait`: yield all.
+    def resolved(self, *, wait: bool) -> Iterator[tuple[int, tuple[int, ...], bool]]:
+        """Yield each micro-step whose check has reached the host: samples, parameter indices, and whether
+        its gradients were finite. `wait`: yield all, waiting for the device.
         """
         while self._open and (wait or self._open[0].check.ready()):
             one = self._open.popleft()
             bad = one.check.bad_places()
             if bad:
-                self._refused.append(Refused(one.samples, not_finite([self._names[place] for place in bad])))
+                self._refused.append(
+                    RejectedSamples(one.samples, not_finite([self._names[place] for place in bad]))
+                )
             yield one.samples, one.places, not bad
 
-    def refused(self) -> Refused:
-        """Return what was found to be of no use since the last call, all together."""
+    def refused(self) -> RejectedSamples:
+        """Return the samples found not finite since the last call, all together."""
         found, self._refused = self._refused, []
-        return Refused(
+        return RejectedSamples(
             sum(one.samples for one in found), "; ".join(dict.fromkeys(one.reason for one in found))
         )
 
@@ -136,10 +138,11 @@ class LateChecks:
 def add_where_(
     finite: torch.Tensor, buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor], factor: float
 ) -> None:
-    """buffers += factor · values where `finite` (bool without dimensions, on their device) is true, else
-    nothing. The host does not wait.
+    """Compute buffers += factor · values where `finite` is true, else leave the buffers unchanged. The host
+    does not wait.
 
-    NaN times zero is NaN: values are replaced by zeros, in a copy of a bounded size.
+    `finite` is a bool tensor without dimensions on the device of the buffers. NaN times zero is NaN, so
+    values are replaced by zeros, in a copy of a bounded size.
     """
     targets: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []
@@ -158,9 +161,9 @@ def add_where_(
         torch._foreach_add_(targets, chosen, alpha=factor)
 
 
-def flaw_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] = ()) -> str | None:
-    """Why the gradients in `.grad` are of no use; None when they are. `names`: what messages call the
-    parameters.
+def defect_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] = ()) -> str | None:
+    """Return why the gradients in `.grad` cannot be used, or None when they can. `names` are the
+    parameters' names for messages.
     """
     gradients = [
         p.grad.coalesce().values() if p.grad is not None and p.grad.is_sparse else p.grad for p in parameters
@@ -170,7 +173,7 @@ def flaw_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] =
         return NO_GRADIENT
     if all_finite(there):
         return None
-    names = names or numbered(len(parameters))
+    names = names or placeholder_names(len(parameters))
     return not_finite(
         [
             name
@@ -180,21 +183,23 @@ def flaw_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] =
     )
 
 
-def numbered(count: int) -> list[str]:
-    """Return what messages call parameters without names."""
+def placeholder_names(count: int) -> list[str]:
+    """Return names for parameters that have none."""
     return [f"parameter {place}" for place in range(count)]
 
 
 def not_finite(names: Sequence[str]) -> str:
-    """Return the message about these parameters' gradients."""
-    return f"non-finite gradients: {', '.join([*names[:_NAMED_MAX], *['and others'] * (len(names) > _NAMED_MAX)])}"
+    """Return the message about non-finite gradients of these parameters."""
+    named = [*names[:_NAMED_MAX], *["and others"] * (len(names) > _NAMED_MAX)]
+    return f"non-finite gradients: {', '.join(named)}"
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """A sum is finite only if all terms are: one fast pass, and a second look when it is not, since sums of
-    large values run over, too.
+    """Return whether all elements of all tensors are finite.
 
-    Waits for each device once, or, after a suspicious sum, once for each tensor.
+    A finite sum implies finite terms, so one fast pass over sums suffices in most cases; a second pass
+    follows when a sum is not finite, since large finite values can overflow. Waits for each device once,
+    and once for each tensor in the second pass.
     """
     sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:

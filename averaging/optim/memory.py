@@ -1,4 +1,4 @@
-"""Where a mode keeps what it has beside the model: on the parameters' devices, or offloaded to the host."""
+"""Placement of what a mode keeps beside the model: on the parameters' devices, or offloaded to the host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Fragment:
         return self.stop - self.start
 
 
-def pieces_between(numels: Sequence[int], edges: Sequence[int]) -> list[list[Fragment]]:
-    """Lay parameters of these sizes end to end, and return what lies between each two neighbouring edges."""
+def fragments_between(numels: Sequence[int], edges: Sequence[int]) -> list[list[Fragment]]:
+    """Lay parameters of these sizes end to end, and return the fragments between each two neighbouring
+    edges.
+    """
     ends = list(accumulate(numels))
     found: list[list[Fragment]] = []
     for low, high in pairwise(edges):
@@ -38,8 +40,8 @@ def pieces_between(numels: Sequence[int], edges: Sequence[int]) -> list[list[Fra
 
 
 def rows_of(tensor: torch.Tensor, elements_max: int) -> Iterator[torch.Tensor]:
-    """Yield views of a tensor, of any strides, that cover it in order: whole rows, as many as have
-    `elements_max` elements, or one row.
+    """Yield views that cover a tensor of any strides in order: blocks of whole rows with at most
+    `elements_max` elements, but at least one row.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     step = max(1, elements_max * rows // max(tensor.numel(), 1))
@@ -50,13 +52,13 @@ def rows_of(tensor: torch.Tensor, elements_max: int) -> Iterator[torch.Tensor]:
         yield tensor[start : start + step]
 
 
-def home_of(parameters: Sequence[torch.Tensor], offload: bool) -> torch.device | None:
-    """The device of everything that a mode keeps: the host, or None for each parameter's own."""
+def storage_for(parameters: Sequence[torch.Tensor], offload: bool) -> torch.device | None:
+    """Return the device of all that a mode keeps: the host, or None for each parameter's own device."""
     return torch.device("cpu") if offload and parameters else None
 
 
-def room_for(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Zeros in float32, contiguous.
+def zeros_for(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return zeros in float32, contiguous.
 
     On the host this memory is not pinned: copies to and from a device go through pinned blocks
     (`averaging.optim.offload`).
@@ -64,28 +66,28 @@ def room_for(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.zeros(tuple(shape), dtype=torch.float32, device=device)
 
 
-def room_beside(p: torch.Tensor, home: torch.device | None) -> torch.Tensor:
-    """Zeros in the shape of a parameter, on its device or at `home`.
+def zeros_beside(p: torch.Tensor, storage: torch.device | None) -> torch.Tensor:
+    """Return float32 zeros in the shape of a parameter, on its device or on `storage`.
 
-    Contiguous whatever the parameter's strides: rounds average contiguous float32 tensors where they are, and
-    would copy others, for as long as the averager lives; `gradient_for` makes up for it, for the parameters
-    that need it and the time of one step.
+    The result is contiguous for any strides of the parameter: rounds average contiguous float32 tensors in
+    place, and would keep a copy of others for the life of the averager. `gradient_for` restores the strides
+    for the one step that needs them.
     """
-    return room_for(p.shape, home or p.device)
+    return zeros_for(p.shape, storage or p.device)
 
 
-def room_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros where `tensor` lies, in its shape."""
-    return room_for(tensor.shape, tensor.device)
+def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float32 zeros in the shape and on the device of `tensor`."""
+    return zeros_for(tensor.shape, tensor.device)
 
 
 def gradient_for(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return `values` as torch itself would have them in `p.grad`: of the parameter's type, device and
+    """Return `values` as torch would store them in `p.grad`: with the parameter's dtype, device and
     strides.
 
-    Fused optimizers walk through the memory of parameter and gradient side by side: with other strides they
-    raise on CUDA, and on the CPU they take one element's gradient for another's. Returns `values` itself
-    where nothing is to be changed, else a copy.
+    Fused optimizers walk through the memory of parameter and gradient in parallel: with other strides they
+    raise on CUDA, and on the CPU they mix up elements. Returns `values` itself where nothing has to change,
+    else a copy.
     """
     if values.dtype == p.dtype and values.device == p.device and values.stride() == p.stride():
         return values

@@ -1,10 +1,10 @@
-"""How much memory each mode takes beside the model, in bytes per trained parameter: one table for estimates,
+"""Memory that each mode takes beside the model, in bytes per trained parameter: one table for estimates,
 tests and documents.
 
-Not in it: activations; the temporary tensors of torch's own optimizers (`foreach=True`, the default on CUDA,
-takes about one more tensor of the parameters' type while it steps); what rounds hold in encoded form on the
-host; epochs that are captured while a newcomer downloads the state; and temporary copies whose size is
-bounded by the largest parameter.
+Not included: activations; the temporary tensors of torch's own optimizers (`foreach=True`, the default on
+CUDA, takes about one more tensor of the parameters' type while it steps); encoded data of rounds on the
+host; epochs captured while a newcomer downloads the state; and temporary copies whose size is bounded by
+the largest parameter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class MemoryPerParameter:
     memory: add them up.
     """
 
-    device: float  # at its highest, where the parameters are
-    host: float  # at its highest
-    device_kept: float  # of `device`, what is there all the time
+    device: float  # peak, on the parameters' device
+    host: float  # peak
+    device_kept: float  # of `device`, the part that is always allocated
     host_kept: float
 
 
@@ -36,8 +36,8 @@ class _Need:
     """One kind of tensor that training takes beside the parameters."""
 
     bytes: float
-    follows: bool  # it lies on the host when the optimizer offloads, else beside the parameters
-    passing: bool = False  # it is there for the time of one operation only; no two such operations overlap
+    follows: bool  # on the host when the optimizer offloads, else beside the parameters
+    passing: bool = False  # allocated during one operation only; no two such operations overlap
 
 
 def bytes_per_parameter(
@@ -49,13 +49,13 @@ def bytes_per_parameter(
     offload: bool,
     element_bytes: int = _FLOAT32,
 ) -> MemoryPerParameter:
-    """Return what training in `mode` takes beside the model. UsageError for a mode that is not one of this
-    library's.
+    """Return the memory that training in `mode` takes beside the model. Raise UsageError for a mode that is
+    not one of this library's.
 
     `optimizer_statistics`: how many tensors of the parameters' shape and type the inner optimizer keeps: 2
-    for Adam and AdamW, 1 for SGD with momentum. `error_feedback`, `strategy`, `offload`: as `swarm.Optimizer`
-    has them (`strategy`: whether there is one). `element_bytes`: of one parameter, 2 for bfloat16. With
-    `offload` the parameters are taken to be on an accelerator.
+    for Adam and AdamW, 1 for SGD with momentum. `error_feedback`, `strategy` and `offload` are as in
+    `swarm.Optimizer` (`strategy`: whether there is one). `element_bytes`: bytes of one parameter, 2 for
+    bfloat16. With `offload` the parameters are assumed to be on an accelerator.
     """
     local, vector = _mode_needs(mode, optimizer_statistics, element_bytes)
     needs = [
@@ -64,12 +64,12 @@ def bytes_per_parameter(
         *local,
     ]
     host_only: float = 0
-    if strategy or error_feedback:  # what the sender holds, and what the next round makes of it
+    if strategy or error_feedback:  # the sender's residual, and the next one that a round computes
         needs.append(_Need(2 * _FLOAT32 * vector, follows=True))
-    # the same for the shard that this peer reduces: a half with two peers, less with more
+    # the same for the shard that this peer reduces: half of the vector with two peers, less with more
     if error_feedback and not strategy:
         host_only += 2 * _FLOAT32 * vector / 2
-    if offload:  # pinned: gradients on their way to the host, or parameters on their way there and back
+    if offload:  # pinned memory: gradients on their way to the host, or parameters in both directions
         host_only += element_bytes
     if offload and isinstance(mode, Gradients):
         # averaged gradients, while the inner optimizer steps
@@ -90,29 +90,30 @@ def _mode_needs(
 ) -> tuple[list[_Need], float]:
     """Return what the mode itself keeps, and how many elements its rounds average per parameter."""
     if isinstance(mode, Gradients):
-        # sums of gradients; delayed: and those in a round
+        # sums of gradients; with delayed rounds, also those in a round
         needs = [_Need(_FLOAT32 * (2 if mode.delayed else 1), follows=True)]
-        # the parameters before a round over the state, to tell the drift; or gradients in the parameters'
+        # the parameters before a round over the state, to compute the drift; or gradients in the parameters'
         # type, for a step
         needs.append(_Need(element_bytes, follows=False, passing=True))
         if element_bytes != _FLOAT32:  # rounds over the state work on float32
             needs.append(_Need(_FLOAT32 * (1 + optimizer_statistics), follows=False))
         return needs, 1.0
-    # the base; and, passing: the base before a round over the state, or what was learned while the state is
-    # fetched anew
+    # the base; and temporarily the base before a round over the state, or suspended progress during a
+    # download of the state
     needs = [_Need(_FLOAT32, follows=True), _Need(_FLOAT32, follows=True, passing=True)]
     if isinstance(mode, Local):
         return [*needs, _Need(_FLOAT32, follows=True)], 1.0  # the pseudo-gradient
     if isinstance(mode, Diloco):
         if mode.momentum:
             needs.append(_Need(_FLOAT32, follows=True))
-        # the pseudo-gradient of one fragment; streaming: and the fragment as it was when its round began
+        # the pseudo-gradient of one fragment; with streaming, also the fragment as it was when its round
+        # began
         needs.append(_Need(_FLOAT32 if mode.streaming == 1 else 2 * _FLOAT32 / mode.streaming, follows=True))
         return needs, 1.0
     if isinstance(mode, Gossip):
         if mode.momentum:
             needs.append(_Need(_FLOAT32, follows=True))
-        # what was learned, and the base, as they travel
+        # the tensors of a round: progress and base
         return [*needs, _Need(2 * _FLOAT32, follows=True)], 2.0
     raise UsageError(
         f"there is no estimate of the memory that mode {getattr(mode, 'name', mode)!r:.40} takes"

@@ -1,5 +1,5 @@
-"""What an optimizer's steps add up to: the numbers that a peer tells about itself. Called from the trainer's
-and the network's thread.
+"""Statistics of one optimizer, which a peer publishes about itself. Called from the trainer's and the
+network's thread.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from swarm.core.ids import PeerId
 from swarm.metrics.record import BLAME_MAX, ROUNDS_MAX, Blame, Metrics, RoundReport, check_own
 
 _LOSSES = ("loss", "validation_loss")
-_FAILED_MAX = 2  # failed rounds among those that are told
-_FAILED_S = 60.0  # for which a failure is told before a newer success
-_IDLE_S = 20.0  # and …
-# … so many times the usual time between two steps: then the trainer does not train, whatever its pace was
+_FAILED_MAX = 2  # failed rounds among the published ones
+_FAILED_S = 60.0  # for this long a failed round is published before newer successes
+_IDLE_S = 20.0  # a trainer is idle when it has been outside of `step` for this long and …
+# … for this many times the usual time between two steps
 _IDLE_STEPS = 5.0
-_USUAL_SHARE = 0.2  # of the newest time between two steps in the usual one
+_INTERVAL_GAIN = 0.2  # weight of the newest interval in the usual time between two steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What the tracker knows of this peer at the moment."""
+    """The tracker's present knowledge of this peer."""
 
     epoch: int
     samples_per_s: float
@@ -39,27 +39,29 @@ class Meter:
         self._since_s = since_s
         self._texts = {"name": name, "device": device, "agent": agent}
         self._lock = threading.Lock()
-        self._own: dict[str, float] = {}
+        self._user_metrics: dict[str, float] = {}
         self._losses: dict[str, float] = {}
-        self._broken: set[str] = set()
+        self._non_finite: set[str] = set()
         self._rounds: list[RoundReport] = []
-        self._samples = self._up = self._down = self._done = self._failed = 0
-        self._given: tuple[int, float] | None = None
+        self._samples = self._bytes_up = self._bytes_down = self._rounds_done = self._rounds_failed = 0
+        self._last_contribution: tuple[int, float] | None = None
         self._stepping = False
         self._stepped_s: float | None = None  # when the last step returned
-        self._usual_s = 0.0  # from there to the next one
+        self._usual_interval_s = 0.0  # usual time between the end of a step and the next one
         self._drift: float | None = None
 
     @contextlib.contextmanager
     def stepping(self, clock: Callable[[], float]) -> Iterator[None]:
-        """Within it the trainer is in `Optimizer.step`, where rounds take their time; without it for long, it
-        does not train.
+        """Mark the trainer as being in `Optimizer.step`, where rounds take their time. A trainer that stays
+        outside for long counts as idle.
         """
         with self._lock:
             self._stepping = True
             if self._stepped_s is not None:
                 since_s = max(clock() - self._stepped_s, 0.0)
-                self._usual_s += _USUAL_SHARE * (since_s - self._usual_s) if self._usual_s else since_s
+                self._usual_interval_s += (
+                    _INTERVAL_GAIN * (since_s - self._usual_interval_s) if self._usual_interval_s else since_s
+                )
         try:
             yield
         finally:
@@ -67,7 +69,7 @@ class Meter:
                 self._stepping, self._stepped_s = False, clock()
 
     def on_step(self, report: StepReport, now_s: float) -> None:
-        """Account for one call of `Optimizer.step`. `now_s`: the swarm's time."""
+        """Account for one call of `Optimizer.step`. `now_s` is the swarm's time."""
         if (
             report.round is None
             and report.state_round is None
@@ -76,54 +78,54 @@ class Meter:
         ):
             return
         with self._lock:
-            epoch = report.epoch - (1 if report.stepped else 0)  # the one that the round was about
+            epoch = report.epoch - (1 if report.stepped else 0)  # the epoch that the round was for
             if report.round is not None:
                 self._round("epoch", epoch, report.round, now_s)
             if report.state_round is not None:
                 self._round("state", report.epoch, report.state_round, now_s)
-            self._failed += report.rounds_failed
-            self._done += report.round is not None and not report.round.failed
+            self._rounds_failed += report.rounds_failed
+            self._rounds_done += report.round is not None and not report.round.failed
             if report.stepped and report.contributed:
                 self._samples += report.contributed
-                self._given = report.epoch, now_s
+                self._last_contribution = report.epoch, now_s
             if report.drift is not None:
                 self._drift = report.drift
         if report.resynchronised is not None:
             self.on_load(report.resynchronised)
 
     def on_load(self, result: LoadResult) -> None:
-        """The state was fetched, or not."""
+        """Account for a download of the state, complete or not."""
         with self._lock:
-            self._down += result.bytes_received
+            self._bytes_down += result.bytes_received
 
-    def tell(self, values: Mapping[str, Any]) -> None:
-        """The user's own metrics, and `loss` and `validation_loss`; UsageError for what cannot be one, and
-        then none is taken.
+    def set_user_metrics(self, values: Mapping[str, Any]) -> None:
+        """Store the user's own metrics, and `loss` and `validation_loss`. Raise UsageError for an invalid
+        one; nothing is stored then.
         """
         with self._lock:
-            known = list(self._own)
+            known = list(self._user_metrics)
             checked: dict[str, float | None] = {}
             for name, value in values.items():
                 checked[name] = check_own(name, value, () if name in _LOSSES else known)
                 if name not in _LOSSES and name not in known:
                     known.append(name)
             for name, number in checked.items():
-                home = self._losses if name in _LOSSES else self._own
+                target = self._losses if name in _LOSSES else self._user_metrics
                 if number is None:
-                    self._broken.add(name)
-                    home.pop(name, None)
+                    self._non_finite.add(name)
+                    target.pop(name, None)
                 else:
-                    self._broken.discard(name)
-                    home[name] = number
+                    self._non_finite.discard(name)
+                    target[name] = number
 
     def metrics(self, pace: Pace, now_s: float, *, reach: str = "") -> Metrics:
-        """The record of this moment."""
+        """Return the metrics record of this moment."""
         with self._lock:
             idle_s = self._idle_s(now_s)
             return Metrics(
                 at_s=now_s,
                 since_s=self._since_s,
-                every_s=1.0,  # the publisher says how often
+                every_s=1.0,  # overwritten by the publisher
                 epoch=pace.epoch,
                 samples_per_s=round(pace.samples_per_s, 3) if idle_s is None else 0.0,
                 idle_s=idle_s,
@@ -131,16 +133,16 @@ class Meter:
                 samples=self._samples,
                 loss=self._losses.get("loss"),
                 validation_loss=self._losses.get("validation_loss"),
-                contributed_epoch=self._given[0] if self._given else None,
-                contributed_at_s=self._given[1] if self._given else None,
-                bytes_up=self._up,
-                bytes_down=self._down,
+                contributed_epoch=self._last_contribution[0] if self._last_contribution else None,
+                contributed_at_s=self._last_contribution[1] if self._last_contribution else None,
+                bytes_up=self._bytes_up,
+                bytes_down=self._bytes_down,
                 drift=self._drift,
-                rounds_done=self._done,
-                rounds_failed=self._failed,
-                own=dict(self._own),
-                broken=tuple(sorted(self._broken)),
-                rounds=_told(self._rounds, now_s),
+                rounds_done=self._rounds_done,
+                rounds_failed=self._rounds_failed,
+                own=dict(self._user_metrics),
+                broken=tuple(sorted(self._non_finite)),
+                rounds=_rounds_to_publish(self._rounds, now_s),
                 **self._texts,
             )
 
@@ -148,11 +150,11 @@ class Meter:
         if self._stepping or self._stepped_s is None:
             return None
         idle_s = now_s - self._stepped_s
-        return round(idle_s, 1) if idle_s > max(_IDLE_S, _IDLE_STEPS * self._usual_s) else None
+        return round(idle_s, 1) if idle_s > max(_IDLE_S, _IDLE_STEPS * self._usual_interval_s) else None
 
     def _round(self, kind: str, epoch: int, result: RoundResult, now_s: float) -> None:
-        self._up += result.bytes_sent
-        self._down += result.bytes_received
+        self._bytes_up += result.bytes_sent
+        self._bytes_down += result.bytes_received
         if result.failed and result.reason == "alone":
             return
         del self._rounds[: -4 * ROUNDS_MAX]
@@ -174,14 +176,14 @@ class Meter:
         )
 
 
-def _told(rounds: Sequence[RoundReport], now_s: float) -> tuple[RoundReport, ...]:
-    """The latest, oldest first; where rounds are short, those that failed are not pushed out by the next
-    successes before anybody read.
+def _rounds_to_publish(rounds: Sequence[RoundReport], now_s: float) -> tuple[RoundReport, ...]:
+    """Return the latest rounds, oldest first. Recent failed rounds are kept where newer successes would
+    push them out before anybody has read them.
     """
-    failed = [told for told in rounds if told.reason and now_s - told.at_s < _FAILED_S][-_FAILED_MAX:]
-    good = [told for told in rounds if not any(told is one for one in failed)]
-    return tuple(sorted([*failed, *good[len(failed) - ROUNDS_MAX :]], key=lambda told: told.at_s))
+    failed = [entry for entry in rounds if entry.reason and now_s - entry.at_s < _FAILED_S][-_FAILED_MAX:]
+    good = [entry for entry in rounds if not any(entry is one for one in failed)]
+    return tuple(sorted([*failed, *good[len(failed) - ROUNDS_MAX :]], key=lambda entry: entry.at_s))
 
 
-def _blame(told: Mapping[PeerId, str]) -> Blame:
-    return tuple((str(peer), why) for peer, why in list(told.items())[:BLAME_MAX])
+def _blame(reasons: Mapping[PeerId, str]) -> Blame:
+    return tuple((str(peer), why) for peer, why in list(reasons.items())[:BLAME_MAX])

@@ -1,12 +1,11 @@
-"""Copies between a device and the host that the trainer's thread need not wait for, and the pinned memory
-that they go through.
+"""Asynchronous copies between a device and the host, and the pinned memory that they go through.
 
-A CUDA copy runs beside other work only if it is on a stream of its own and its host memory is pinned. Events
-order it both ways: it begins after what the trainer's stream was asked before, and the trainer's stream goes
-on after it where the memory on the device is about to be written again.
+A CUDA copy overlaps with other work only on a stream of its own and with pinned host memory. Events order
+it both ways: it begins after the work queued so far on the trainer's stream, and the trainer's stream
+continues after it where the device memory is about to be overwritten.
 
-Not yet run on a GPU: what is tested is the order of calls, and with a stand-in whose copies arrive as late as
-they may.
+Not yet run on a GPU: tests check the order of calls, with a simulated device whose copies arrive as late as
+CUDA allows.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from typing import Any, Protocol
 
 import torch
 
-from averaging.optim.memory import Fragment, pieces_between
+from averaging.optim.memory import Fragment, fragments_between
 
 _BLOCK_ELEMENTS_MIN = 1 << 18
 
-Copy = tuple[torch.Tensor, torch.Tensor]  # what is copied, and where to; of the same number of elements
+Copy = tuple[torch.Tensor, torch.Tensor]  # source and target, with the same number of elements
 
 
 class Arrival(Protocol):
     """Copies that were queued together."""
 
     def ready(self) -> bool:
-        """Return whether they are done, without waiting."""
+        """Return whether the copies are done, without waiting."""
         ...
 
     def wait(self) -> None:
-        """Return when they are done."""
+        """Return when the copies are done."""
         ...
 
 
@@ -40,29 +39,29 @@ class HostLink(Protocol):
     """Copies between one device and the host, on a stream of their own. Used by the trainer's thread."""
 
     def fetch(self, copies: Sequence[Copy]) -> Arrival:
-        """Copy tensors of the device to the host, as they are after all that the current stream was asked so
-        far.
+        """Copy tensors of the device to the host, with the values they have after all work queued so far on
+        the current stream.
 
         The sources must be neither freed nor written until the copies have arrived or `release` was called.
         """
         ...
 
     def release(self) -> None:
-        """Let all that the current stream is asked from now on begin after the copies that were queued so
-        far. The host does not wait.
+        """Make work queued on the current stream from now on wait for the copies queued so far. The host
+        does not wait.
         """
         ...
 
-    def bring(self, copies: Sequence[Copy]) -> Arrival:
-        """Copy host memory to the device: after what the current stream was asked so far, and before what it
-        is asked from now on.
+    def upload(self, copies: Sequence[Copy]) -> Arrival:
+        """Copy host memory to the device: after the work queued so far on the current stream, and before
+        what is queued on it from now on.
 
-        The host memory must stay as it is until the copies have arrived.
+        The host memory must not change until the copies have arrived.
         """
         ...
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return flat memory on the host from which copies to this device run beside other work."""
+        """Return flat memory on the host from which copies to this device can be asynchronous."""
         ...
 
 
@@ -81,7 +80,7 @@ class CudaLink:
     """The link to one CUDA device."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """`cuda`: the module, or what stands for it in tests."""
+        """Create the stream for copies. `cuda` is the module `torch.cuda`, or a simulated one in tests."""
         self._cuda, self._device = cuda, device
         self._copies = cuda.Stream(device=device)
 
@@ -92,7 +91,7 @@ class CudaLink:
     def release(self) -> None:
         self._cuda.current_stream(self._device).wait_event(self._mark(self._copies))
 
-    def bring(self, copies: Sequence[Copy]) -> Arrival:
+    def upload(self, copies: Sequence[Copy]) -> Arrival:
         arrival = self.fetch(copies)
         self.release()
         return arrival
@@ -107,20 +106,20 @@ class CudaLink:
         return _CudaArrival(self._mark(self._copies))
 
     def _mark(self, stream: Any) -> Any:
-        event = self._cuda.Event(blocking=True)  # a thread that waits sleeps
+        event = self._cuda.Event(blocking=True)  # a waiting thread sleeps
         event.record(stream)
         return event
 
 
 def link_of(device: torch.device) -> HostLink | None:
-    """Return a link to this device; None where copies are made at once: on the host itself, and on devices
+    """Return a link to this device; None where copies are synchronous: on the host itself, and on devices
     without streams.
     """
     return CudaLink(device) if device.type == "cuda" else None
 
 
 class Links:
-    """The links to all devices of a list of tensors; none at all unless every one of these devices has one."""
+    """The links to all devices of a list of tensors; empty unless every one of these devices has one."""
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], make: Callable[[torch.device], HostLink | None] = link_of
@@ -147,14 +146,17 @@ class _Group:
         edges = [0, *accumulate(sizes)]
         self._starts = [0, *accumulate(numels)]
         self.blocks = [link.host_memory(size, dtype) for size in sizes]
-        self._pieces: dict[int, list[tuple[Fragment, torch.Tensor]]] = {}  # of each tensor, with its memory
-        for edge, block, pieces in zip(edges, self.blocks, pieces_between(numels, edges), strict=False):
+        # of each tensor: its fragments with their memory
+        self._pieces: dict[int, list[tuple[Fragment, torch.Tensor]]] = {}
+        for edge, block, pieces in zip(edges, self.blocks, fragments_between(numels, edges), strict=False):
             for piece in pieces:
                 at = self._starts[piece.place] + piece.start - edge
                 self._pieces.setdefault(piece.place, []).append((piece, block[at : at + piece.numel]))
 
     def memory(self, place: int, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield the memory of some elements of a tensor: from where, to where, and the flat memory itself."""
+        """Yield the memory of elements `start` to `stop` of a tensor: first element, end, and the flat
+        memory itself.
+        """
         for piece, memory in self._pieces.get(place, ()):
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
@@ -168,40 +170,41 @@ class _Group:
 
 
 class HostStaging:
-    """Pinned memory with room for one copy of each of some tensors, of the tensors' own types. It is used for
-    one transfer at a time.
+    """Pinned memory with room for one copy of each of some tensors, in their own dtypes. Only one transfer
+    uses it at a time.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], links: Links) -> None:
-        """`tensors`: the tensors on devices, or others of their shapes, types and devices."""
+        """Allocate the memory. `tensors` are the tensors on devices, or others of their shapes, dtypes and
+        devices.
+        """
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, tensor in enumerate(tensors):
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(place)
         self._groups: list[_Group] = []
-        self._homes: dict[int, tuple[_Group, int]] = {}
+        self._groups_of: dict[int, tuple[_Group, int]] = {}
         for (device, dtype), places in by_kind.items():
             group = _Group([tensors[place].numel() for place in places], dtype, links.of(device))
             self._groups.append(group)
-            self._homes |= {place: (group, nth) for nth, place in enumerate(places)}
+            self._groups_of |= {place: (group, nth) for nth, place in enumerate(places)}
 
     @property
     def pinned_bytes(self) -> int:
-        """How much pinned memory this takes: the tensors' own size, and less than 2 MB more per device and
-        type.
+        """Return the size of the pinned memory: that of the tensors, and less than 2 MB more per device and
+        dtype.
         """
         return sum(block.nbytes for group in self._groups for block in group.blocks)
 
     def fetch(self, sources: Sequence[tuple[Fragment, torch.Tensor]]) -> None:
-        """Queue copies of some elements of the tensors (flat, on their devices) to their places in this
-        memory. The host does not wait.
+        """Queue copies of fragments of the tensors (flat, on their devices) into this memory. The host does
+        not wait.
 
-        The sources may be written or freed at once afterwards: the device's current stream goes on after the
-        copies.
+        The sources may be written or freed at once: the device's current stream continues after the copies.
         """
         self.wait()
         copies: dict[int, list[Copy]] = {}
         for piece, source in sources:
-            group, nth = self._homes[piece.place]
+            group, nth = self._groups_of[piece.place]
             found = copies.setdefault(self._groups.index(group), [])
             for low, high, memory in group.memory(nth, piece.start, piece.stop):
                 found.append((source[low - piece.start : high - piece.start], memory))
@@ -215,34 +218,32 @@ class HostStaging:
         for group in self._groups:
             group.idle()
 
-    def held(self, piece: Fragment) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield what was fetched of these elements, once `wait` was called: from where, to where, and the
-        values, flat.
-        """
-        group, nth = self._homes[piece.place]
+    def fetched_values(self, piece: Fragment) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield the fetched values of a fragment, after `wait`: first element, end, and the flat values."""
+        group, nth = self._groups_of[piece.place]
         return group.memory(nth, piece.start, piece.stop)
 
-    def bring(self, values: Iterable[tuple[Fragment, torch.Tensor, torch.Tensor]]) -> None:
-        """Copy values on the host (flat, any type) to flat tensors on the devices, through this memory. The
-        host does not wait for the end.
+    def upload(self, values: Iterable[tuple[Fragment, torch.Tensor, torch.Tensor]]) -> None:
+        """Copy values on the host (flat, any dtype) to flat tensors on the devices, through this memory.
+        The host does not wait for the end.
 
-        What the devices' current streams are asked afterwards comes after the copies.
+        Work queued on the devices' current streams afterwards runs after the copies.
         """
         self.wait()
         for piece, source, target in values:
-            group, nth = self._homes[piece.place]
+            group, nth = self._groups_of[piece.place]
             for low, high, memory in group.memory(nth, piece.start, piece.stop):
                 inside = slice(low - piece.start, high - piece.start)
                 memory.copy_(source[inside])
-                # runs while the next values are being converted
-                group.last = group.link.bring([(memory, target[inside])])
+                # overlaps with the conversion of the next values
+                group.last = group.link.upload([(memory, target[inside])])
 
 
 def block_sizes(numel: int) -> list[int]:
-    """Cut a number of elements into powers of two, the largest first, and round what is left up to the
+    """Split a number of elements into powers of two, the largest first; the rest is rounded up to the
     smallest block.
 
-    Torch's allocator of pinned memory rounds each request up to a power of two: one block for all would take
+    Torch's allocator of pinned memory rounds each request up to a power of two: a single block would take
     up to twice what it holds.
     """
     sizes: list[int] = []

@@ -14,16 +14,16 @@ import torch
 from averaging.optim.admission import Blocklist
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
-from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extras
+from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extra_tensors
 from averaging.optim.epochs import EpochLoop
 from averaging.optim.exchange import RunExchange
 from averaging.optim.metering import Meter, Pace
 from averaging.optim.modes import ModeParts, ModeSettings
 from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, ProgressView
-from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
-from averaging.optim.state.donor import Donor, DonorServices
+from averaging.optim.state.donor import Donor, DonorConfig
 from averaging.optim.state.training_state import Scheduler
 from averaging.optim.state.view import StateView
 from averaging.reduction.lowrank import PowerSgd
@@ -53,33 +53,34 @@ _CLOSE_S_MAX = 2.0
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Trains one model together with everybody who has an `Optimizer` of the same run.
+    """A torch optimizer that trains one model together with all peers that have an `Optimizer` for the same
+    run.
 
     `inner`: the optimizer that makes the steps; its parameters are the model's. `node`: this process as a
     peer. `run`: a name that all peers use, or a run's id. An epoch is `target_batch_size` samples over the
     whole swarm; `batch_size_per_step`: samples behind one call of `step`, unless the call says. `mode`:
     "gradients" (one large batch, one step an epoch), "local" (a step each call, parameters averaged once an
-    epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs); or settings:
-    `swarm.Diloco(…)`. `codec`: how what is averaged travels, a name of `swarm.compression`, or "adaptive" for
-    what suits it; `error_feedback`: what it leaves out of one epoch goes into the next, which `int2`, `sign`
-    and `topk` need. `strategy=PowerSgd(rank=4)`: matrices travel as factors of that rank, in two all-reduces
-    an epoch, with error feedback. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
-    `swarm.Averager`; by default a part of somebody's gradients that is longer than ten medians is shortened
-    to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the
-    state. `state_sync_epochs`: every so many epochs the state that peers share is averaged, so that peers
-    with different processors stay equal (0: never; None: as the mode needs it). `extra_tensors`: more to
-    share, for instance `model.buffers()`. `offload`: what is kept beside the model (accumulators; in modes
-    with local steps base and outer momentum) lies on the host; for a model on CUDA it is copied through
-    pinned memory of the model's size.
+    epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs); or settings such as
+    `swarm.Diloco(…)`. `codec`: how tensors are encoded on the wire, a name of `swarm.compression`, or
+    "adaptive" to choose by their kind; `error_feedback`: add what the codec left out of one epoch to the
+    next, which `int2`, `sign` and `topk` need. `strategy=PowerSgd(rank=4)`: send matrices as factors of
+    that rank, in two all-reduces an epoch, with error feedback. `aggregation`, `clip_to_median`, `audit`:
+    limits on hostile peers, see `swarm.Averager`; by default a peer's part of the gradients that is longer
+    than ten medians is shortened to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`,
+    stepped once an epoch, part of the state. `state_sync_epochs`: the shared state is averaged every
+    `state_sync_epochs` epochs, so that peers with different processors stay equal (0: never; None: as the
+    mode needs it). `extra_tensors`: further tensors to share, for instance `model.buffers()`. `offload`:
+    keep accumulators (in modes with local steps: base and outer momentum) on the host; for a model on CUDA
+    it is copied through pinned memory of the model's size.
 
     With `torch.amp.GradScaler` call `scaler.unscale_(opt)`, then `opt.step(…)`, whose report says what was
-    dropped for an overflow, then `scaler.update()`; or `scaler.step(opt)`, which returns None for a step that
-    it skips, and waits for the device each time. On CUDA a step does not wait to learn whether its gradients
-    are finite: a later report says so.
+    dropped for an overflow, then `scaler.update()`; or `scaler.step(opt)`, which returns None for a step
+    that it skips, and waits for the device each time. On CUDA a step does not wait to learn whether its
+    gradients are finite: a later report says so.
 
     Parameters change only inside `step`; in mode "gradients" when an epoch is full. Joining a swarm that is
-    ahead loads its state in the first `step`; `load_state_from_peers` does it before. What the network does
-    is in the report; UsageError is the caller's mistake. A context manager.
+    ahead loads its state in the first `step`; `load_state_from_peers` does it before. Events on the network
+    are in the report; UsageError is the caller's mistake. The optimizer is a context manager.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
         settings = self._check(inner, mode, batch_size_per_step, state_sync_epochs)
-        resolve(codec, "gradient", 0)  # UsageError for one that does not exist, before anything is opened
+        resolve(codec, "gradient", 0)  # raises UsageError for an unknown codec before anything is opened
         aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
-        manner = AveragingOptions(
+        options = AveragingOptions(
             codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy
         )
         config = config or OptimizerConfig()
@@ -116,14 +117,14 @@ class Optimizer(torch.optim.Optimizer):
         self.mode = settings.name
         self._closed = False
         schedule = scheduler(inner) if scheduler is not None else None
-        self._training = settings.build(
+        self._mode = settings.build(
             ModeParts(inner=inner, extras=tuple(extra_tensors), scheduler=schedule, offload=offload)
         )
-        self._state, traits = self._training.state, self._training.traits
-        check_extras(self._state)
-        check_codec(manner, traits)
+        self._state, traits = self._mode.state, self._mode.traits
+        check_extra_tensors(self._state)
+        check_codec(options, traits)
         sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
-        node.network.run(self._open(manner, sync_epochs, config), _START_S_MAX)
+        node.network.run(self._open(replace(options, state_sync_epochs=sync_epochs), config), _START_S_MAX)
 
     @staticmethod
     def _check(
@@ -134,7 +135,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> ModeSettings:
         if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, Optimizer):
             raise UsageError(
-                f"the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), not {inner!r:.60}"
+                "the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), "
+                f"not {inner!r:.60}"
             )
         if batch_size_per_step is not None:
             _samples(batch_size_per_step)
@@ -146,34 +148,23 @@ class Optimizer(torch.optim.Optimizer):
             )
         return settings_of(mode)
 
-    async def _open(self, manner: AveragingOptions, state_sync_epochs: int, config: OptimizerConfig) -> None:
-        node = self.node
-        network = node.network
-        services = TrackerServices(
-            own=lambda: node.contact,
-            dht=node.dht.service,
-            caller=node.channels,
-            clock=node.clock,
-            loop=network.loop,
+    async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
+        node, mode = self.node, self._mode
+        self._blocklist = Blocklist()
+        self._donor = Donor(
+            node, self.run_id, self._state, DonorConfig(serve=config.serve_state), self._blocklist
         )
-        self._banned = Blocklist()
-        self._tracker = Tracker(services, self.run_id, self.target_batch_size, config.progress, self._banned)
-        giving = DonorServices(
-            own=lambda: node.contact,
-            dht=node.dht.service,
-            clock=node.clock,
-            loop=network.loop,
-            pool=network.pool,
+        self._tracker = Tracker(
+            node,
+            self.run_id,
+            self.target_batch_size,
+            config.progress,
+            self._blocklist,
+            on_full=self._donor.on_round_begin,
         )
-        self._donor = Donor(giving, self.run_id, self._state, config.donor, self._banned)
-        self._tracker.on_full = self._donor.round_begins
-        self._rounds = EpochAverager(node, self.run_id, self._training, self._state, manner, config)
-        self._catch_up = CatchUp(
-            node, self.run_id, self._state, self._training, self._tracker, self._rounds, config
-        )
-        parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)
-        self._catch_up.banned = self._banned
-        self._loop = EpochLoop(node, parts, state_sync_epochs, config)
+        self._averager = EpochAverager(node, self.run_id, mode, options, config)
+        self._catch_up = CatchUp(node, mode, self._tracker, self._averager, self._blocklist, config)
+        self._loop = EpochLoop(mode, self._tracker, self._donor, self._averager, self._catch_up, config)
         node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor)
         self._meter = Meter(
             node.clock.swarm_s(),
@@ -202,12 +193,12 @@ class Optimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, batch_size: int | Callable[[], Any] | None = None, closure: Callable[[], Any] | None = None
     ) -> StepReport:
-        """Take the gradients in `.grad`, which are means over `batch_size` samples; the parameters move when
-        the swarm's batch is full.
+        """Take the gradients in `.grad`, which are means over `batch_size` samples. The parameters change
+        when the swarm's batch is full.
 
-        Costs no network then, else a round with the other peers, in this thread. A closure, here or in the
-        place of `batch_size` as torch has it, is called first, with gradients enabled. The report says what
-        happened.
+        Until then the call costs no network; then it makes a round with the other peers, in this thread. A
+        `closure`, also accepted as the first argument as in torch, is called first, with gradients enabled.
+        Returns a report of this call.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
@@ -225,11 +216,11 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_from_peers(
         self, timeout_s: float = 600.0, on_progress: Callable[[int, int], None] | None = None
     ) -> LoadResult:
-        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was accumulated
-        is dropped (with local steps: added to it, if it is not long out of date).
+        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was
+        accumulated is dropped (with local steps: added to the state, if it is not too old).
 
-        `on_progress(bytes, of_bytes)` is called on the network thread. Nobody to load from is a result with
-        `alone=True`, not an error.
+        `on_progress(bytes, of_bytes)` is called on the network thread. When no other peer takes part, the
+        result has `alone=True`; that is not an error.
         """
         self._check_open()
         if not 0 < timeout_s < float("inf"):
@@ -240,93 +231,93 @@ class Optimizer(torch.optim.Optimizer):
         return result
 
     def report(self, **metrics: Any) -> None:
-        """Tell those who watch the run: `opt.report(loss=loss.item(), validation_loss=…, accuracy=0.9)`, as
-        often as you like.
+        """Publish metrics to the viewers of the run: `opt.report(loss=loss.item(), validation_loss=…,
+        accuracy=0.9)`, at any rate.
 
-        `loss` and `validation_loss` are charted as the run's, others (16 at most, single numbers) under their
-        names; the last value of each goes out every few seconds, signed, for anybody to read. What is not
-        finite is told as such. UsageError for what is no number.
+        `loss` and `validation_loss` are charted as the run's, others (16 at most, single numbers) under
+        their names. The last value of each is published every few seconds, signed, for anybody to read;
+        values that are not finite are marked as such. Raises UsageError for a value that is not a number.
         """
         self._check_open()
-        self._meter.tell(metrics)
+        self._meter.set_user_metrics(metrics)
 
     def _pace(self) -> Pace:
         mine = self._tracker.view().peers[self.node.peer_id]
         return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `.grad`; what `step` has taken is kept."""
+        """Clear `.grad`; gradients that `step` has taken are kept."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     @property
     def epoch(self) -> int:
-        """How many epochs the parameters have behind them."""
+        """Return the number of epochs that the parameters have completed."""
         return self._state.epoch
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a round is held in the background, in a mode that trains on meanwhile."""
-        return self._loop.in_flight
+    def has_background_round(self) -> bool:
+        """Return whether a round runs in the background, in a mode that continues training meanwhile."""
+        return self._loop.has_background_round
 
     @property
     def progress(self) -> ProgressView:
-        """How far the swarm is within the epoch, and who trains at what pace."""
+        """Return how far the swarm is within the epoch, and each peer's training rate."""
         return self._tracker.view()
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """What the factory made."""
+        """Return the scheduler that the factory made, or None."""
         return self._state.scheduler
 
     def state_digest(self) -> tuple[int, str]:
-        """The epoch, and the digest of the state in it (hex): equal on peers whose states are equal bit for
+        """Return the epoch and the digest of the state (hex), equal on peers whose states are equal bit for
         bit. Copies the state.
         """
         snapshot = self._state.snapshot()
         return snapshot.epoch, snapshot.digest.hex()
 
     def state_view(self) -> StateView:
-        """The state of this moment, to be written while training goes on
+        """Return a view of the present state, to be written while training continues
         (`averaging.optim.state.checkpoint`). Close it afterwards.
         """
         return self._state.view()
 
     def load_state(self, blob: bytearray) -> None:
-        """Go on from the state of a checkpoint; what was accumulated is dropped. PeerError, and nothing
-        changed, when it does not fit.
+        """Continue from the state of a checkpoint; what was accumulated is dropped. Raise PeerError, with
+        nothing changed, when it does not fit.
         """
         self._state.load(blob)
         with self._state.lock:
-            self._training.learner.loaded()
+            self._mode.learner.loaded()
         self._loop.resumed()
 
-    # --- what the run's owner may change while it is running
+    # --- settings that the run's owner may change during the run
 
     def set_target(self, target_batch_size: int) -> None:
-        """From now on an epoch is so many samples."""
+        """Set the number of samples in an epoch from now on."""
         self.target_batch_size = _samples(target_batch_size)
         self._tracker.set_target(self.target_batch_size)
 
     def ban(self, peers: Iterable[PeerId]) -> None:
-        """These, and nobody else, are refused from now on: in groups, in progress, as donors and as joiners."""
-        self._banned.own = self.node.peer_id in (banned := frozenset(peers))
-        self._banned.peers = banned - {self.node.peer_id}
-        self._rounds.ban(self._banned.peers)
-        self._tracker.forget(self._banned.peers)
+        """Refuse exactly these peers from now on: in groups, in progress, as donors and as joiners."""
+        self._blocklist.own = self.node.peer_id in (banned := frozenset(peers))
+        self._blocklist.peers = banned - {self.node.peer_id}
+        self._averager.ban(self._blocklist.peers)
+        self._tracker.forget(self._blocklist.peers)
 
-    def rest(self, resting: bool) -> None:
-        """Stay in the run without training, and give the state to who asks; or go on."""
-        self._tracker.rest(self._training.learner.samples, resting)
+    def pause(self, paused: bool) -> None:
+        """Stop training but stay in the run and serve the state; with False, continue."""
+        self._tracker.pause(self._mode.learner.samples, paused)
 
-    def attend(self, timeout_s: float) -> StepReport | None:
-        """While resting: take part in the round of this epoch if others begin it, so that they need not wait.
-        None: nobody did.
+    def join_started_round(self, timeout_s: float) -> StepReport | None:
+        """Take part in the round of this epoch while paused, if others begin it within `timeout_s`, so that
+        they need not wait. Return None when there was none.
         """
         self._check_open()
-        return self._loop.attend(timeout_s)
+        return self._loop.join_started_round(timeout_s)
 
     def contacts(self) -> list[Contact]:
-        """Of peers in this run that can be called."""
+        """Return the peers in this run that can be called."""
         return self._tracker.contacts()
 
     # --- a torch optimizer
@@ -345,40 +336,41 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UsageError(
-            "peers agreed on the parameters when this optimizer was made: add groups to the inner optimizer before that"
+            "peers agreed on the parameters when this optimizer was made: "
+            "add groups to the inner optimizer before that"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and under "swarm" the epoch, the schedule, what was accumulated, and what
-        error feedback holds.
+        """Return the inner optimizer's state dict with one more key, "swarm": epoch, schedule, accumulated
+        samples, and error feedback.
         """
         swarm: dict[str, Any] = {
             "epoch": self._state.epoch,
             "scheduler": None,
-            "accumulated": self._training.state_dict(),
+            "accumulated": self._mode.state_dict(),
         }
-        swarm["feedback"] = self._rounds.feedback_state()
+        swarm["feedback"] = self._averager.feedback_state()
         if self._state.scheduler is not None:
             swarm["scheduler"] = self._state.scheduler.state_dict()
         return {**self.inner.state_dict(), "swarm": swarm}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from `state_dict()`, or from the inner optimizer's own: then in the present epoch. Load the
-        model's parameters, too.
+        """Resume from `state_dict()`, or from the inner optimizer's own, which keeps the present epoch.
+        Load the model's parameters separately.
         """
         plain = {key: value for key, value in state_dict.items() if key != "swarm"}
         swarm = state_dict.get("swarm")
-        self._loop.close()  # what is being averaged in the background is of another past
+        self._loop.close()  # a round in the background belongs to another history
         with self._state.lock:
             self.inner.load_state_dict(plain)
             if swarm is None:
-                self._training.learner.restart()
+                self._mode.learner.restart()
             else:
-                self._training.load_state_dict(swarm["accumulated"])
-                self._rounds.load_feedback(swarm.get("feedback"))
+                self._mode.load_state_dict(swarm["accumulated"])
+                self._averager.load_feedback(swarm.get("feedback"))
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
-            self._state.moved(int(swarm["epoch"]) if swarm is not None else self._state.epoch)
+            self._state.mark_changed(int(swarm["epoch"]) if swarm is not None else self._state.epoch)
         self._loop.resumed()
 
     def register_step_pre_hook(self, hook: Any) -> Any:
@@ -406,19 +398,21 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        return f"swarm.Optimizer({self.inner!r}, run {self.run_id}, mode {self.mode}, epoch {self.epoch}{', closed' if self._closed else ''})"
+        closed = ", closed" if self._closed else ""
+        about = f"run {self.run_id}, mode {self.mode}, epoch {self.epoch}{closed}"
+        return f"swarm.Optimizer({self.inner!r}, {about})"
 
-    # --- life
+    # --- closing
 
     def close(self) -> None:
-        """Leave the run: the others stop counting on this peer. Idempotent; the node stays open."""
+        """Leave the run, so that the others stop counting on this peer. Idempotent; the node stays open."""
         if self._closed or self.node.closed or not self.node.network.is_own_process:
             self._closed = True
             return
         self._loop.close()
         with contextlib.suppress(NetworkError):  # records expire by themselves
             self.node.network.run(self._close_on_loop(), _CLOSE_S_MAX)
-        self._rounds.close()
+        self._averager.close()
         self._forget()
 
     async def _close_on_loop(self) -> None:
@@ -447,7 +441,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _device(parameters: Sequence[torch.Tensor]) -> str:
-    """Where the model is, as people call it."""
+    """Return the name of the model's device for people."""
     device = parameters[0].device if parameters else torch.device("cpu")
     return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
@@ -455,7 +449,8 @@ def _device(parameters: Sequence[torch.Tensor]) -> str:
 def _samples(value: int | None) -> int:
     if value is None:
         raise UsageError(
-            "say how many samples are behind the gradients: step(batch_size) or Optimizer(batch_size_per_step=…)"
+            "say how many samples are behind the gradients: "
+            "step(batch_size) or Optimizer(batch_size_per_step=…)"
         )
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= SAMPLES_MAX:
         raise UsageError(f"a number of samples is a positive whole number, not {value!r:.60}")

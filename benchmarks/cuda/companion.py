@@ -28,8 +28,8 @@ RUN = "gpu"
 MODES: dict[str, Any] = {"delayed": Gradients(delayed=True), "diloco": Diloco()}
 QUICK = OptimizerConfig(
     round_timeout_s=60.0,
-    no_donor_s=0.5,
-    first_look_s=2.0,
+    no_donor_wait_s=0.5,
+    first_refresh_timeout_s=2.0,
     progress=ProgressConfig(refresh_s_max=0.5),
 )
 STATE_TENSORS = 16

@@ -156,7 +156,7 @@ def _train(
     made = 0
     while optimizer.epoch < epochs and made != steps_max and time.monotonic() < deadline_s:
         made += 1
-        before = optimizer.in_flight
+        before = optimizer.has_background_round
         optimizer.zero_grad()
         finish(device)
         started_s = time.perf_counter()
@@ -174,8 +174,8 @@ def _train(
             found.landing_blocked_s.append(stepped_s - stepping_s)
             if report.round is not None:
                 found.round_s.append(report.round.seconds.get("total", 0.0))
-        elif before and optimizer.in_flight:
+        elif before and optimizer.has_background_round:
             found.during_s.append(seconds)
-        elif not before and not optimizer.in_flight:
+        elif not before and not optimizer.has_background_round:
             found.undisturbed_s.append(seconds)
     found.peak_bytes, found.pinned_bytes = max(found.peak_bytes, peak_bytes(device)), pinned_bytes()

@@ -78,13 +78,13 @@ def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
         steps_s.append(time.monotonic() - began_s)
         # stands for forward, backward and the round of an epoch
         time.sleep(0.5)
-        optimizer._donor.round_begins()
+        optimizer._donor.on_round_begin()
     return steps_s
 
 
 def pace(bytes_per_s: float) -> None:
     """Delay each chunk until a link of this rate would have carried the chunks before it."""
-    plain = Donor._message
+    plain = Donor._chunk_message
     free_s = [0.0]
 
     async def paced(self: Donor, view: StateView, index: int) -> bytes:
@@ -94,7 +94,7 @@ def pace(bytes_per_s: float) -> None:
         await asyncio.sleep(free_s[0] - now_s)
         return message
 
-    Donor._message = paced  # type: ignore[method-assign]
+    Donor._chunk_message = paced  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

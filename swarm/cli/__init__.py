@@ -1,8 +1,8 @@
-"""The `swarm` command. Importing it loads click and nothing heavy: `swarm --help` answers at once.
+"""The `swarm` command. Importing it loads click and nothing heavy, so that `swarm --help` answers at once.
 
-Every error that a person can cause or should know of arrives here as a SwarmError or a click exception and
-leaves as one sentence on standard error with exit code 1 (failed) or 2 (usage), never as a traceback. What is
-left is a bug, and a bug shows its traceback.
+Every error that a user or a peer can cause arrives here as a SwarmError or a click exception. It is printed
+as one sentence on standard error, with exit code 1 (failed) or 2 (usage), never as a traceback. Any other
+exception is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Called without arguments, as the installed script does, it
-    ends the process itself.
+    """Run the command line and return the exit code.
+
+    Without arguments, as the installed script calls it, this function ends the process itself.
     """
     code = _run(arguments)
     if arguments is None:
-        # Everything is closed. What Python would still do is take torch apart, which is a second on a busy
-        # machine and longer than anything else about leaving.
+        # Everything is closed. Unloading torch would take Python another second on a busy machine.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -51,28 +51,26 @@ def _run(arguments: Sequence[str] | None) -> int:
             if isinstance(error, click.UsageError) and error.ctx
             else ""
         )
-        report_error(error.format_message() + hint, json_too="--json" in asked)
+        report_error(error.format_message() + hint, as_json="--json" in asked)
         return USAGE
     except UsageError as error:
-        report_error(str(error), json_too="--json" in asked)
+        report_error(str(error), as_json="--json" in asked)
         return USAGE
     except SwarmError as error:
-        report_error(str(error), json_too="--json" in asked)
+        report_error(str(error), as_json="--json" in asked)
         return FAILED
     except (KeyboardInterrupt, click.Abort):
-        report_error("stopped", json_too=False)
+        report_error("stopped", as_json=False)
         return FAILED
     except BrokenPipeError:
-        # whoever read our output has gone; the interpreter must not complain about it at exit
+        # The reader of the output is gone. Without this the interpreter would report it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code if isinstance(code, int) else 0
 
 
 def _set_up_logging() -> None:
-    """What a command has to say it says itself; the library's own log is for those who ask for it with
-    SWARM_LOG=info (or debug).
-    """
+    """Show the library's log only from the level in SWARM_LOG (error by default; info or debug for more)."""
     import logging
 
     level = os.environ.get("SWARM_LOG", "error").upper()

@@ -1,173 +1,272 @@
-"""`swarm change`, `swarm pause`, `swarm resume` and `swarm export`: what is said to a run, or taken from it,
-while others train.
-"""
+"""`swarm pause`, `swarm resume`, `swarm change` and `swarm export`: act on a run while others train it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import click
+
+from swarm.cli import options
 from swarm.cli.control import Control, Running
-from swarm.cli.paths import control_folder, default_identity, kept_runs, saved_states
-from swarm.cli.render.output import printable
+from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
+from swarm.cli.render import print_result
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 
+if TYPE_CHECKING:
+    from averaging.optim.state.checkpoint import Checkpoint
+    from swarm.node import Node
+    from swarm.run.directory import RunDirectory
+    from swarm.run.specification import SignedSpecification
+
 _JOIN_S = 6.0
 
 
-def pause(run: str | None, *, paused: bool, as_json: bool) -> int:
-    """Ask volunteers of this user on this machine to pause, or to go on."""
-    control = Control(control_folder())
-    found = [one for one in control.running() if one.is_meant_by(run)]
-    if not found:
-        raise SwarmError(
-            f"nothing {'of ' + run + ' ' if run else ''}trains on this machine, or not under this user's SWARM_HOME"
-        )
-    for one in found:
-        control.set_paused(one, paused)
-        word = "pausing" if paused else "going on"
-        _say(
-            as_json,
-            {"event": "pause" if paused else "resume", "pid": one.pid, "run": one.full_name},
-            f"{word}: {one.full_name}, process {one.pid}",
-        )
-    return 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """How to get at a run."""
+class RunAddress:
+    """A run and the peers through which it can be reached."""
 
     run: str
     addresses: tuple[str, ...]
-    identity: str | None = None
 
 
-def change(where: Where, asked: dict[str, Any], *, as_json: bool) -> int:
-    """Publish the next version of a specification and tell those who train."""
-    from swarm.run.following import Change, changed, differences, tell
+@click.command(context_settings=options.CONTEXT)
+@click.argument("run", metavar="[RUN]", required=False)
+@options.as_json
+def pause(run: str | None, as_json: bool) -> int:
+    """Pause the volunteers of this user on this machine: all, or those of RUN (a name, an id, a PeerID or a
+    process id).
 
-    wanted = Change(**asked)
-    owner = Identity.read(Path(where.identity).expanduser() if where.identity else default_identity())
-    with _visit(where) as (node, directory):
-        known = node.network.run(directory.find(where.run), 30.0)
-        signed = changed(known, wanted, owner)
+    A volunteer that pauses leaves the run's rounds at once, so that no peer waits for it, and keeps the model
+    in memory.
+
+    \b
+    Examples:
+      swarm pause
+      swarm pause bytelm
+    """
+    return _set_paused(run, paused=True, as_json=as_json)
+
+
+@click.command(context_settings=options.CONTEXT)
+@click.argument("run", metavar="[RUN]", required=False)
+@options.as_json
+def resume(run: str | None, as_json: bool) -> int:
+    """Let volunteers go on after `swarm pause`. They download the state that the swarm has reached meanwhile.
+
+    \b
+    Examples:
+      swarm resume
+      swarm resume bytelm
+    """
+    return _set_paused(run, paused=False, as_json=as_json)
+
+
+def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
+    control = Control(control_folder())
+    found = [one for one in control.running() if one.matches(run)]
+    if not found:
+        raise SwarmError(
+            f"nothing {'of ' + run + ' ' if run else ''}trains on this machine, "
+            "or not under this user's SWARM_HOME"
+        )
+    for one in found:
+        control.set_paused(one, paused)
+        print_result(
+            "pause" if paused else "resume",
+            {"pid": one.pid, "run": one.full_name},
+            f"{'pausing' if paused else 'going on'}: {one.full_name}, process {one.pid}",
+            as_json=as_json,
+        )
+    return 0
+
+
+@click.command(context_settings=options.CONTEXT)
+@click.argument("run", metavar="RUN")
+@options.peers_of_run
+@options.owner_identity
+@click.option(
+    "--target-batch-size",
+    type=click.IntRange(1),
+    default=None,
+    help="Samples of the whole swarm in one epoch.",
+)
+@click.option(
+    "--pause/--resume",
+    "paused",
+    default=None,
+    help="Nobody trains for a while; members stay and keep the state.",
+)
+@click.option("--end/--reopen", "ended", default=None, help="The run is over for everybody.")
+@click.option(
+    "--ban",
+    metavar="PEERID",
+    multiple=True,
+    help="Every member avoids this peer; may be given several times.",
+)
+@click.option(
+    "--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer; may be given several times."
+)
+@options.as_json
+def change(
+    run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: object
+) -> int:
+    """Change a run that you own: publishes the next version of its signed specification, which its members
+    follow within seconds.
+
+    RUN is a name, NAME@ID or an id. Without --from it is reached through a volunteer of this user on this
+    machine.
+
+    \b
+    Examples:
+      swarm change bytelm --target-batch-size 4096
+      swarm change bytelm --pause
+      swarm change bytelm --ban 12D3KooW... --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+    """
+    from swarm.run.changes import Change, differences, send_version, sign_change
+    from swarm.run.estimate import read_members
+
+    wanted = Change(**changes)  # type: ignore[arg-type]
+    owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
+    with _temporary_node(RunAddress(run=run, addresses=addresses)) as (node, directory):
+        known = node.network.run(directory.find(run), 30.0)
+        signed = sign_change(known, wanted, owner)
         node.network.run(directory.publish(signed), 30.0)
         node.network.run(directory.save(signed), 10.0)
-        from swarm.run.outlook import members
-
-        contacts = node.network.run(members(node.dht.service, signed.run_id), 10.0)
-        following = node.network.run(tell(node.channels, signed, contacts), 30.0)
-    now = sum(version >= signed.version for version in following.values())
-    told = differences(known.specification, signed.specification)
-    _say(
-        as_json,
-        {
-            "event": "changed",
-            "run": signed.full_name,
-            "version": signed.version,
-            "changes": told,
-            "members": len(contacts),
-            "following": now,
-        },
-        f"{signed.full_name}, version {signed.version}: {', '.join(told)}. "
-        f"{now} of {len(contacts)} members that were asked follow it; the others hear of it from them",
+        contacts = node.network.run(read_members(node.dht.service, signed.run_id), 10.0)
+        versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
+    following = sum(version >= signed.version for version in versions.values())
+    sentences = differences(known.specification, signed.specification)
+    fields = {
+        "run": signed.full_name,
+        "version": signed.version,
+        "changes": sentences,
+        "members": len(contacts),
+        "following": following,
+    }
+    print_result(
+        "changed",
+        fields,
+        f"{signed.full_name}, version {signed.version}: {', '.join(sentences)}. "
+        f"{following} of {len(contacts)} members that were asked follow it; they forward it to the others",
+        as_json=as_json,
     )
     return 0
 
 
-def export(where: Where, output: Path, *, optimizer: bool, as_json: bool) -> int:
-    """Write a run's model to a file, from this machine's newest checkpoint or fetched from peers."""
-    from swarm.run.directory import RunListing, choose
+@click.command(context_settings=options.CONTEXT)
+@click.argument("run", metavar="RUN")
+@options.peers_of_run
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The safetensors file to write.",
+)
+@click.option(
+    "--optimizer", is_flag=True, help="With the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
+)
+@options.as_json
+def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, as_json: bool) -> int:
+    """Write a run's model to a safetensors file: what torch's load_state_dict takes.
+
+    From the newest good checkpoint on this machine, or with --from as the run's peers have it now.
+
+    \b
+    Examples:
+      swarm export bytelm -o bytelm.safetensors
+      swarm export bytelm -o bytelm.safetensors --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+    """
     from swarm.run.exporting import export as write
-    from swarm.run.exporting import newest_checkpoint
-    from swarm.run.keeping import KeptSpecifications
 
     output = output.expanduser()
-    if where.addresses:
-        with _visit(where) as (node, directory), tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-            signed = node.network.run(directory.find(where.run), 30.0)
-            checkpoint = _fetched(node, directory, signed, Path(folder))
+    if addresses:
+        where = RunAddress(run=run, addresses=addresses)
+        with (
+            _temporary_node(where) as (node, directory),
+            tempfile.TemporaryDirectory(prefix="swarm-") as folder,
+        ):
+            signed = node.network.run(directory.find(run), 30.0)
+            checkpoint = _download(node, directory, signed, Path(folder))
             write(signed, checkpoint, output, optimizer=optimizer)
     else:
-        kept = {one.run_id: one for one in KeptSpecifications(kept_runs()).all()}
-        if not kept:
-            raise SwarmError(
-                "this machine took part in no run yet: fetch the model from peers with --from ADDRESS"
-            )
-        chosen = choose([RunListing(one.name, one.run_id) for one in kept.values()], where.run)
-        signed = kept[chosen.run_id]
-        checkpoint = newest_checkpoint(saved_states() / signed.run_id, signed.full_name)
+        signed, checkpoint = _newest_on_disk(run)
         write(signed, checkpoint, output, optimizer=optimizer)
     size = output.stat().st_size
-    _say(
-        as_json,
-        {
-            "event": "exported",
-            "run": signed.full_name,
-            "epoch": checkpoint.epoch,
-            "path": str(output),
-            "bytes": size,
-        },
+    print_result(
+        "exported",
+        {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(output), "bytes": size},
         f"{signed.full_name}, epoch {checkpoint.epoch}: {size / 1e6:,.1f} MB in {output}",
+        as_json=as_json,
     )
     return 0
 
 
-def _fetched(node: Any, directory: Any, signed: Any, folder: Path) -> Any:
-    from swarm.run.exporting import downloaded
+def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:
+    """Return the specification and newest checkpoint of a run on this machine."""
+    from swarm.run.directory import RunListing, choose
+    from swarm.run.exporting import newest_checkpoint
+    from swarm.run.specification_store import SpecificationStore
+
+    stored = {one.run_id: one for one in SpecificationStore(specifications_folder()).all()}
+    if not stored:
+        raise SwarmError(
+            "this machine took part in no run yet: fetch the model from peers with --from ADDRESS"
+        )
+    chosen = choose([RunListing(one.name, one.run_id) for one in stored.values()], run)
+    signed = stored[chosen.run_id]
+    return signed, newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
+
+
+def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, folder: Path) -> Checkpoint:
+    """Download the current state of a run from its peers."""
+    from swarm.run.exporting import read_checkpoint
     from swarm.run.volunteer import Volunteer, VolunteerConfig
 
     volunteer = Volunteer(
         node, signed, directory, VolunteerConfig(device="cpu"), lambda event: None, threading.Event()
     )
-    return downloaded(volunteer.fetch_state(folder / "state.safetensors"))
+    return read_checkpoint(volunteer.fetch_state(folder / "state.safetensors"))
 
 
 @contextlib.contextmanager
-def _visit(where: Where) -> Iterator[tuple[Any, Any]]:
-    """A node for a moment, under a name of its own, and a directory of runs."""
+def _temporary_node(where: RunAddress) -> Iterator[tuple[Node, RunDirectory]]:
+    """Open a node with a new identity, and a directory of runs."""
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
-    from swarm.run.keeping import KeptSpecifications
+    from swarm.run.specification_store import SpecificationStore
 
-    contacts = _entries(where)
+    contacts = _entry_peers(where)
     hosts = [address.host for contact in contacts for address in contact.addresses]
     local = all(host.startswith(("127.", "::1", "localhost")) for host in hosts)
     with Node(bootstrap=contacts, listen="127.0.0.1:0" if local else "0.0.0.0:0") as node:
         if not node.wait_joined(_JOIN_S):
             why = "; ".join(node.join_failures) or "no answer in time"
-            raise NetworkError(f"nobody answers: {why}. Pass the address of a live peer")
-        yield (
-            node,
-            RunDirectory(
-                node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(kept_runs())
-            ),
-        )
+            raise NetworkError(f"no peer answers: {why}. Pass the address of a live peer")
+        store = SpecificationStore(specifications_folder())
+        yield node, RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
 
 
-def _entries(where: Where) -> list[Contact]:
-    """The addresses that were given, else those of a volunteer on this machine."""
+def _entry_peers(where: RunAddress) -> list[Contact]:
+    """Return the given addresses or, without any, those of volunteers on this machine."""
     if where.addresses:
         return [Contact.parse(address) for address in where.addresses]
     running: Sequence[Running] = [
-        one for one in Control(control_folder()).running() if one.is_meant_by(where.run)
+        one for one in Control(control_folder()).running() if one.matches(where.run)
     ]
     found = [Contact.parse(address) for one in running for address in one.addresses[:1]]
     if not found:
         raise UsageError(
-            f"nothing trains {where.run} on this machine: pass the address of a peer of it, as in `swarm join`"
+            f"nothing trains {where.run} on this machine: "
+            "pass the address of a peer of it, as in `swarm join`"
         )
     return found
-
-
-def _say(as_json: bool, value: dict[str, Any], text: str) -> None:
-    print(json.dumps(value, ensure_ascii=False) if as_json else printable(text), flush=True)

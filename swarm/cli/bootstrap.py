@@ -1,23 +1,60 @@
-"""`swarm bootstrap`: a peer that only helps others find each other."""
+"""`swarm bootstrap`: a peer that only helps others to find each other."""
 
 from __future__ import annotations
 
+import click
+
+from swarm.cli import options
 from swarm.cli.identity import open_identity
 from swarm.cli.paths import bootstrap_identity
 from swarm.cli.render import make_output
-from swarm.cli.shutdown import Leaving
+from swarm.cli.render.volunteer import VolunteerPresentation
+from swarm.cli.shutdown import Shutdown
 from swarm.run.events import Listening, Notice
 
-_LOOK_S = 5.0
+_REPORT_S = 5.0  # interval in which the number of known peers is checked
 
 
-def run_bootstrap(
-    *, identity: str | None, bootstrap: tuple[str, ...], listen: str, as_json: bool, exit_with_parent: bool
+@click.command(context_settings=options.CONTEXT)
+@click.option(
+    "--identity",
+    metavar="FILE",
+    default=None,
+    help="Its identity file; `new` for one that is forgotten. [default: one of its own]",
+)
+@click.option(
+    "--bootstrap",
+    metavar="ADDRESS",
+    multiple=True,
+    help="Another entry point of the same swarm; may be given several times.",
+)
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    default="0.0.0.0:4000",
+    show_default=True,
+    help="Where to listen; port 0 picks a free one.",
+)
+@options.as_json
+@options.exit_with_parent
+def bootstrap(
+    identity: str | None, bootstrap: tuple[str, ...], listen: str, as_json: bool, exit_with_parent: bool
 ) -> int:
-    """Serve until Ctrl-C, SIGTERM, or the end of the parent."""
+    """Be a long-lived entry point: a peer that others join by, and that trains nothing.
+
+    Its identity stays the same between starts, so its address does. It needs no torch.
+
+    \b
+    Examples:
+      swarm bootstrap
+      swarm bootstrap --listen 0.0.0.0:4001 --identity ~/entry.identity
+    """
     from swarm.node import Node
 
-    with Leaving(exit_with_parent=exit_with_parent) as leaving, make_output(as_json=as_json) as output:
+    with (
+        Shutdown(exit_with_parent=exit_with_parent) as shutdown,
+        make_output(VolunteerPresentation(), as_json=as_json) as output,
+    ):
         own = open_identity(identity, bootstrap_identity())
         try:
             with Node(bootstrap=bootstrap, listen=listen, identity=own) as node:
@@ -25,11 +62,11 @@ def run_bootstrap(
                 for address in node.addresses:
                     output.emit(Notice(text=f"others enter with: --bootstrap {address}"))
                 known = 0
-                while not leaving.requested.wait(_LOOK_S):
+                while not shutdown.requested.wait(_REPORT_S):
                     if len(node.peers()) != known:
                         known = len(node.peers())
                         output.emit(Notice(text=f"{known} peer{'s' if known != 1 else ''} known"))
-                output.emit(Notice(text=f"leaving: {leaving.why}"))
+                output.emit(Notice(text=f"leaving: {shutdown.reason}"))
         finally:
             own.close()
     return 0

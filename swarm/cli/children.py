@@ -1,8 +1,8 @@
-"""Peers as processes of their own: started, listened to line by line, and ended for certain.
+"""Run peers as child processes: start them, read their events line by line, and make sure that they end.
 
-Each child has its own process group, so that Ctrl-C in a terminal reaches the command alone, which then ends
-its children in order. Each holds the reading end of a pipe whose other end is ours: when this process dies,
-however it dies, the child reads the end of its standard input and leaves.
+Each child has its own process group, so that Ctrl-C in a terminal reaches only this command, which then ends
+its children in order. The standard input of a child is a pipe from this process: if this process dies for any
+reason, the child reads the end of its input and leaves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _LINE_BYTES_MAX = 1 << 20
-_COMPLAINT_BYTES_MAX = 4000
-_POLITE_S = 1.5
+_ERROR_BYTES_MAX = 4000  # of standard error, read from its end
+_TERMINATE_S = 1.5  # for all children to leave after SIGTERM
 _KILL_S = 0.5
 
 
@@ -36,25 +36,25 @@ class Child:
         home: str,
     ) -> None:
         self.name = name
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         package_folder = str(Path(__file__).resolve().parents[2])
         environment = {
             **os.environ,
             "SWARM_HOME": home,
-            # several trainers share this machine's cores: more threads each would only wait for one another
+            # Several trainers share the cores of this machine; more threads would only wait for each other.
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH")))),
             "PYTHONUNBUFFERED": "1",
         }
         # CREATE_NEW_PROCESS_GROUP
         group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {"creationflags": 0x200}
-        # -P: not the folder the user happens to be in, which may hold a `torch.py`
+        # -P: do not import from the current folder, which may contain a file such as `torch.py`.
         command = [sys.executable, "-P", "-m", "swarm.cli", *arguments, "--json", "--exit-with-parent"]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._errors,
             env=environment,
             **group,
         )
@@ -66,23 +66,23 @@ class Child:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def complaint(self) -> str:
-        """The end of what it wrote to standard error, its last lines."""
-        self._complaints.seek(0, os.SEEK_END)
-        self._complaints.seek(max(0, self._complaints.tell() - _COMPLAINT_BYTES_MAX))
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"it ended with exit code {self.process.poll()} and said nothing"
+    def error_text(self) -> str:
+        """Return the last line that the child wrote to standard error."""
+        self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, self._errors.tell() - _ERROR_BYTES_MAX))
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"it ended with exit code {self.process.poll()} and printed no error"
 
     def kill(self) -> None:
-        """What a power cut does to a volunteer."""
+        """End the child at once, as a power cut would."""
         self.process.kill()
 
-    def ask_to_leave(self) -> None:
+    def terminate(self) -> None:
         if self.alive:
             self.process.terminate()
 
     def close(self, deadline_s: float) -> None:
-        """Wait until `deadline_s` (monotonic) for it to leave, then end it."""
+        """Wait until `deadline_s` (monotonic time) for the child to leave, then kill it."""
         try:
             self.process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -93,7 +93,7 @@ class Child:
         self._reader.join(_KILL_S)
         if self.process.stdout is not None and not self._reader.is_alive():
             self.process.stdout.close()
-        self._complaints.close()
+        self._errors.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -101,16 +101,14 @@ class Child:
             try:
                 value = json.loads(line)
             except ValueError:
-                continue  # a library printed something; it is not ours
+                continue  # a library printed something
             if isinstance(value, dict):
                 self._lines.put((self.name, value))
         self._lines.put((self.name, None))
 
 
 class Children:
-    """A context manager: whatever happens in its body, no child survives it, nor anything that one keeps for
-    later.
-    """
+    """A context manager that ends all children and deletes their files when it is left."""
 
     def __init__(self) -> None:
         # (child, its event; None: its output ended)
@@ -135,21 +133,24 @@ class Children:
         return self._children[name]
 
     def named(self, names: Collection[str]) -> list[Child]:
-        """Those of these names that were started and live."""
+        """Return the children with these names that are alive."""
         return [child for name, child in self._children.items() if name in names and child.alive]
 
     def next_line(self, timeout_s: float) -> tuple[str, Mapping[str, Any] | None] | None:
-        """The next event of any child, or None when there is none in time."""
+        """Return the name and next event of any child, or None if there is none in time.
+
+        The event is None when the output of the child has ended.
+        """
         try:
             return self.lines.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """Ask all of them, then make sure; about two seconds at most."""
+        """Ask all children to leave, then kill the rest. Takes about two seconds at most."""
         for child in self._children.values():
-            child.ask_to_leave()
-        deadline_s = time.monotonic() + _POLITE_S
+            child.terminate()
+        deadline_s = time.monotonic() + _TERMINATE_S
         for child in self._children.values():
             child.close(deadline_s)
         self._children.clear()

@@ -1,9 +1,10 @@
-"""How one command of this user speaks to another that is running on the same machine: files in a folder,
-which work on every system.
+"""Let commands of one user on one machine find each other and ask each other to pause.
 
-A command that trains writes `<process id>.json` there while it runs: what run it is in, and where its node
-listens. `swarm pause` puts `<process id>.pause` beside it, which the trainer looks for twice a second, and
-`swarm resume` takes it away.
+They use files in a folder, which works on every system.
+
+A command that trains writes `<process id>.json` while it runs, with its run and the addresses of its node.
+`swarm pause` creates `<process id>.pause` beside it, which the trainer checks twice a second, and
+`swarm resume` deletes it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from swarm.core.errors import SwarmError
 
 _BYTES_MAX = 16 << 10
-_AGE_SLACK_S = 2.0  # start times of processes are read from clocks that are corrected
+_AGE_SLACK_S = 2.0  # tolerance for start times, because clocks are corrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +27,17 @@ class Running:
     """A command that trains on this machine."""
 
     pid: int
-    started_s: float  # Unix time; tells it from a later process of the same number
+    started_s: float  # Unix time; tells the process from a later one with the same id
     name: str  # of the run
     run_id: str
     peer_id: str
     addresses: Sequence[str]
 
-    def is_meant_by(self, wanted: str | None) -> bool:
-        """`wanted`: a run's name, `name@id` or id, a PeerID, a process id, or None for all."""
+    def matches(self, wanted: str | None) -> bool:
+        """Return whether `wanted` means this command.
+
+        `wanted` is a run's name, `name@id` or id, a PeerID, a process id, or None for all commands.
+        """
         return wanted in (
             None,
             self.name,
@@ -49,15 +53,15 @@ class Running:
 
 
 class Control:
-    """The folder."""
+    """The folder in which running commands announce themselves."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextlib.contextmanager
     def announced(self, name: str, run_id: str, peer_id: str, addresses: Sequence[str]) -> Iterator[None]:
-        """While this process trains. Without a folder that can be written to it trains all the same, and
-        cannot be paused.
+        """Announce this process while the context lasts. If the folder cannot be written to, the process
+        cannot be paused, but it trains.
         """
         import psutil
 
@@ -82,11 +86,11 @@ class Control:
             self._remove(one.pid)
 
     def asked_to_pause(self) -> bool:
-        """Has somebody asked this process to pause?"""
+        """Return whether this process was asked to pause."""
         return self._flag(os.getpid()).exists()
 
     def running(self) -> list[Running]:
-        """Every command that trains; what dead ones have left is removed."""
+        """Return the commands that train now, and delete the files of dead ones."""
         found = []
         for file in sorted(self._folder.glob("*.json")):
             one = _read(file)
@@ -100,7 +104,7 @@ class Control:
         return self._flag(one.pid).exists()
 
     def set_paused(self, one: Running, paused: bool) -> None:
-        """SwarmError when the folder cannot be written to."""
+        """Ask a command to pause or to go on. Raise SwarmError if the folder cannot be written to."""
         try:
             if paused:
                 self._flag(one.pid).touch()

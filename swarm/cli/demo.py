@@ -1,71 +1,105 @@
-"""`swarm demo`: a swarm of processes on this machine, watched by this one, which imports neither torch nor
-gRPC.
+"""`swarm demo`: a swarm of processes on this machine. This process only watches them, and imports neither
+torch nor gRPC.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import click
+
+from swarm.cli import options
 from swarm.cli.children import Children
 from swarm.cli.demo_state import DemoState
-from swarm.cli.monitor import place_of
-from swarm.cli.render.output import is_terminal
-from swarm.cli.shutdown import Leaving
+from swarm.cli.options import parse_host_port
+from swarm.cli.render import make_output
+from swarm.cli.render.demo import ChildEvent, DemoPresentation, DemoStatus
+from swarm.cli.shutdown import Shutdown
 
-# a start that takes longer is taken off the training, down to half of it: nobody wants to wait for a demo
+# A start that takes longer shortens the training, at most by half, so that the whole demo stays short.
 _START_S = 25.0
-_START_S_MAX = 120.0  # until everybody trains; several imports of torch on a slow or busy machine included
-_GOODBYE_S_MAX = 10.0  # for the last round, once everybody was asked to leave
-_LOOK_S = 0.1
-_TIDY_S_MAX = 2.3  # after Ctrl-C; above what Children.close takes
+_START_S_MAX = 120.0  # until all volunteers train, including several imports of torch on a slow machine
+_LEAVE_S_MAX = 10.0  # for the last round, once all volunteers were asked to leave
+_POLL_S = 0.1
+_CLEANUP_S_MAX = 2.3  # after Ctrl-C; more than `Children.close` takes
 _BOOTSTRAP = "bootstrap"
 _MONITOR = "monitor"
 _LOOPBACK = ("--listen", "127.0.0.1:0", "--identity", "new")
 
 
-def run_demo(*, volunteers: int, seconds: int, web: str | None, as_json: bool, exit_with_parent: bool) -> int:
-    """Start the peers, show what they do, sum up. 0 when the loss went down and every peer left as it should.
+@click.command(context_settings=options.CONTEXT)
+@click.option(
+    "--volunteers",
+    type=click.IntRange(1, 16),
+    default=3,
+    show_default=True,
+    help="How many train, the one that creates the run included.",
+)
+@click.option(
+    "--seconds",
+    type=click.IntRange(5, 3600),
+    default=60,
+    show_default=True,
+    help="How long they train together.",
+)
+@click.option(
+    "--web",
+    metavar="HOST:PORT",
+    default=None,
+    help="Also a monitor, with its page there; port 0 picks a free one.",
+)
+@options.as_json
+@options.exit_with_parent
+def demo(volunteers: int, seconds: int, web: str | None, as_json: bool, exit_with_parent: bool) -> int:
+    """Train a small language model with several peers on this machine.
 
-    `web`: where a monitor, a further process, serves its page.
+    A bootstrap peer and some volunteers, each a process of its own, learn the Python standard library's
+    sources byte by byte. Nothing leaves this machine, and nothing is left running.
+
+    \b
+    Examples:
+      swarm demo
+      swarm demo --volunteers 5 --seconds 120
+      swarm demo --web 127.0.0.1:8080
+      swarm demo --json > demo.jsonl
     """
     if web is not None:
-        place_of(web, "--web")
+        parse_host_port(web, "--web")
     names = ["founder", *(f"volunteer {number}" for number in range(2, volunteers + 1))]
     state = DemoState(names, seconds)
     started_s = time.monotonic()
     with (
-        Leaving(exit_with_parent=exit_with_parent, interrupt_s=_TIDY_S_MAX) as leaving,
-        _view(as_json) as view,
+        Shutdown(exit_with_parent=exit_with_parent, interrupt_s=_CLEANUP_S_MAX) as shutdown,
+        make_output(DemoPresentation(), as_json=as_json) as output,
     ):
         with Children() as children:
-            demo = _Demo(children, state, seconds, web)
-            demo.begin()
-            while demo.going() and not leaving.requested.is_set():
-                line = children.next_line(_LOOK_S)
+            running = _Demo(children, state, seconds, web)
+            running.start()
+            while running.goes_on() and not shutdown.requested.is_set():
+                line = children.next_line(_POLL_S)
                 if line is not None:
                     name, event = line
-                    demo.take(name, event)
+                    running.on_event(name, event)
                     if event is not None and (name != _MONITOR or event.get("url")):
-                        view.event(name, event)
-                view.show(state, time.monotonic() - started_s)
+                        output.emit(ChildEvent(name=name, fields=event))
+                output.emit(DemoStatus(state=state, elapsed_s=time.monotonic() - started_s))
         summary = state.summary(time.monotonic() - started_s)
-        view.summary(summary)
-    if leaving.requested.is_set():
+        output.emit(summary)
+    if shutdown.requested.is_set():
         return 0
-    better = (
+    learned = (
         summary.loss_first is not None
         and summary.loss_last is not None
         and summary.loss_last < summary.loss_first
     )
-    return 0 if better and not summary.problems and (summary.digests_equal or volunteers == 1) else 1
+    return 0 if learned and not summary.problems and (summary.digests_equal or volunteers == 1) else 1
 
 
 class _Demo:
-    """Which child is started when, and whether there is anything left to wait for."""
+    """Starts and stops the children, and decides when the demo ends."""
 
     def __init__(self, children: Children, state: DemoState, seconds: float, web: str | None = None) -> None:
         self._children = children
@@ -73,70 +107,68 @@ class _Demo:
         self._state = state
         self._seconds = seconds
         self._address = ""
-        self._over: set[str] = set()
-        self._begun_s = time.monotonic()
+        self._ended: set[str] = set()
+        self._started_s = time.monotonic()
         self._leave_s: float | None = None
-        self._asked = False
+        self._asked_to_leave = False
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._children.start(_BOOTSTRAP, "bootstrap", *_LOOPBACK)
 
-    def going(self) -> bool:
-        """Until every volunteer has ended; asks them to, once they have trained together for as long as was
-        asked for.
-        """
+    def goes_on(self) -> bool:
+        """Return whether a volunteer is still running. Ask all of them to leave when the time is over."""
         now_s = time.monotonic()
         volunteers = self._children.named(self._state.peers)
-        if self._over and not volunteers and not self._unread():
+        if self._ended and not volunteers and not self._unread():
             return False
         if self._leave_s is None:
-            return self._starting(now_s)
+            return self._wait_for_start(now_s)
         self._state.trained_s = min(self._seconds, now_s - self._leave_s + self._seconds)
-        if now_s > self._leave_s and not self._asked:
-            self._asked = True
+        if now_s > self._leave_s and not self._asked_to_leave:
+            self._asked_to_leave = True
             for child in volunteers:
-                child.ask_to_leave()
-        if now_s > self._leave_s + _GOODBYE_S_MAX:
-            self._state.problems.append("not everybody left when asked to, and was stopped")
+                child.terminate()
+        if now_s > self._leave_s + _LEAVE_S_MAX:
+            self._state.problems.append("not all volunteers left when asked to, and the rest were stopped")
             return False
         return True
 
-    def _starting(self, now_s: float) -> bool:
+    def _wait_for_start(self, now_s: float) -> bool:
         waited_for = [
             peer
             for peer in self._state.peers.values()
-            if peer.contributing_s is None and peer.name not in self._over
+            if peer.contributing_s is None and peer.name not in self._ended
         ]
         if not waited_for:
-            late_s = max(0.0, now_s - self._begun_s - _START_S)
+            late_s = max(0.0, now_s - self._started_s - _START_S)
             self._seconds = max(self._seconds / 2, self._seconds - late_s)
             self._state.planned_s = self._seconds
             self._leave_s = now_s + self._seconds
-        elif now_s > self._begun_s + _START_S_MAX:
-            slow = ", ".join(f"{peer.name} ({peer.doing})" for peer in waited_for)
-            self._state.problems.append(f"not everybody trained within {_START_S_MAX:.0f} s: {slow}")
+        elif now_s > self._started_s + _START_S_MAX:
+            slow = ", ".join(f"{peer.name} ({peer.status})" for peer in waited_for)
+            self._state.problems.append(f"not all volunteers trained within {_START_S_MAX:.0f} s: {slow}")
             return False
         return True
 
     def _unread(self) -> bool:
-        """Whether a volunteer that was started has not yet told its last."""
-        return any(name not in self._over for name in self._state.peers if name in self._children)
+        """Return whether the output of a volunteer has not ended yet."""
+        return any(name not in self._ended for name in self._state.peers if name in self._children)
 
-    def _monitor(self, event: Mapping[str, Any] | None) -> None:
-        if event is None and not self._asked and not self._children[_MONITOR].alive:
-            self._state.problems.append(f"the monitor ended: {self._children[_MONITOR].complaint()}")
+    def _on_monitor_event(self, event: Mapping[str, Any] | None) -> None:
+        if event is None and not self._asked_to_leave and not self._children[_MONITOR].alive:
+            self._state.problems.append(f"the monitor ended: {self._children[_MONITOR].error_text()}")
         elif event is not None and event.get("event") == "notice" and event.get("url"):
             self._state.page = event["url"]
 
-    def take(self, name: str, event: Mapping[str, Any] | None) -> None:
+    def on_event(self, name: str, event: Mapping[str, Any] | None) -> None:
         if name == _MONITOR:
-            self._monitor(event)
+            self._on_monitor_event(event)
             return
         if event is None:
             child = self._children[name]
-            child.process.wait(5.0)  # its output has ended, so it is about to
-            self._over.add(name)
-            self._state.ended(name, child.complaint() if child.process.returncode else None)
+            child.process.wait(5.0)  # its output has ended, so the process is about to end
+            self._ended.add(name)
+            self._state.ended(name, child.error_text() if child.process.returncode else None)
             return
         self._state.apply(name, event)
         if name == _BOOTSTRAP and event.get("event") == "listening":
@@ -150,13 +182,22 @@ class _Demo:
                 "--device",
                 "cpu",
                 *_LOOPBACK,
-                *_named("founder"),
+                "--name",
+                "founder",
             )
         if name == "founder" and event.get("event") == "run":
             for other in self._state.peers:
                 if other != "founder":
                     self._children.start(
-                        other, "join", self._address, "--yes", "--device", "cpu", *_LOOPBACK, *_named(other)
+                        other,
+                        "join",
+                        self._address,
+                        "--yes",
+                        "--device",
+                        "cpu",
+                        *_LOOPBACK,
+                        "--name",
+                        other,
                     )
             if self._web is not None:
                 self._children.start(
@@ -170,15 +211,3 @@ class _Demo:
                     "--history",
                     "none",
                 )
-
-
-def _named(name: str) -> tuple[str, str]:
-    return "--name", name
-
-
-def _view(as_json: bool) -> Any:
-    from swarm.cli.render.demo import LiveView, PlainView, SilentView
-
-    if as_json:
-        return SilentView(sys.stdout)
-    return LiveView() if is_terminal(sys.stdout) else PlainView(sys.stdout)

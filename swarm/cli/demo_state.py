@@ -1,6 +1,4 @@
-"""What the demo knows about its peers, gathered from their events; no I/O, so that its sums can be tested
-without processes.
-"""
+"""State of the demo's peers, computed from their events. No I/O, so that tests need no processes."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ from swarm.run.events import Event
 
 @dataclass(slots=True)
 class DemoPeer:
-    """One volunteer, as it described itself."""
+    """State of one volunteer, according to its events."""
 
     name: str
-    doing: str = "starting"
+    status: str = "starting"
     peer_id: str = ""
     epoch: int = 0
     samples: int = 0
@@ -32,7 +30,7 @@ class DemoPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFinished(Event):
-    """The summary."""
+    """Summary of the demo."""
 
     kind: ClassVar[str] = "summary"
     seconds: float
@@ -49,20 +47,20 @@ class DemoFinished(Event):
 
 
 class DemoState:
-    """Fed with (child, event); read by the view and the summary."""
+    """State of all peers. `apply` updates it with an event of a child."""
 
     def __init__(self, volunteers: list[str], seconds: float = 60.0) -> None:
         self.peers = {name: DemoPeer(name) for name in volunteers}
-        self.losses: dict[int, list[float]] = {}  # epoch -> what its members reported
+        self.losses: dict[int, list[float]] = {}  # epoch -> losses that its members reported
         self.validation: dict[int, float] = {}
         self.swarm_samples_per_s = 0.0
         self.parameters = 0
         self.target = 0
         self.filled = 0
-        self.trained_s = 0.0  # since everybody trains
-        self.planned_s = seconds  # for how long they will
+        self.trained_s = 0.0  # since all volunteers train
+        self.planned_s = seconds  # planned duration of the training
         self.join_line = ""
-        self.page = ""  # where a monitor shows the run
+        self.page = ""  # address of the monitor's page
         self.problems: list[str] = []
 
     @property
@@ -73,12 +71,12 @@ class DemoState:
     def sent_bytes(self) -> int:
         return sum(peer.sent_bytes for peer in self.peers.values())
 
-    def loss_course(self) -> list[float]:
-        """Mean over the peers that reported an epoch, in the order of epochs."""
+    def loss_history(self) -> list[float]:
+        """Return the mean loss of each epoch over the peers that reported it, in the order of epochs."""
         return [sum(values) / len(values) for _, values in sorted(self.losses.items())]
 
     def apply(self, name: str, event: Mapping[str, Any]) -> None:
-        """Take one event of one child; unknown kinds are ignored."""
+        """Update the state with an event of a child. Unknown kinds are ignored."""
         peer = self.peers.get(name)
         kind = event.get("event")
         if kind == "error":
@@ -86,43 +84,43 @@ class DemoState:
         if peer is None:
             return
         if kind == "listening":
-            peer.peer_id, peer.doing = event["peer_id"], "preparing"
+            peer.peer_id, peer.status = event["peer_id"], "preparing"
         elif kind == "run":
             self.parameters, self.target = event["parameters"], event["target_batch_size"]
         elif kind == "state":
-            peer.doing, peer.epoch = "downloaded", event["epoch"]
+            peer.status, peer.epoch = "downloaded", event["epoch"]
         elif kind == "joined":
-            peer.doing = "training"
+            peer.status = "training"
             self.join_line = self.join_line or event["join_line"]
         elif kind == "contributing":
             peer.contributing_s = event["start_s"]
         elif kind == "progress":
-            peer.samples_per_s, peer.doing = event["samples_per_s"], "training"
+            peer.samples_per_s, peer.status = event["samples_per_s"], "training"
             self.swarm_samples_per_s, self.filled = event["swarm_samples_per_s"], event["swarm_samples"]
         elif kind == "epoch":
             self._epoch(peer, event)
         elif kind == "round_failed":
             peer.failed_rounds += 1
         elif kind == "finished":
-            peer.doing, peer.reason = "finished", event["reason"]
+            peer.status, peer.reason = "finished", event["reason"]
             peer.samples, peer.rounds, peer.sent_bytes = (
                 event["samples"],
                 event["rounds"],
                 event["sent_bytes"],
             )
         elif kind == "error":
-            peer.doing = "failed"
+            peer.status = "failed"
 
-    def ended(self, name: str, complaint: str | None) -> None:
-        """The child's process is gone; `complaint` is what it last said, None when it left as it should."""
-        if complaint is not None:
+    def ended(self, name: str, error: str | None) -> None:
+        """Record that the process of a child has ended, with its last error or None if it ended normally."""
+        if error is not None:
             if name in self.peers:
-                self.peers[name].doing = "failed"
+                self.peers[name].status = "failed"
             if not any(problem.startswith(f"{name}: ") for problem in self.problems):
-                self.problems.append(f"{name}: {complaint}")
+                self.problems.append(f"{name}: {error}")
 
     def _epoch(self, peer: DemoPeer, event: Mapping[str, Any]) -> None:
-        peer.epoch, peer.doing = event["epoch"], "training"
+        peer.epoch, peer.status = event["epoch"], "training"
         peer.samples += event["samples"]
         peer.rounds += 1
         peer.samples_per_s = event["samples_per_s"]
@@ -136,19 +134,19 @@ class DemoState:
             peer.digests[event["epoch"]] = event["digest"]
 
     def summary(self, seconds: float) -> DemoFinished:
-        """What to tell at the end."""
+        """Return the summary of the demo after `seconds`."""
         digests: dict[int, list[str]] = {}
         for peer in self.peers.values():
             for epoch, digest in peer.digests.items():
                 digests.setdefault(epoch, []).append(digest)
         shared = [values for values in digests.values() if len(values) > 1]
-        course = self.loss_course()
+        losses = self.loss_history()
         shown = ("name", "peer_id", "samples", "rounds", "failed_rounds", "sent_bytes", "contributing_s")
         return DemoFinished(
             seconds=seconds,
             epochs=self.epoch,
-            loss_first=course[0] if course else None,
-            loss_last=course[-1] if course else None,
+            loss_first=losses[0] if losses else None,
+            loss_last=losses[-1] if losses else None,
             validation_loss=self.validation[max(self.validation)] if self.validation else None,
             sent_bytes=self.sent_bytes,
             digests_compared=len(shared),

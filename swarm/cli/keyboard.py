@@ -1,4 +1,4 @@
-"""Single keys from a terminal, without echo and without waiting for a line."""
+"""Read single keys from a terminal, without echo and without waiting for the end of a line."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _POLL_S = 0.02
 
 
 class Keys:
-    """A context manager: afterwards the terminal is as it was. Where standard input is no terminal, no key
-    ever comes.
+    """A context manager that reads keys and restores the terminal at its end. If standard input is not a
+    terminal, there are no keys.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Keys:
             self._saved = None
 
     def next(self, timeout_s: float) -> str | None:
-        """The next key by name ("up", "enter", "q", …), or None when there was none in time."""
+        """Return the name of the next key ("up", "enter", "q", …), or None if there is none in time."""
         if os.name != "posix":
             return _windows(timeout_s)
         if self._saved is None:

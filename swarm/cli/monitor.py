@@ -1,42 +1,47 @@
-"""`swarm monitor`: a watch on a run, and the faces that were asked for."""
+"""`swarm monitor`: watch a run without training, on the terminal, as JSON, on a page, or as metrics."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
+import click
+
+from swarm.cli import options
+from swarm.cli.options import parse_host_port
 from swarm.cli.paths import monitor_history
-from swarm.cli.render.output import is_terminal, printable
-from swarm.cli.shutdown import Leaving
+from swarm.cli.render import Output, output_kind
+from swarm.cli.render.output import JsonOutput, PlainOutput, is_terminal
+from swarm.cli.shutdown import Shutdown
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.ids import Contact
+from swarm.run.events import Notice
 from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
+    from swarm.cli.render.monitor import ViewFeed
     from swarm.monitor.logic.view import MonitorView
     from swarm.monitor.saving import StateSavingConfig
     from swarm.monitor.watching import Watch
 
-_FIRST_LOOK_S = 25.0
-_LOOK_S = 0.25
-_COURSE_S = 600.0  # how far back the lines of a terminal go
-_COURSE_POINTS = 40
-_LOGGED_EVERY_S = 10.0  # views in a log; events go there at once
-_SENTENCE_EVERY_S = 10.0
+_FIRST_VIEW_S = 25.0  # to wait for the first view
+_POLL_S = 0.25
+_TREND_S = 600.0  # length of the series on a terminal
+_TREND_POINTS = 40
+_LOG_EVERY_S = 10.0  # interval of views in the file of --log; events are written at once
+_SENTENCE_EVERY_S = 10.0  # interval of views in plain lines
 _ONCE_COLUMNS = 110
-_VIEWS_MAX = 8  # that wait for whoever prints them; the oldest goes
+_VIEWS_MAX = 8  # waiting views; the oldest is dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorChoices:
-    """The command's options."""
+    """The options of `swarm monitor`."""
 
     address: str
     run: str | None
@@ -54,13 +59,13 @@ class MonitorChoices:
 
     @classmethod
     def of(cls, **options: Any) -> MonitorChoices:
-        """From click's values; checks at once what can be checked before anything is started."""
+        """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
         Contact.parse(choices.address)
         for name in ("web", "prometheus"):
             given = getattr(choices, name)
             if given is not None:
-                place_of(given, f"--{name}")
+                parse_host_port(given, f"--{name}")
         for grid in choices.experts:
             from moe.protocol.names import ExpertUid
 
@@ -69,8 +74,8 @@ class MonitorChoices:
             raise UsageError(f"--every is a time above 0, like 10m, not {choices.every!r:.40}")
         return choices
 
-    def saving(self) -> StateSavingConfig | None:
-        """What to keep of the run; None: nothing."""
+    def checkpoints(self) -> StateSavingConfig | None:
+        """Return where and how often to save checkpoints of the run; None for never."""
         if self.save is None:
             return None
         from swarm.monitor.saving import StateSavingConfig
@@ -79,93 +84,140 @@ class MonitorChoices:
             folder=self.save.expanduser(), every_s=parse_duration_s(self.every), kept_max=self.keep
         )
 
-    def history_of(self, run_id: str) -> Path | None:
+    def history_file(self, run_id: str) -> Path | None:
+        """Return the file in which the history of a run is kept; None for none."""
         if self.history == "none" or (self.once and self.history is None):
             return None
         return Path(self.history).expanduser() if self.history is not None else monitor_history(run_id)
 
 
-def place_of(text: str, option: str) -> tuple[str, int]:
-    """`HOST:PORT`, as options that serve something take it."""
-    host, separator, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{option} takes HOST:PORT, like 127.0.0.1:8080, not {text!r:.80}")
-    return host, int(port)
+@click.command(context_settings=options.CONTEXT)
+@click.argument("address", metavar="ADDRESS")
+@options.run_name
+@click.option("--web", metavar="HOST:PORT", default=None, help="Serve a page; port 0 picks a free one.")
+@click.option(
+    "--prometheus", metavar="HOST:PORT", default=None, help="Serve metrics for Prometheus (docs/metrics.md)."
+)
+@click.option(
+    "--experts",
+    metavar="GRID",
+    multiple=True,
+    help="Show only experts of this grid: ffn. Repeatable.",
+)
+@click.option(
+    "--save",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Keep checkpoints of the run there.",
+)
+@click.option(
+    "--every", metavar="TIME", default="10m", show_default=True, help="How often to save: 90s, 10m, 2h."
+)
+@click.option(
+    "--keep", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many checkpoints to keep."
+)
+@click.option(
+    "--log",
+    metavar="FILE.jsonl",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Append events and views to a file.",
+)
+@click.option(
+    "--history",
+    metavar="FILE",
+    default=None,
+    help="Where to keep the history; `none` for nowhere. [default: a file for each run]",
+)
+@click.option("--once", is_flag=True, help="Look once, print, and end.")
+@options.as_json
+@options.exit_with_parent
+def monitor(address: str, **given: Any) -> int:
+    """Watch the run at ADDRESS: a peer that trains nothing and that no other peer has to trust.
 
+    Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and
+    other events. Stale values are labelled. ADDRESS is that of any live peer; if this peer leaves, the monitor
+    continues through the others.
 
-def run_monitor(choices: MonitorChoices) -> int:
-    """Watch until Ctrl-C, SIGTERM, the end of the parent, or `q`."""
+    \b
+    Examples:
+      swarm monitor /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm monitor ADDRESS --web 127.0.0.1:8080
+      swarm monitor ADDRESS --run bytelm --prometheus 0.0.0.0:9464 --log run.jsonl
+      swarm monitor ADDRESS --save checkpoints --every 30m
+      swarm monitor ADDRESS --once --json
+    """
+    choices = MonitorChoices.of(address=address, **given)
     from swarm.monitor.watching import Watch, WatchConfig
 
-    entry = (Contact.parse(choices.address),)
     config = WatchConfig(
-        entry=entry,
+        entry=(Contact.parse(choices.address),),
         run=choices.run,
-        history=choices.history_of,
-        saving=choices.saving(),
+        history=choices.history_file,
+        saving=choices.checkpoints(),
         grids=choices.experts,
     )
-    with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, Watch(config) as watch:
-        if watch.notice:
-            _tell(choices, watch.notice)
-        views: queue.Queue[MonitorView] = queue.Queue(maxsize=_VIEWS_MAX)
-        watch.listen(lambda view: _put(views, view))
-        first = _first_view(views, leaving)
-        if first is None:
-            return 0
-        if choices.once:
-            _print_once(first, as_json=choices.as_json)
-            return 0
-        with contextlib.ExitStack() as faces:
-            log = (
-                faces.enter_context(choices.log.expanduser().open("a", encoding="utf-8"))
-                if choices.log is not None
-                else None
-            )
-            _serve(choices, watch, faces)
-            if choices.as_json:
-                _follow(
-                    views,
-                    first,
-                    leaving,
-                    [_Lines(sys.stdout), *([_Lines(log, _LOGGED_EVERY_S)] if log else [])],
-                )
-            elif is_terminal(sys.stdout):
-                _live(watch, views, first, leaving, _Lines(log, _LOGGED_EVERY_S) if log else None)
-            else:
-                _follow(
-                    views,
-                    first,
-                    leaving,
-                    [_Sentences(sys.stdout), *([_Lines(log, _LOGGED_EVERY_S)] if log else [])],
-                )
-        leaving.tidy()
+    with Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown, Watch(config) as watch:
+        _show(choices, watch, shutdown)
     return 0
 
 
-def _serve(choices: MonitorChoices, watch: Watch, faces: contextlib.ExitStack) -> None:
-    """The page and the metrics, where they were asked for."""
+def _show(choices: MonitorChoices, watch: Watch, shutdown: Shutdown) -> None:
+    """Show the views of the watch until the command should end, or the first one with --once."""
+    from swarm.cli.render.monitor import MonitorPresentation, ViewFeed
+
+    output: Output = (
+        JsonOutput(sys.stdout)
+        if choices.as_json
+        else PlainOutput(MonitorPresentation(), sys.stderr if choices.once else sys.stdout)
+    )
+    if watch.notice:
+        output.emit(Notice(text=watch.notice))
+    views: queue.Queue[MonitorView] = queue.Queue(maxsize=_VIEWS_MAX)
+    watch.listen(lambda view: _put(views, view))
+    first = _first_view(views, shutdown)
+    if first is None:
+        return
+    if choices.once:
+        _print_once(first, as_json=choices.as_json)
+        return
+    with contextlib.ExitStack() as stack:
+        feeds = []
+        if choices.log is not None:
+            log = stack.enter_context(choices.log.expanduser().open("a", encoding="utf-8"))
+            feeds.append(ViewFeed(JsonOutput(log), _LOG_EVERY_S))
+        _start_servers(choices, watch, stack, output)
+        kind = output_kind(as_json=choices.as_json)
+        if kind == "live":
+            _run_live(watch, views, first, shutdown, feeds)
+        else:
+            feed = ViewFeed(output, 0.0 if kind == "json" else _SENTENCE_EVERY_S)
+            _run_lines(views, first, shutdown, [feed, *feeds])
+    shutdown.begin_cleanup()
+
+
+def _start_servers(
+    choices: MonitorChoices, watch: Watch, stack: contextlib.ExitStack, output: Output
+) -> None:
+    """Start the page and the metrics, if they were requested."""
+    from swarm.cli.render.monitor import ServerStarted
+
     if choices.web is not None:
         from swarm.monitor.web import WebServer
 
-        server = faces.enter_context(WebServer(watch, place_of(choices.web, "--web")))
-        _tell(choices, f"the page is at {server.url}", url=server.url)
+        server = stack.enter_context(WebServer(watch, parse_host_port(choices.web, "--web")))
+        output.emit(ServerStarted(text=f"the page is at {server.url}", url=server.url))
     if choices.prometheus is not None:
         from swarm.monitor.prometheus import MetricsServer
 
-        metrics = faces.enter_context(MetricsServer(watch, place_of(choices.prometheus, "--prometheus")))
-        _tell(choices, f"metrics are at {metrics.url}", url=metrics.url)
-
-
-def _tell(choices: MonitorChoices, text: str, **fields: str) -> None:
-    if choices.as_json:
-        print(json.dumps({"event": "notice", "text": text, **fields}, ensure_ascii=False), flush=True)
-    else:
-        print(printable(text), file=sys.stderr if choices.once else sys.stdout, flush=True)
+        place = parse_host_port(choices.prometheus, "--prometheus")
+        metrics = stack.enter_context(MetricsServer(watch, place))
+        output.emit(ServerStarted(text=f"metrics are at {metrics.url}", url=metrics.url))
 
 
 def _put(views: queue.Queue[MonitorView], view: MonitorView) -> None:
+    """Add a view to the queue. Drop the oldest one if the queue is full."""
     while True:
         try:
             views.put_nowait(view)
@@ -175,135 +227,84 @@ def _put(views: queue.Queue[MonitorView], view: MonitorView) -> None:
                 views.get_nowait()
 
 
-def _first_view(views: queue.Queue[MonitorView], leaving: Leaving) -> MonitorView | None:
-    """The first that somebody answered for."""
-    deadline_s = time.monotonic() + _FIRST_LOOK_S
-    while not leaving.requested.is_set():
+def _first_view(views: queue.Queue[MonitorView], shutdown: Shutdown) -> MonitorView | None:
+    """Wait for the first view with an answer of a peer. Return None if the command should end."""
+    deadline_s = time.monotonic() + _FIRST_VIEW_S
+    while not shutdown.requested.is_set():
         with contextlib.suppress(queue.Empty):
-            view = views.get(timeout=_LOOK_S)
+            view = views.get(timeout=_POLL_S)
             if view.live:
                 return view
         if time.monotonic() > deadline_s:
             raise NetworkError(
-                f"nobody told anything about the run within {_FIRST_LOOK_S:.0f} s: try again, or through another peer"
+                f"no peer reported anything about the run within {_FIRST_VIEW_S:.0f} s: "
+                "try again, or through another peer"
             )
     return None
 
 
 def _print_once(view: MonitorView, *, as_json: bool) -> None:
     if as_json:
+        import json
+
         print(json.dumps(view.as_dict(), ensure_ascii=False), flush=True)
         return
     from rich.console import Console
 
-    from swarm.cli.render.monitor import Course, Ui, screen
+    from swarm.cli.render.monitor import ScreenState, Trends, render_screen
 
     console = Console(highlight=False, width=None if is_terminal(sys.stdout) else _ONCE_COLUMNS)
-    lines = screen(
-        view,
-        Ui(),
-        Course(),
-        console.width,
-        12 + len(view.peers) + min(8, len(view.rounds) + len(view.events)),
-    )
-    for line in lines[:-1]:
+    rows = 12 + len(view.peers) + min(8, len(view.rounds) + len(view.events))
+    for line in render_screen(view, ScreenState(), Trends(), console.width, rows)[:-1]:
         console.print(line, soft_wrap=True)
 
 
-class _Lines:
-    """JSON lines: views, and events each once."""
-
-    def __init__(self, stream: TextIO, every_s: float = 0.0) -> None:
-        self._stream, self._every_s = stream, every_s
-        self._next_s = float("-inf")
-        self._event = 0
-
-    def show(self, view: MonitorView) -> None:
-        for value in self._values(view):
-            print(json.dumps(value, ensure_ascii=False), file=self._stream, flush=True)
-
-    def _values(self, view: MonitorView) -> Iterator[dict[str, Any]]:
-        whole = view.as_dict()
-        for event in whole.pop("events"):
-            if event["number"] > self._event:
-                self._event = event["number"]
-                yield {"event": "event", **event}
-        if view.at_s >= self._next_s:
-            self._next_s = view.at_s + self._every_s
-            yield whole
-
-
-class _Sentences:
-    """For pipes and logs that people read."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._next_s = float("-inf")
-        self._event = 0
-
-    def show(self, view: MonitorView) -> None:
-        for event in view.events:
-            if event.number > self._event:
-                self._event = event.number
-                self._print(event.text)
-        if view.at_s >= self._next_s:
-            self._next_s = view.at_s + _SENTENCE_EVERY_S
-            self._print(headline(view))
-
-    def _print(self, text: str) -> None:
-        print(printable(text), file=self._stream, flush=True)
-
-
-def headline(view: MonitorView) -> str:
-    """A view in a sentence."""
-    if not view.live:
-        age = f" for {view.link.age_s:.0f} s" if view.link.age_s is not None else ""
-        return f"nothing seen{age}: {view.link.text or view.link.status}"
-    loss = f", loss {view.loss:.3f}" if view.loss is not None else ""
-    held_out = f" (held out {view.validation_loss:.3f})" if view.validation_loss is not None else ""
-    part = f" {100 * view.fraction:.0f} %" if view.fraction is not None else ""
-    return f"epoch {view.epoch:,}{part}{loss}{held_out}, {view.samples_per_s:,.0f} samples/s by {view.peers_live} peers"
-
-
-def _follow(
-    views: queue.Queue[MonitorView], first: MonitorView, leaving: Leaving, faces: list[_Lines | _Sentences]
+def _run_lines(
+    views: queue.Queue[MonitorView], first: MonitorView, shutdown: Shutdown, feeds: list[ViewFeed]
 ) -> None:
+    """Print views as lines until the command should end."""
     view: MonitorView | None = first
-    while not leaving.requested.is_set():
-        for face in faces if view is not None else ():
-            face.show(view)  # type: ignore[arg-type]
+    while not shutdown.requested.is_set():
+        if view is not None:
+            for feed in feeds:
+                feed.show(view)
         try:
-            view = views.get(timeout=_LOOK_S)
+            view = views.get(timeout=_POLL_S)
         except queue.Empty:
             view = None
 
 
-def _live(
-    watch: Watch, views: queue.Queue[MonitorView], first: MonitorView, leaving: Leaving, log: _Lines | None
+def _run_live(
+    watch: Watch,
+    views: queue.Queue[MonitorView],
+    first: MonitorView,
+    shutdown: Shutdown,
+    feeds: list[ViewFeed],
 ) -> None:
+    """Show views on the whole terminal until the command should end or the user presses `q`."""
     from rich.console import Console, Group
     from rich.live import Live
 
     from swarm.cli.keyboard import Keys
-    from swarm.cli.render.monitor import Course, Ui, screen
+    from swarm.cli.render.monitor import ScreenState, Trends, render_screen
 
-    console, ui, view = Console(highlight=False), Ui(), first
-    course, next_s = Course(), 0.0
+    console, state, view = Console(highlight=False), ScreenState(), first
+    trends, next_s = Trends(), 0.0
     with Live(console=console, screen=True, auto_refresh=False) as live, Keys() as keys:
-        while not leaving.requested.is_set() and not ui.quit:
+        while not shutdown.requested.is_set() and not state.quit:
             with contextlib.suppress(queue.Empty):
                 while True:
                     view = views.get_nowait()
-                    if log is not None:
-                        log.show(view)
+                    for feed in feeds:
+                        feed.show(view)
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + 1.0
-                view = watch.view()  # ages move on though nothing was heard
-                told = watch.history.series(view.at_s - _COURSE_S, view.at_s, _COURSE_POINTS)["series"]
-                course = Course(told.get("loss", ()), told.get("samples_per_s", ()))
+                view = watch.view()  # ages increase even if no peer reports anything
+                series = watch.history.series(view.at_s - _TREND_S, view.at_s, _TREND_POINTS)["series"]
+                trends = Trends(series.get("loss", ()), series.get("samples_per_s", ()))
             columns, rows = console.size
-            live.update(Group(*screen(view, ui, course, columns, rows - 1)), refresh=True)
-            key = keys.next(_LOOK_S)
+            live.update(Group(*render_screen(view, state, trends, columns, rows - 1)), refresh=True)
+            key = keys.next(_POLL_S)
             while key is not None:
-                ui.key(key, len(view.peers))
+                state.key(key, len(view.peers))
                 key = keys.next(0.0)

@@ -1,7 +1,6 @@
-"""Where the commands keep what must outlive them: identities, beside each its peer book, and the
-specifications of runs taken part in.
+"""Folders and files that the commands keep: identities with their peer books, specifications, checkpoints.
 
-That is the platform's folder for a user's data, or `$SWARM_HOME`.
+They are in the platform's folder for user data, or in `$SWARM_HOME`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from swarm.core.errors import UsageError
 
 
 def home() -> Path:
-    """The folder; it need not exist yet."""
+    """Return the folder of all files. It may not exist yet."""
     chosen = os.environ.get("SWARM_HOME")
     if chosen:
         return Path(chosen).expanduser()
@@ -31,30 +30,30 @@ def home() -> Path:
 
 
 def default_identity() -> Path:
-    """The owner's identity: `swarm start` signs with it, so a run keeps its id when its founder starts again."""
+    """Return this user's identity file. `swarm start` signs with it, so a restarted run keeps its id."""
     return home() / "identity"
 
 
 def bootstrap_identity() -> Path:
-    """Of `swarm bootstrap`: a file of its own, so that it runs beside `swarm start`."""
+    """Return the identity file of `swarm bootstrap`, so that it can run beside `swarm start`."""
     return home() / "bootstrap.identity"
 
 
-def kept_runs() -> Path:
-    """The specifications of runs that this user's machine took part in."""
+def specifications_folder() -> Path:
+    """Return the folder of the specifications of runs in which this machine took part."""
     return home() / "runs"
 
 
-def saved_states() -> Path:
-    """Checkpoints: a folder a run."""
+def checkpoints_folder() -> Path:
+    """Return the folder of checkpoints, with one subfolder per run."""
     return home() / "checkpoints"
 
 
 def control_folder() -> Path:
-    """Where commands that train say that they are there, and are asked to pause."""
+    """Return the folder through which `swarm pause` reaches running commands."""
     return home() / "live"
 
 
 def monitor_history(run_id: str) -> Path:
-    """Where `swarm monitor` keeps what it has seen of a run."""
+    """Return the database file in which `swarm monitor` keeps the history of a run."""
     return home() / "monitor" / f"{run_id}.sqlite"

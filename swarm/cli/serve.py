@@ -1,4 +1,4 @@
-"""`swarm serve`: from the command line to a server of experts."""
+"""`swarm serve`: host experts that other peers call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from swarm.cli import options
 from swarm.cli.identity import open_identity
-from swarm.cli.render.serve import ExpertLoad, Served, ServerLoad, make_view
-from swarm.cli.shutdown import Leaving
+from swarm.cli.render import Output, make_output
+from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoad
+from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present, resolve_device
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.ids import Contact
@@ -27,16 +31,16 @@ if TYPE_CHECKING:
 
 _READ_TIMEOUT_S = 10.0
 _ANSWER_S = 6.0
-_LOOK_S = 0.5
-_ABANDON_S = 60.0  # for checkpoints of many experts on a slow disk; a second Ctrl-C ends it at once
-_LOAD_S = 2.0  # between load lines without a terminal
+_LOAD_S = 0.5  # between two load events
+_ABANDON_S = 60.0  # time to write many checkpoints to a slow disk; a second Ctrl-C ends the command at once
+_LOAD_JSON_S = 2.0  # the same with --json
 _LOOPBACK = ("127.", "::1", "localhost")
-_NAMED_MAX = 4096
+_EXPERTS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeChoices:
-    """The options, as click gives them."""
+    """The options of `swarm serve`."""
 
     address: str | None
     experts: tuple[str, ...]
@@ -63,7 +67,7 @@ class ServeChoices:
 
     @classmethod
     def of(cls, **options: Any) -> ServeChoices:
-        """Checks at once what can be checked before anything is started."""
+        """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
         choices.contacts()
         if choices.training_steps is not None and choices.training_steps <= choices.warmup_steps:
@@ -78,23 +82,141 @@ class ServeChoices:
         return [Contact.parse(self.address)] if self.address is not None else []
 
     def listen_at(self) -> str:
-        """All interfaces, so that others can call; but beside an address on loopback only loopback can be
-        meant.
-        """
+        """Return where to listen: by default on all interfaces, or on loopback if the address is there."""
         if self.listen is not None:
             return self.listen
         hosts = [address.host for contact in self.contacts() for address in contact.addresses]
         return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
 
 
-def serve_experts(choices: ServeChoices) -> int:
-    """`swarm serve`."""
+@click.command(context_settings=options.CONTEXT)
+@click.argument("address", metavar="[ADDRESS]", required=False)
+@click.option(
+    "--experts",
+    metavar="PATTERN",
+    multiple=True,
+    required=True,
+    help="Names of the experts, as a pattern: 'ffn.[0:4].[0:4]', or one name.",
+)
+@click.option(
+    "--num-experts",
+    type=click.IntRange(1, 4096),
+    default=None,
+    help="Host this many only, in free places of the grid.",
+)
+@click.option(
+    "--expert-class",
+    default="ffn",
+    show_default=True,
+    help="ffn, transformer, causal_transformer, nop, or one of your own.",
+)
+@click.option(
+    "--module",
+    metavar="FILE.py",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Your own file; --expert-class is a function in it.",
+)
+@click.option(
+    "--hidden-dim", type=click.IntRange(1), default=1024, show_default=True, help="Width of the experts."
+)
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Length of the sequences, for experts that take sequences.",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adam", "adamw", "sgd", "none"]),
+    default="adam",
+    show_default=True,
+    help="none: frozen.",
+)
+@click.option("--lr", type=click.FloatRange(0), default=1e-3, show_default=True, help="Learning rate.")
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    help="Scale gradients down to this norm.",
+)
+@click.option(
+    "--warmup-steps",
+    type=click.IntRange(0),
+    default=0,
+    help="Steps over which the learning rate rises to its full value.",
+)
+@click.option(
+    "--training-steps",
+    type=click.IntRange(1),
+    default=None,
+    help="Step at which the learning rate has fallen to zero.",
+)
+@options.device
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Type of the experts' parameters.",
+)
+@click.option(
+    "--max-batch-size",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    help="Samples in one batch, and in one request.",
+)
+@click.option(
+    "--checkpoint",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Resume from this folder and save to it.",
+)
+@click.option(
+    "--keep-activations-mb",
+    type=click.IntRange(0),
+    default=0,
+    help="Keep activations for backward instead of recomputing them.",
+)
+@click.option(
+    "--average-s",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="Seconds between averages with replicas on other servers; 0: never.",
+)
+@options.optional_identity
+@options.listen
+@options.as_json
+@options.exit_with_parent
+def serve(**given: Any) -> int:
+    """Host experts: layers that others call forward and backward, and that learn from it.
+
+    Declares them in the swarm at ADDRESS, or creates a swarm of its own and prints its address. Experts that
+    another server hosts, too, are replicas: callers use either, and their parameters are averaged. Ctrl-C
+    finishes the requests that are being computed and withdraws the experts.
+
+    \b
+    Examples:
+      swarm serve --expert-class ffn --hidden-dim 1024 --experts 'ffn.[0:4].[0:4]'
+      swarm serve ADDRESS --experts 'ffn.[0:32].[0:32]' --num-experts 16 --checkpoint ~/experts
+      swarm serve ADDRESS --experts 'block.[0:12]' --expert-class causal_transformer --device cuda
+      swarm serve ADDRESS --experts 'mine.[0:8]' --module mine.py --expert-class make_mine --lr 3e-4
+    """
+    choices = ServeChoices.of(**given)
+    return _serve(choices)
+
+
+def _serve(choices: ServeChoices) -> int:
     from moe.protocol.names import ExpertGrid
 
     grids = [ExpertGrid.parse(text) for text in choices.experts]
     with (
-        Leaving(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as leaving,
-        make_view(as_json=choices.as_json) as view,
+        Shutdown(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as shutdown,
+        make_output(ServePresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # before anything is opened or declared
         own = open_identity(choices.identity, None)
@@ -102,22 +224,23 @@ def serve_experts(choices: ServeChoices) -> int:
             from swarm.node import Node
 
             with Node(bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own) as node:
-                view.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
-                factory = _Factory(choices)  # imports torch; the node joins meanwhile
+                output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
+                factory = _ExpertFactory(choices)  # imports torch; the node joins meanwhile
                 if choices.address is not None and not node.wait_joined(_ANSWER_S):
                     why = "; ".join(node.join_failures) or "no answer in time"
                     raise NetworkError(
-                        f"nobody answers at {choices.address}: {why}. Ask for the address of another live peer"
+                        f"nobody answers at {choices.address}: {why}. "
+                        "Ask for the address of another live peer"
                     )
                 names = _names(choices, grids, node)
-                with _opened(choices, node, names, factory) as server:
-                    view.emit(_served(choices, node, server, factory))
+                with _open_server(choices, node, names, factory) as server:
+                    output.emit(_served_event(choices, node, server, factory))
                     if node.dht.clock_problem:
-                        view.emit(Notice(text=node.dht.clock_problem))
-                    _watch(server, leaving, view, _LOAD_S if choices.as_json else _LOOK_S)
-                    view.emit(Notice(text=f"leaving: {leaving.why}; finishing what is being computed"))
-                    leaving.tidy()
-                view.emit(
+                        output.emit(Notice(text=node.dht.clock_problem))
+                    _watch(server, shutdown, output, _LOAD_JSON_S if choices.as_json else _LOAD_S)
+                    output.emit(Notice(text=f"leaving: {shutdown.reason}; finishing what is being computed"))
+                    shutdown.begin_cleanup()
+                output.emit(
                     Notice(
                         text="the experts were withdrawn"
                         + (f" and saved in {choices.checkpoint}" if choices.checkpoint else "")
@@ -128,8 +251,8 @@ def serve_experts(choices: ServeChoices) -> int:
     return 0
 
 
-class _Factory:
-    """Makes experts as the options say."""
+class _ExpertFactory:
+    """Creates experts according to the options."""
 
     def __init__(self, choices: ServeChoices) -> None:
         import torch
@@ -145,7 +268,7 @@ class _Factory:
         self.dtype: torch.dtype = getattr(torch, choices.dtype)
 
     def make(self) -> Expert:
-        """A new one."""
+        """Return a new expert."""
         from moe.server.classes import make
         from moe.server.expert import Expert
 
@@ -166,33 +289,37 @@ class _Factory:
         kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[
             self._choices.optimizer
         ]
-        made: torch.optim.Optimizer = kind(parameters, lr=self._choices.lr)
-        return made
+        optimizer: torch.optim.Optimizer = kind(parameters, lr=self._choices.lr)
+        return optimizer
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Up to the full rate over the warm-up, then down to zero at the last training step."""
+        """Return a schedule that rises over the warm-up and falls to zero at the last training step."""
         import torch
 
         warmup, last = self._choices.warmup_steps, self._choices.training_steps
 
-        def share(step: int) -> float:
+        def factor(step: int) -> float:
             if step < warmup:
                 return (step + 1) / warmup
             return 1.0 if last is None else max(0.0, (last - step) / (last - warmup))
 
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _names(choices: ServeChoices, grids: list[ExpertGrid], node: Node) -> list[ExpertUid]:
-    """Which experts to host: all of the patterns, or so many free places, those with a checkpoint first."""
+    """Return the experts to host: all names of the patterns or, with --num-experts, free places of the grid.
+
+    Free places with a checkpoint come first.
+    """
     from moe.protocol.declarations import Directory
     from moe.server.free_places import choose_places, taken_places
 
     if choices.num_experts is None:
         names = sorted({uid for grid in grids for uid in grid.names()})
-        if len(names) > _NAMED_MAX:
+        if len(names) > _EXPERTS_MAX:
             raise UsageError(
-                f"{len(names)} experts are too many for one server (at most {_NAMED_MAX}): choose some with --num-experts"
+                f"{len(names)} experts are too many for one server (at most {_EXPERTS_MAX}): "
+                "choose some with --num-experts"
             )
         return names
     grid = grids[0]
@@ -214,7 +341,9 @@ def _checkpointed(folder: Path | None, grid: ExpertGrid) -> list[ExpertUid]:
     return [uid for uid in saved_names(folder) if uid in grid] if folder is not None else []
 
 
-def _opened(choices: ServeChoices, node: Node, names: list[ExpertUid], factory: _Factory) -> ExpertServer:
+def _open_server(
+    choices: ServeChoices, node: Node, names: list[ExpertUid], factory: _ExpertFactory
+) -> ExpertServer:
     from moe.server.expert_server import ExpertServer, ExpertServerConfig
     from moe.server.replicating import ReplicatingConfig
 
@@ -225,7 +354,7 @@ def _opened(choices: ServeChoices, node: Node, names: list[ExpertUid], factory: 
     )
 
 
-def _served(choices: ServeChoices, node: Node, server: ExpertServer, factory: _Factory) -> Served:
+def _served_event(choices: ServeChoices, node: Node, server: ExpertServer, factory: _ExpertFactory) -> Served:
     first, expert = next(iter(server.experts.items()))
     parameters = sum(parameter.numel() for parameter in expert.module.parameters())
     address = choices.address or next(iter(node.addresses), "")
@@ -252,10 +381,10 @@ def _served(choices: ServeChoices, node: Node, server: ExpertServer, factory: _F
     )
 
 
-def _watch(server: ExpertServer, leaving: Leaving, view: Any, every_s: float) -> None:
-    """Show the load until somebody wants the command to end; SwarmError when a device of the server failed."""
+def _watch(server: ExpertServer, shutdown: Shutdown, output: Output, every_s: float) -> None:
+    """Emit the load until the command should end. Raise SwarmError if a device of the server failed."""
     before, before_s = server.statistics(), time.monotonic()
-    while not leaving.requested.wait(every_s):
+    while not shutdown.requested.wait(every_s):
         if server.failed is not None:
             raise SwarmError(f"{server.failed}; its experts were withdrawn: start `swarm serve` again")
         now, now_s = server.statistics(), time.monotonic()
@@ -284,7 +413,7 @@ def _watch(server: ExpertServer, leaving: Leaving, view: Any, every_s: float) ->
                     failed=one.counts.failed_requests,
                 )
             )
-        view.emit(ServerLoad(queued=now.queued, wait_s=now.wait_s, experts=rows))
+        output.emit(ServerLoad(queued=now.queued, wait_s=now.wait_s, experts=rows))
         before, before_s = now, now_s
 
 

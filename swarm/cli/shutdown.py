@@ -1,8 +1,8 @@
-"""How a command ends when somebody wants it to: Ctrl-C, SIGTERM, or the death of the process that started it.
+"""End a command on Ctrl-C, on SIGTERM, or when its parent process dies.
 
-The first request sets a flag, which the training loop sees after its step. What still blocks after a moment
-is interrupted; what ignores even that is ended. So a command is gone within three seconds, and with
-`exit_with_parent` a child never outlives its parent, however that died.
+The first request sets a flag, which the training loop reads after each step. If the main thread still blocks
+after a moment, it is interrupted; if it ignores the interruption, the process is ended. A command is
+therefore gone within three seconds, and with `exit_with_parent` a child never outlives its parent.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from types import FrameType, TracebackType
 
 _INTERRUPT_S = 0.8
 _ABANDON_S = 2.5
-_ORPHAN_S = (0.4, 1.5)  # both, when the parent is gone
+_ORPHAN_S = (0.4, 1.5)  # both limits, once the parent is gone
 
 
-class Leaving:
-    """A context manager for the main thread. `requested` is set once the command should end; `why` says what
-    asked for it.
-    """
+class Shutdown:
+    """A context manager for the main thread. `requested` is set once the command should end, for `reason`."""
 
     def __init__(
         self,
@@ -30,18 +28,19 @@ class Leaving:
         interrupt_s: float = _INTERRUPT_S,
         abandon_s: float = _ABANDON_S,
     ) -> None:
-        """`interrupt_s`: how long what blocks may take to notice; a command whose own tidying takes time
-        gives itself more; `abandon_s`: after so long it is ended, tidy or not.
+        """`interrupt_s`: after this time a blocked main thread is interrupted. A command with a slow cleanup
+        sets it higher. `abandon_s`: after this time the process is ended, even if its cleanup is not
+        complete.
         """
         self.requested = threading.Event()
-        self.why = ""
+        self.reason = ""
         self._over = threading.Event()
-        self._tidying = threading.Event()
+        self._cleaning_up = threading.Event()
         self._interrupt_s, self._abandon_s = interrupt_s, abandon_s
         self._watch_parent = exit_with_parent
         self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> Leaving:
+    def __enter__(self) -> Shutdown:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._on_signal)
         if self._watch_parent:
@@ -54,20 +53,19 @@ class Leaving:
         self._over.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        # our own interruption of something that blocked is a clean end; Python's cleanup has run on the way
-        # here
+        # A KeyboardInterrupt that `_insist` caused is a clean end: all cleanup handlers have run.
         return kind is KeyboardInterrupt and self.requested.is_set()
 
-    def tidy(self) -> None:
-        """What follows is cleaning up: it is not interrupted any more, only given up if it takes too long."""
-        self._tidying.set()
+    def begin_cleanup(self) -> None:
+        """Do not interrupt the main thread any more: it is cleaning up. The limit `abandon_s` still holds."""
+        self._cleaning_up.set()
 
-    def request(self, why: str) -> None:
-        """Ask the command to end; from any thread, any number of times."""
+    def request(self, reason: str) -> None:
+        """Ask the command to end. May be called from any thread, any number of times."""
         if not self.requested.is_set():
-            self.why = why
+            self.reason = reason
             self.requested.set()
-            threading.Thread(target=self._insist, name="leaving", daemon=True).start()
+            threading.Thread(target=self._insist, name="shutdown", daemon=True).start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested.is_set():
@@ -78,7 +76,7 @@ class Leaving:
         if self._over.wait(self._interrupt_s):
             return
         main = threading.main_thread().ident
-        if self._tidying.is_set():
+        if self._cleaning_up.is_set():
             pass
         elif hasattr(signal, "pthread_kill") and main is not None:
             signal.pthread_kill(main, signal.SIGINT)  # wakes it from a lock or a system call
@@ -94,7 +92,7 @@ class Leaving:
             while os.read(0, 1024):
                 pass
         except OSError:
-            pass  # a standard input that cannot be read is as good as closed
-        # nobody is there any more to whom a summary would matter
+            pass  # a standard input that cannot be read counts as closed
+        # No process reads a summary any more, so both limits are short.
         self._interrupt_s, self._abandon_s = _ORPHAN_S
         self.request("the process that started this one ended")

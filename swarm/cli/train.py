@@ -1,4 +1,4 @@
-"""`swarm start` and `swarm join`: from the command line to a training volunteer."""
+"""`swarm start` and `swarm join`: train a run as a volunteer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from swarm.cli import options
 from swarm.cli.control import Control
 from swarm.cli.identity import open_identity
-from swarm.cli.paths import control_folder, default_identity, kept_runs, saved_states
-from swarm.cli.render import make_output
-from swarm.cli.render.output import Output
-from swarm.cli.shutdown import Leaving
+from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
+from swarm.cli.render import Output, make_output
+from swarm.cli.render.volunteer import VolunteerPresentation
+from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.identity import Identity
@@ -25,23 +28,184 @@ from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
 from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
-from swarm.run.machine import choose_device
-from swarm.run.saving import CheckpointConfig
-from swarm.run.specification import RunSpecification
 
 if TYPE_CHECKING:
     from swarm.net.throttle import Bandwidth
+    from swarm.node import Node
+    from swarm.run.checkpoints import CheckpointConfig
+    from swarm.run.specification import SignedSpecification
 
 _BYTES_PER_MBIT = 125_000.0
-_LOOK_S = 0.5
-_REFUSED_S = 1.5  # for the first peer to answer, when every address said at once that nobody is there
-_ANSWER_S = 6.0  # when nothing was heard at all
+_POLL_S = 0.5
+_REFUSED_S = 1.5  # to wait for the first peer after every address refused the connection
+_ANSWER_S = 6.0  # to wait for the first peer when no address answers at all
 _LOOPBACK = ("127.", "::1", "localhost")
+
+_upload = click.option(
+    "--upload",
+    metavar="MBIT",
+    type=click.FloatRange(min=0.1),
+    default=None,
+    help="Send no faster, in Mbit/s.",
+)
+_download = click.option(
+    "--download",
+    metavar="MBIT",
+    type=click.FloatRange(min=0.1),
+    default=None,
+    help="Receive no faster, in Mbit/s.",
+)
+_hours = click.option(
+    "--hours",
+    metavar="FROM-TO",
+    multiple=True,
+    help="Train in these hours only (local time): 22-7. Repeatable.",
+)
+_memory = click.option(
+    "--memory",
+    metavar="SIZE",
+    default=None,
+    help="Take no more memory than this: 4G. Leaves before it takes more.",
+)
+_resume = click.option(
+    "--resume", is_flag=True, help="Go on from the newest good checkpoint on this machine."
+)
+_name = click.option(
+    "--name", default="", help="A name of this machine for `swarm monitor`; at most 40 characters."
+)
+
+
+def _training_options(
+    checkpoint_every: str,
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Add the options of both commands. `checkpoint_every` is the default of --checkpoint-every."""
+    checkpoints = click.option(
+        "--checkpoint-every",
+        metavar="TIME",
+        default=checkpoint_every,
+        show_default=True,
+        help="How often to save the state: 90s, 10m, 2h; 0 for never.",
+    )
+    shared = (
+        checkpoints,
+        _resume,
+        _upload,
+        _download,
+        _hours,
+        _memory,
+        options.listen,
+        options.device,
+        options.data,
+        _name,
+        options.as_json,
+        options.exit_with_parent,
+    )
+
+    def add(command: Callable[..., object]) -> Callable[..., object]:
+        for option in reversed(shared):
+            command = option(command)
+        return command
+
+    return add
+
+
+@click.command(context_settings=options.CONTEXT)
+@click.argument("file", metavar="RUN.toml", type=click.Path(path_type=Path))
+@click.option(
+    "--bootstrap",
+    metavar="ADDRESS",
+    multiple=True,
+    help="A peer of an existing swarm; may be given several times.",
+)
+@click.option(
+    "--identity",
+    metavar="FILE",
+    default=None,
+    help="The owner's identity; `new` for one that is forgotten. [default: this user's]",
+)
+@_training_options(checkpoint_every="10m")
+def start(file: Path, **given: Any) -> int:
+    """Create a run and train as its first volunteer.
+
+    Publishes the run's signed specification and prints the command with which others join. Started again with
+    the same file and identity while others still train, it joins them; with a changed file, it publishes the
+    change.
+
+    \b
+    Examples:
+      swarm start examples/bytelm.toml
+      swarm start examples/bytelm.toml --listen 0.0.0.0:4000
+      swarm start examples/bytelm.toml --resume
+      swarm start RUN.toml --bootstrap /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+    """
+    from swarm.run.machine import choose_device
+    from swarm.run.specification import RunSpecification
+    from swarm.run.task import make_task
+
+    choices = TrainChoices.of(**given)
+    specification = RunSpecification.from_file(file)
+    # Report mistakes in the settings of the task before anything starts.
+    make_task(specification.task.name, specification.task.settings)
+    if specification.requirements.device == "cuda":
+        # Publish no run that this machine cannot train itself.
+        choose_device(choices.device, specification)
+    with _session(choices, default_identity()) as session:
+        from swarm.run.creation import create_run
+
+        if choices.bootstrap and not _wait_for_answer(session.node):
+            why = _join_failures(session.node)
+            session.emit(
+                Notice(text=f"no bootstrap peer answers yet; going on alone and trying again: {why}")
+            )
+        signed, created = session.node.network.run(
+            create_run(session.directory, specification, session.own, session.node.clock), 30.0
+        )
+        session.train(signed, created=created)
+    return 0
+
+
+@click.command(context_settings=options.CONTEXT)
+@click.argument("address", metavar="ADDRESS")
+@options.run_name
+@options.optional_identity
+@click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
+@_training_options(checkpoint_every="0")
+def join(address: str, run: str | None, **given: Any) -> int:
+    """Volunteer for the run at ADDRESS.
+
+    Shows what will be trained, what memory it takes and what traffic to expect, asks, downloads the current
+    state and trains until Ctrl-C.
+
+    \b
+    Examples:
+      swarm join /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm join ADDRESS --run bytelm --yes
+      swarm join ADDRESS --device cuda:1 --data ~/texts
+      swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
+    """
+    choices = TrainChoices.of(bootstrap=(address,), **given)
+    if not choices.yes and (choices.as_json or not sys.stdin.isatty() or not sys.stdout.isatty()):
+        raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
+    with _session(choices, None) as session:
+        if not _wait_for_answer(session.node):
+            why = _join_failures(session.node)
+            if run is None or not session.node.network.run(session.directory.stored(run), 30.0):
+                raise NetworkError(
+                    f"nobody answers at {address}: {why}. Ask for the address of another live peer"
+                )
+            text = (
+                "nobody answers yet; going on alone with the specification that this machine kept, "
+                f"and trying again: {why}"
+            )
+            session.emit(Notice(text=text))
+        signed = session.node.network.run(session.directory.find(run), 30.0)
+        session.train(signed, created=False)
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainChoices:
-    """The options that both commands have."""
+    """The options of `swarm start` and `swarm join`."""
 
     bootstrap: tuple[str, ...]
     identity: str | None
@@ -61,7 +225,7 @@ class TrainChoices:
 
     @classmethod
     def of(cls, **options: Any) -> TrainChoices:
-        """From click's values; checks at once what can be checked before anything is started."""
+        """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
         choices.contacts()
         choices.limits()
@@ -73,22 +237,24 @@ class TrainChoices:
         return choices
 
     def bandwidth(self) -> Bandwidth:
-        """What the node may use of its link, each way."""
+        """Return the limits of the node's bandwidth in each direction."""
         from swarm.net.throttle import Bandwidth
 
         up, down = (None if mbit is None else mbit * _BYTES_PER_MBIT for mbit in (self.upload, self.download))
         return Bandwidth(up_bytes_per_s=up, down_bytes_per_s=down)
 
     def limits(self) -> VolunteerLimits:
-        """What the volunteer allows its machine to be used for; bandwidth is the node's business."""
+        """Return the limits of the volunteer. The node limits its bandwidth itself."""
         memory_bytes_max = parse_size(self.memory) if self.memory is not None else None
         return VolunteerLimits(hours=Hours.parse(self.hours), memory_bytes_max=memory_bytes_max)
 
-    def saving(self, run_id: str) -> CheckpointConfig | None:
-        """Whether and where checkpoints are kept."""
+    def checkpoints(self, run_id: str) -> CheckpointConfig | None:
+        """Return where and how often checkpoints are written; None for never."""
+        from swarm.run.checkpoints import CheckpointConfig
+
         every_s = parse_duration_s(self.checkpoint_every)
         return (
-            CheckpointConfig(folder=saved_states() / run_id, every_s=every_s, resume=self.resume)
+            CheckpointConfig(folder=checkpoints_folder() / run_id, every_s=every_s, resume=self.resume)
             if every_s or self.resume
             else None
         )
@@ -97,88 +263,46 @@ class TrainChoices:
         return [Contact.parse(address) for address in self.bootstrap]
 
     def listen_at(self) -> str:
-        """All interfaces, so that others can call; but beside a bootstrap on loopback only loopback can be
-        meant.
-        """
+        """Return where to listen: by default on all interfaces, or on loopback if the peers are."""
         if self.listen is not None:
             return self.listen
         hosts = [address.host for contact in self.contacts() for address in contact.addresses]
         return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
 
 
-def found_and_train(file: Path, choices: TrainChoices) -> int:
-    """`swarm start`."""
-    from swarm.run.task import make_task
-
-    specification = RunSpecification.from_file(file)
-    # so that its mistakes are told before anything starts
-    make_task(specification.task.name, specification.task.settings)
-    if specification.requirements.device == "cuda":
-        # nothing is published that this machine cannot train itself
-        choose_device(choices.device, specification)
-    with _session(choices, default_identity()) as session:
-        from swarm.run.founding import found
-
-        if choices.bootstrap and not _answered(session.node):
-            session.emit(
-                Notice(
-                    text=f"no bootstrap peer answers yet; going on alone and trying again: {_why(session.node)}"
-                )
-            )
-        signed, founded = session.node.network.run(
-            found(session.directory, specification, session.own, session.node.clock), 30.0
-        )
-        session.volunteer(signed, founded=founded)
-    return 0
-
-
-def join_and_train(run: str | None, choices: TrainChoices) -> int:
-    """`swarm join`."""
-    if not choices.yes and (choices.as_json or not sys.stdin.isatty() or not sys.stdout.isatty()):
-        raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
-    with _session(choices, None) as session:
-        if not _answered(session.node):
-            if run is None or not session.node.network.run(session.directory.kept(run), 30.0):
-                where = choices.bootstrap[0]
-                raise NetworkError(
-                    f"nobody answers at {where}: {_why(session.node)}. Ask for the address of another live peer"
-                )
-            text = "nobody answers yet; going on alone with the specification that this machine kept, and trying again"
-            session.emit(Notice(text=f"{text}: {_why(session.node)}"))
-        signed = session.node.network.run(session.directory.find(run), 30.0)
-        session.volunteer(signed, founded=False)
-    return 0
-
-
 class _Session:
-    """A node, its directory and the output, for as long as the command runs."""
+    """The node, the run directory and the output of a command that trains."""
 
     def __init__(
         self,
-        node: Any,
+        node: Node,
         own: Identity,
         output: Output,
-        leaving: Leaving,
+        shutdown: Shutdown,
         choices: TrainChoices,
         importing: threading.Thread,
     ) -> None:
         from swarm.run.directory import RunDirectory
-        from swarm.run.keeping import KeptSpecifications
+        from swarm.run.specification_store import SpecificationStore
 
         self._importing = importing
-        self.node, self.own, self.output, self.leaving, self.choices = node, own, output, leaving, choices
+        self.node, self.own, self.output = node, own, output
+        self.shutdown, self.choices = shutdown, choices
         self.directory = RunDirectory(
-            node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(kept_runs())
+            node.dht.service,
+            node.peer_id,
+            clock=node.clock,
+            store=SpecificationStore(specifications_folder()),
         )
 
     def emit(self, event: Event) -> None:
-        """Show an event."""
+        """Show an event. After the last one the command only cleans up."""
         self.output.emit(event)
         if isinstance(event, Finished):
-            self.leaving.tidy()
+            self.shutdown.begin_cleanup()
 
-    def volunteer(self, signed: Any, *, founded: bool) -> None:
-        """Say what it is about, ask, and train until the end."""
+    def train(self, signed: SignedSpecification, *, created: bool) -> None:
+        """Describe the run, ask the user, and train until the end."""
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
         control = Control(control_folder())
@@ -187,27 +311,27 @@ class _Session:
             data=self.choices.data,
             limits=self.choices.limits(),
             asked_to_pause=control.asked_to_pause,
-            saving=self.choices.saving(signed.run_id),
+            checkpoints=self.choices.checkpoints(signed.run_id),
         )
-        volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.leaving.requested)
-        self.emit(volunteer.introduce(founded=founded))
+        volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.shutdown.requested)
+        self.emit(volunteer.describe_run(created=created))
         if self.node.dht.clock_problem:
             self.emit(Notice(text=self.node.dht.clock_problem))
         self._importing.join()
         device = volunteer.choose_device()
-        if not self.choices.yes and not self.output.question(f"Train this on {device}?"):
+        if not self.choices.yes and not self.output.ask(f"Train this on {device}?"):
             self.emit(Notice(text="nothing was trained"))
             return
-        if not self.leaving.requested.is_set():
+        if not self.shutdown.requested.is_set():
             with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.addresses):
-                volunteer.train(device, new=founded, why=lambda: self.leaving.why)
+                volunteer.train(device, new=created, why=lambda: self.shutdown.reason)
 
 
 @contextlib.contextmanager
 def _session(choices: TrainChoices, identity: Path | None) -> Iterator[_Session]:
     with (
-        Leaving(exit_with_parent=choices.exit_with_parent) as leaving,
-        make_output(as_json=choices.as_json) as output,
+        Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
+        make_output(VolunteerPresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # before anything is opened or published
         own = open_identity(choices.identity, identity)
@@ -218,38 +342,34 @@ def _session(choices: TrainChoices, identity: Path | None) -> Iterator[_Session]
             with Node(
                 bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own, config=config
             ) as node:
-                # torch takes seconds to import; the network finds its peers meanwhile
+                # The import of torch takes seconds; the node joins meanwhile.
                 importing = threading.Thread(target=_import_torch, name="imports torch", daemon=True)
                 importing.start()
                 output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
-                yield _Session(node, own, output, leaving, choices, importing)
+                yield _Session(node, own, output, shutdown, choices, importing)
         finally:
             own.close()
 
 
 def _import_torch() -> None:
-    """torch, and what torch's optimizers import when the first of them is made (its compiler, nearly as much
-    again).
-    """
+    """Import torch, and its compiler, which the first optimizer imports and which takes nearly as long."""
     import torch
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
-def _answered(node: Any) -> bool:
-    """Whether a peer of the swarm answered; waits for as long as that is likely."""
+def _wait_for_answer(node: Node) -> bool:
+    """Wait until a peer of the swarm answers. Return False if that is no longer likely."""
     started_s = time.monotonic()
     while True:
-        # On a busy machine the loading of torch's library can hold everything up for seconds, this wait
-        # included.
+        # On a busy machine, loading torch's library can block everything for seconds, even this wait.
         with contextlib.suppress(DeadlineExceeded):
-            if node.wait_joined(_LOOK_S):
+            if node.wait_joined(_POLL_S):
                 return True
         waited_s = time.monotonic() - started_s
         if waited_s > (_REFUSED_S if node.join_failures else _ANSWER_S):
             return False
 
 
-def _why(node: Any) -> str:
-    failures: Sequence[str] = node.join_failures
-    return "; ".join(failures) or "no answer in time"
+def _join_failures(node: Node) -> str:
+    return "; ".join(node.join_failures) or "no answer in time"

@@ -1,3 +1,3 @@
-"""A peer that trains nothing and watches a run: what peers tell is folded into a view, kept as history, and
-shown.
+"""The monitor: a peer that trains nothing and watches a run. It folds the published records of peers into a
+view, keeps a history of it, and shows it.
 """

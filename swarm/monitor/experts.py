@@ -1,4 +1,4 @@
-"""Which experts a grid has, who serves them, and how busy their servers say they are."""
+"""Reading of a grid's experts: the servers of each, and the load that these declare."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from swarm.monitor.logic.view import ExpertView
 _EXPERTS_MAX = 2000
 _PREFIXES_MAX = 1024  # read at once
 _LEVELS_MAX = 8
-_GRIDS_MAX = 64  # of those that servers name; a name costs a reading
+_GRIDS_MAX = 64  # of the announced ones; each costs a read
 
 
 async def experts_of(
     directory: Directory, grids: tuple[str, ...], *, timeout_s: float = 5.0
 ) -> tuple[ExpertView, ...]:
-    """Everything below the grids' names (none: those that servers name), level by level; NetworkError when
-    nobody answers.
+    """Return the experts below the grids of these names, level by level; without names, of all grids that
+    servers announce. Raise NetworkError when no peer answers.
     """
     level, found = [ExpertUid.parse_prefix(grid) for grid in grids], list[ExpertView]()
     if not grids:
@@ -40,8 +40,8 @@ async def experts_of(
 
 
 def _view(uid: ExpertUid, replicas: tuple[ExpertReplica, ...]) -> ExpertView:
-    """One expert: a request goes to the server with the shortest wait, so that this is its load; one liar
-    among servers is outvoted.
+    """Return the view of one expert. Its load is the median wait over its servers, so that one false
+    declaration changes little.
     """
     waits = [replica.load.wait_s for replica in replicas]
     rates = [replica.load.samples_per_s for replica in replicas if replica.load.samples_per_s > 0]

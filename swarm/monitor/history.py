@@ -1,8 +1,8 @@
-"""What was seen, kept in a SQLite file: three resolutions, each bounded, so that a year of a run takes some
+"""History of the charts in a SQLite file: three resolutions, each bounded, so that a year of a run takes some
 megabytes.
 
-Every sample goes into a bucket of each tier; a bucket holds the mean, the least and the most of its samples.
-A time in which nothing was seen has no buckets: a gap in a chart is a gap in sight.
+Every sample is added to one bucket of each tier, which holds the mean, minimum and maximum of its samples.
+Times without samples have no buckets, so that a gap in a chart is a gap in what the monitor saw.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POINTS_MAX = 4000
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One resolution: buckets of so many seconds, kept for so long."""
+    """One resolution: buckets of `seconds`, kept for `keep_s`."""
 
     seconds: float
     keep_s: float
@@ -37,23 +37,28 @@ TIERS = (Tier(2.0, 6 * 3600.0), Tier(30.0, 7 * 86400.0), Tier(600.0, 5 * 365 * 8
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS point (
-    tier INTEGER NOT NULL, name TEXT NOT NULL, at INTEGER NOT NULL, samples INTEGER NOT NULL, total REAL NOT NULL, least REAL NOT NULL,
-    most REAL NOT NULL, PRIMARY KEY (tier, name, at)) WITHOUT ROWID;
+    tier INTEGER NOT NULL, name TEXT NOT NULL, at INTEGER NOT NULL, samples INTEGER NOT NULL,
+    total REAL NOT NULL, least REAL NOT NULL, most REAL NOT NULL,
+    PRIMARY KEY (tier, name, at)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS event (
-    number INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, level TEXT NOT NULL, text TEXT NOT NULL, peer TEXT NOT NULL);
+    number INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, level TEXT NOT NULL,
+    text TEXT NOT NULL, peer TEXT NOT NULL);
 """
 _ADD = """
 INSERT INTO point (tier, name, at, samples, total, least, most) VALUES (?, ?, ?, 1, ?, ?, ?)
 ON CONFLICT (tier, name, at) DO UPDATE SET
-    samples = samples + 1, total = total + excluded.total, least = min(least, excluded.least), most = max(most, excluded.most)
+    samples = samples + 1, total = total + excluded.total,
+    least = min(least, excluded.least), most = max(most, excluded.most)
 """
 
 
 class ChartHistory:
-    """One run's. Any thread may call; each call is short."""
+    """History of one run. Every method may be called from any thread; each call is short."""
 
     def __init__(self, path: Path | None, run_id: str, tiers: Sequence[Tier] = TIERS) -> None:
-        """`path` None: in memory. UsageError when the file is not one of ours, or another monitor's."""
+        """Open the history at `path`, or in memory when it is None. Raise UsageError when the file is no
+        history of this run or another monitor uses it.
+        """
         self.path, self._tiers = path, tuple(tiers)
         self._lock = threading.Lock()
         self._added = 0
@@ -80,7 +85,8 @@ class ChartHistory:
                     f"another monitor keeps its history in {path}: choose another file with --history"
                 ) from None
             raise UsageError(
-                f"{path} cannot hold a monitor's history ({error}): move it away, or choose another with --history"
+                f"{path} cannot hold a monitor's history ({error}):"
+                " move it away, or choose another with --history"
             ) from None
         except UsageError:
             self.close()
@@ -90,7 +96,8 @@ class ChartHistory:
         about = dict(connection.execute("SELECT name, value FROM about"))
         if about.get("run", run_id) != run_id:
             raise UsageError(
-                f"{self.path} is the history of another run ({about['run']}): choose another file with --history"
+                f"{self.path} is the history of another run ({about['run']}):"
+                " choose another file with --history"
             )
         if about.get("format", str(_FORMAT)) != str(_FORMAT):
             raise UsageError(
@@ -101,13 +108,13 @@ class ChartHistory:
         )
 
     def add(self, view: MonitorView, events: Iterable[MonitorEvent] = ()) -> None:
-        """Keep what is fresh of a view, and the events."""
+        """Add the samples of a view, if it is live, and the events."""
         values = samples_of(view) if view.live else {}
         with self._lock:
             if self._connection is None:
                 return
-            with self._connection as connection:  # it commits, or rolls back all of it
-                connection.execute("BEGIN IMMEDIATE")  # in autocommit it begins nothing by itself
+            with self._connection as connection:  # commits, or rolls back everything
+                connection.execute("BEGIN IMMEDIATE")  # autocommit mode begins no transaction by itself
                 known = (
                     {name for (name,) in connection.execute("SELECT DISTINCT name FROM point WHERE tier = 2")}
                     if values
@@ -128,13 +135,13 @@ class ChartHistory:
                     self._prune(connection, view.at_s)
 
     def series(self, since_s: float, until_s: float, points_max: int = 600) -> dict[str, Any]:
-        """Means between two times, in at most so many buckets: `{"seconds": of a bucket, "at": […], "series":
-        {name: [… or None]}}`.
+        """Return means between two times in at most `points_max` buckets, as `{"seconds": bucket length,
+        "at": [start times], "series": {name: [mean or None]}}`.
         """
         points_max = max(2, min(points_max, _POINTS_MAX))
         span_s = max(until_s - since_s, 1.0)
         number, tier = self._tier(since_s, until_s, points_max)
-        # buckets of the tier in one of ours
+        # buckets of the tier that are merged into one of the result
         factor = max(1, -(-int(span_s) // int(points_max * tier.seconds)))
         with self._lock:
             if self._connection is None:
@@ -153,7 +160,7 @@ class ChartHistory:
         return {"seconds": seconds, "at": [bucket * seconds for bucket in buckets], "series": series}
 
     def began_s(self) -> float | None:
-        """The earliest time that something is known of."""
+        """Return the earliest time in the history, or None when it is empty."""
         with self._lock:
             if self._connection is None:
                 return None
@@ -161,7 +168,7 @@ class ChartHistory:
         return min((at * self._tiers[tier].seconds for tier, at in found), default=None)
 
     def events(self, count: int = 300) -> list[MonitorEvent]:
-        """The latest, the newest last."""
+        """Return the latest `count` events, the newest last."""
         with self._lock:
             if self._connection is None:
                 return []
@@ -180,7 +187,9 @@ class ChartHistory:
             self._connection = None
 
     def _tier(self, since_s: float, until_s: float, points_max: int) -> tuple[int, Tier]:
-        """The finest one that still has the beginning and is not read by the hundred thousand."""
+        """Return the finest tier that covers the whole interval without reading hundreds of thousands of
+        rows.
+        """
         for number, tier in enumerate(self._tiers):
             if until_s - since_s <= tier.keep_s and (until_s - since_s) / tier.seconds <= 20 * points_max:
                 return number, tier
@@ -198,7 +207,7 @@ class ChartHistory:
 
 
 def samples_of(view: MonitorView) -> dict[str, float]:
-    """What is charted of a view."""
+    """Return the values of a view that are charted, by series name."""
     last_round = next((one for one in view.rounds if not one.failed), None)
     values: dict[str, float | None] = {
         "loss": view.loss,

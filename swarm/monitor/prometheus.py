@@ -1,5 +1,5 @@
-"""A view as Prometheus metrics: standard names, base units, and nothing that is not fresh. docs/metrics.md
-lists them.
+"""A view as Prometheus metrics: standard names, base units, and fresh values only. docs/metrics.md lists
+them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from swarm.monitor.logic.view import MonitorView, PeerView
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-_PEERS_MAX = 1000  # time series of single peers: Prometheus keeps each for ever
+_PEERS_MAX = 1000  # time series of single peers: Prometheus keeps each of them
 
 
 class Watched(Protocol):
-    """What is shown."""
+    """Source of the views."""
 
     def view(self) -> MonitorView: ...
 
 
 class RunCollector:
-    """Asked by Prometheus at every scrape."""
+    """Collector that Prometheus calls at every scrape."""
 
     def __init__(self, view: Callable[[], MonitorView]) -> None:
         self._view = view
@@ -37,7 +37,7 @@ class RunCollector:
         view = self._view()
         yield GaugeMetricFamily(
             "swarm_monitor_up",
-            "1 while the monitor sees the run; else nothing of the run is exported",
+            "1 while the monitor sees the run; otherwise no other metric of the run is exported",
             float(view.live),
         )
         if view.link.age_s is not None:
@@ -55,26 +55,26 @@ class RunCollector:
             "codec": run.codec,
             "version": str(run.version),
         }
-        yield InfoMetricFamily("swarm_run", "What is trained", about)
+        yield InfoMetricFamily("swarm_run", "Description of the run", about)
         if view.live:
             yield from _run(view)
             yield from _peers([peer for peer in view.peers if peer.fresh][:_PEERS_MAX], view.at_s)
 
 
 class MetricsServer:
-    """A context manager: serves `/metrics` at host:port from a thread of its own. UsageError when the port is
-    taken.
+    """Server of `/metrics` at host:port in a thread of its own, as a context manager. Raise UsageError when
+    the port cannot be used.
     """
 
-    def __init__(self, watch: Watched, place: tuple[str, int]) -> None:
+    def __init__(self, watch: Watched, address: tuple[str, int]) -> None:
         registry = CollectorRegistry()
         registry.register(RunCollector(watch.view))
         try:
-            served: tuple[WSGIServer, threading.Thread] = start_http_server(place[1], place[0], registry)
+            served: tuple[WSGIServer, threading.Thread] = start_http_server(address[1], address[0], registry)
         except (OSError, SwarmError) as error:
-            raise UsageError(f"--prometheus {place[0]}:{place[1]} cannot be served: {error}") from None
+            raise UsageError(f"--prometheus {address[0]}:{address[1]} cannot be served: {error}") from None
         self._server, self._thread = served
-        self.url = f"http://{place[0]}:{self._server.server_port}/metrics"
+        self.url = f"http://{address[0]}:{self._server.server_port}/metrics"
 
     def __enter__(self) -> MetricsServer:
         return self
@@ -91,10 +91,14 @@ def _run(view: MonitorView) -> Iterator[Metric]:
     simple = (
         ("swarm_run_epoch", "Epochs that the swarm has completed", float(view.epoch)),
         ("swarm_run_epoch_samples", "Samples of the present epoch so far", view.samples),
-        ("swarm_run_epoch_progress_ratio", "Part of the present epoch's batch that is there", view.fraction),
+        (
+            "swarm_run_epoch_progress_ratio",
+            "Fraction of the present epoch's batch that is done",
+            view.fraction,
+        ),
         ("swarm_run_epoch_remaining_seconds", "Estimated time to the end of the present epoch", view.eta_s),
         ("swarm_run_target_samples", "Samples of a full epoch", view.run.target),
-        ("swarm_run_samples_per_second", "What all peers train together", view.samples_per_s),
+        ("swarm_run_samples_per_second", "Training rate of all peers together", view.samples_per_s),
         ("swarm_run_loss", "Training loss, median over peers", view.loss),
         ("swarm_run_validation_loss", "Loss on held-out data, median over peers", view.validation_loss),
         (
@@ -107,12 +111,12 @@ def _run(view: MonitorView) -> Iterator[Metric]:
             "Sent by all peers in rounds and state transfer",
             view.bytes_per_s,
         ),
-        ("swarm_run_records_refused", "Malformed records of peers in the last look", float(view.refused)),
+        ("swarm_run_records_refused", "Malformed records of peers in the last poll", float(view.refused)),
     )
     for name, text, value in simple:
         if value is not None:
             yield GaugeMetricFamily(name, text, float(value))
-    states = GaugeMetricFamily("swarm_run_peers", "Peers of the run by what they do", labels=["state"])
+    states = GaugeMetricFamily("swarm_run_peers", "Peers of the run by state", labels=["state"])
     for state in ("training", "behind", "idle", "quiet"):
         states.add_metric([state], float(sum(peer.state == state for peer in view.peers)))
     yield states
@@ -121,26 +125,26 @@ def _run(view: MonitorView) -> Iterator[Metric]:
         "Metrics that users report with opt.report, median over peers",
         labels=["metric"],
     )
-    for name, told in view.own.items():
-        own.add_metric([name], told.median)
+    for name, metric in view.own.items():
+        own.add_metric([name], metric.median)
     yield own
     if view.rounds:
         newest = next((one for one in view.rounds if not one.failed), None)
         if newest is not None:
             yield GaugeMetricFamily(
-                "swarm_run_round_duration_seconds", "Of the last round that was committed", newest.seconds
+                "swarm_run_round_duration_seconds", "Duration of the last committed round", newest.seconds
             )
             yield GaugeMetricFamily(
-                "swarm_run_round_members", "Of the last round that was committed", float(newest.members)
+                "swarm_run_round_members", "Members of the last committed round", float(newest.members)
             )
             yield GaugeMetricFamily(
                 "swarm_run_round_bytes",
-                "Of the last round that was committed, over all members, both ways",
+                "Bytes of the last committed round, over all members, both ways",
                 newest.bytes,
             )
     load = GaugeMetricFamily(
         "swarm_expert_load_seconds",
-        "How long a request waits at an expert, by its servers' word",
+        "Wait of a request at an expert, as its servers declare",
         labels=["expert"],
     )
     for expert in view.experts[:_PEERS_MAX]:
@@ -154,7 +158,11 @@ def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
     gauges: dict[str, tuple[GaugeMetricFamily, Callable[[PeerView], float | None]]] = {
         name: (GaugeMetricFamily(f"swarm_peer_{name}", text, labels=labels), value)
         for name, text, value in (
-            ("samples_per_second", "What the peer trains, by its own word", lambda peer: peer.samples_per_s),
+            (
+                "samples_per_second",
+                "Training rate of the peer, as it reports",
+                lambda peer: peer.samples_per_s,
+            ),
             ("epoch", "Epochs that the peer has completed", lambda peer: float(peer.epoch)),
             ("loss", "The peer's training loss", lambda peer: peer.loss),
             ("validation_loss", "The peer's loss on held-out data", lambda peer: peer.validation_loss),
@@ -179,15 +187,19 @@ def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
     counters: dict[str, tuple[CounterMetricFamily, Callable[[PeerView], float]]] = {
         name: (CounterMetricFamily(f"swarm_peer_{name}", text, labels=labels), value)
         for name, text, value in (
-            ("sent_bytes", "In rounds and state transfer, since it began", lambda peer: float(peer.up_bytes)),
+            (
+                "sent_bytes",
+                "Sent in rounds and state transfer since it began",
+                lambda peer: float(peer.up_bytes),
+            ),
             (
                 "received_bytes",
-                "In rounds and state transfer, since it began",
+                "Received in rounds and state transfer since it began",
                 lambda peer: float(peer.down_bytes),
             ),
             (
                 "contributed_samples",
-                "That went into committed rounds",
+                "Samples that went into committed rounds",
                 lambda peer: float(peer.samples_given),
             ),
         )

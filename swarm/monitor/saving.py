@@ -1,10 +1,10 @@
-"""Checkpoints of a run by somebody who does not train it: now and then the state that most donors hold,
-checked and written whole.
+"""Checkpoints of a run by a peer that does not train it: at intervals, the state that most donors hold is
+fetched, checked and written as a whole.
 
-A donor's word is not enough: the state is taken only when most of the donors that answered declare the same
+A single donor is not trusted: the state is taken only when most of the donors that answered declare the same
 digest, every chunk is checked against it, and the whole must fit the model of the specification. Peers with
-different processors agree bit for bit only after the rounds that average the state, so that it can take some
-attempts.
+different processors agree bit for bit only after the rounds that average the state, so that several attempts
+may be needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from averaging.optim.state.download import Download, DownloadConfig, Fetched
+from averaging.optim.state.download import Download, DownloadConfig, DownloadedState
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# epochs: short ones pass while a monitor looks the other way; that most donors agree bounds liars
+# epochs that the donors may be ahead of this monitor: short ones pass between two polls. False claims are
+# bounded by the agreement of most donors
 _AHEAD_MAX = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSavingConfig:
-    """What is kept, and how often."""
+    """Settings of the checkpoints, in seconds."""
 
     folder: Path
     every_s: float = 600.0
@@ -56,7 +57,7 @@ class StateSavingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class StateSaver:
-    """On the network loop; what takes a processor or a disk is done in a thread."""
+    """Saver of one run's state. Runs on the network loop; computation and disk access run in a thread."""
 
     signed: SignedSpecification
     caller: Channels
@@ -65,12 +66,12 @@ class StateSaver:
     donors: Callable[[], tuple[Contact, ...]]
     config: StateSavingConfig
     saved: int = 0
-    _epoch: int = -1  # of the last one
-    _complained: str = ""
+    _epoch: int = -1  # of the last checkpoint
+    _last_failure: str = ""
     _state: tuple[TrainingState, list[str], Checkpoints] | None = None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Save at regular intervals, until cancelled."""
         while True:
             done = await self.attempt()
             await asyncio.sleep(
@@ -78,7 +79,7 @@ class StateSaver:
             )
 
     async def attempt(self) -> bool:
-        """Fetch and write once; False when it is to be tried again soon."""
+        """Fetch and write the state once. Return False when the attempt should be repeated soon."""
         donors = self.donors()
         if not donors or self.model.epoch <= 0:
             return False
@@ -86,19 +87,19 @@ class StateSaver:
             return True
         loop = asyncio.get_running_loop()
         try:
-            state, names, kept = await loop.run_in_executor(None, self._prepared)
+            state, names, kept = await loop.run_in_executor(None, self._prepare)
             fetched = await self._fetch(donors, state.bytes_max())
             if fetched.epoch > self._epoch:
                 path, seconds = await loop.run_in_executor(
                     None, functools.partial(self._write, state, names, kept, fetched)
                 )
-                self._tell(fetched, path, seconds)
+                self._report_saved(fetched, path, seconds)
         except SwarmError as error:
-            self._complain(str(error))
+            self._report_failure(str(error))
             return False
         return True
 
-    async def _fetch(self, donors: tuple[Contact, ...], bytes_max: int) -> Fetched:
+    async def _fetch(self, donors: tuple[Contact, ...], bytes_max: int) -> DownloadedState:
         epoch = self.model.epoch
         download = Download(
             run=self.signed.run_id,
@@ -111,12 +112,12 @@ class StateSaver:
         )
         return await download.fetch(donors, self.config.fetch_s)
 
-    def _prepared(self) -> tuple[TrainingState, list[str], Checkpoints]:
-        """The model of the specification, to hold what is fetched against. Imports torch."""
+    def _prepare(self) -> tuple[TrainingState, list[str], Checkpoints]:
+        """Build the model of the specification, against which the fetched state is checked. Imports torch."""
         if self._state is None:
             from averaging.optim.state.checkpoint import Checkpoints, names_of
             from averaging.optim.state.training_state import TrainingState
-            from swarm.run.inner import build_optimizer, schedule_factory
+            from swarm.run.inner_optimizer import build_optimizer, schedule_factory
 
             specification = self.signed.specification
             model: torch.nn.Module = make_task(
@@ -129,13 +130,13 @@ class StateSaver:
         return self._state
 
     def _write(
-        self, state: TrainingState, names: list[str], kept: Checkpoints, fetched: Fetched
+        self, state: TrainingState, names: list[str], kept: Checkpoints, fetched: DownloadedState
     ) -> tuple[Path, float]:
         began_s = time.monotonic()
         try:
             state.load(fetched.blob)
         except PeerError as error:
-            raise SwarmError(f"what the donors gave does not fit the run's model: {error}") from error
+            raise SwarmError(f"the state of the donors does not fit the run's model: {error}") from error
         view = state.view()
         try:
             about = {
@@ -147,8 +148,8 @@ class StateSaver:
         finally:
             view.close()
 
-    def _tell(self, fetched: Fetched, path: Path, seconds: float) -> None:
-        self.saved, self._epoch, self._complained = self.saved + 1, fetched.epoch, ""
+    def _report_saved(self, fetched: DownloadedState, path: Path, seconds: float) -> None:
+        self.saved, self._epoch, self._last_failure = self.saved + 1, fetched.epoch, ""
         now_s = self.clock.swarm_s()
         agreed = f"{fetched.agreed} donor{' agrees' if fetched.agreed == 1 else 's agree'}"
         self.model.checkpoint = (
@@ -161,12 +162,12 @@ class StateSaver:
             f"epoch {fetched.epoch:,} saved as {path.name} in {seconds:.1f} s: {agreed}",
         )
 
-    def _complain(self, reason: str) -> None:
-        """Once for each kind of trouble."""
+    def _report_failure(self, reason: str) -> None:
+        """Add one event for each kind of failure."""
         _log.info("no checkpoint yet: %s", reason)
         kind = reason.split("(", 1)[0]
-        if kind != self._complained:
-            self._complained = kind
+        if kind != self._last_failure:
+            self._last_failure = kind
             self.model.events.add(
                 self.clock.swarm_s(), "not_saved", "warning", f"no checkpoint yet: {reason}"
             )

@@ -1,5 +1,5 @@
-"""A monitor: a node that nobody calls, the run that is meant, and what looks at it. Any thread but the
-network's may use it.
+"""A monitor of one run: a node that accepts no calls, the selection of the run, and the services that watch
+it. It may be used from any thread but the network's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from moe.protocol.declarations import Directory
     from swarm.monitor.saving import StateSavingConfig
 
-_LOOK_S = 0.25
+_WAIT_S = 0.25
 _JOIN_S = 6.0
-_REFUSED_S = 1.5  # for a second attempt
+_REFUSED_S = 1.5  # the same when every address has refused: for a second attempt
 _FIND_S = 15.0
 _CALL_S = 10.0
 
@@ -43,25 +43,25 @@ OnView = Callable[[MonitorView], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchConfig:
-    """What a monitor is asked to do."""
+    """Settings of a monitor."""
 
     entry: tuple[Contact, ...]
-    run: str | None = None  # NAME, NAME@ID or ID; None: the only one there is
-    history: Callable[[str], Path | None] = lambda run_id: None  # where to keep it; None: in memory
+    run: str | None = None  # NAME, NAME@ID or ID; None: the only run there is
+    history: Callable[[str], Path | None] = lambda run_id: None  # path by run id; None: in memory
     saving: StateSavingConfig | None = None  # checkpoints of the run; None: no
-    grids: tuple[str, ...] = ()  # of experts: the names of those to show; none: all that servers name
+    grids: tuple[str, ...] = ()  # names of the grids of experts to show; none: all that servers announce
 
 
 class Watch:
-    """A context manager. NetworkError when nobody answers at the addresses; UsageError when no run, or more
-    than one, is meant.
+    """Monitor of one run, as a context manager. Raise NetworkError when no peer answers at the addresses, and
+    UsageError when no run or more than one matches.
     """
 
     def __init__(self, config: WatchConfig) -> None:
         self.config = config
         self._signed: SignedSpecification | None = None
         self._grids: Directory | None = None
-        self.notice = ""  # what the user should know about how this monitor works
+        self.notice = ""  # a warning for the user about this monitor, if any
         self.node = Node(bootstrap=config.entry, listen=None)
         self._listeners: list[OnView] = []
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Watch:
             undo.callback(self.close)
             if not self._joined():
                 reasons = "; ".join(self.node.join_failures) or "no answer in time"
-                raise NetworkError(f"nobody answers: {reasons}. Ask for the address of another live peer")
+                raise NetworkError(f"no peer answers: {reasons}. Ask for the address of another live peer")
             self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
             run = self.node.network.run(self._find(config.run), _FIND_S + 5.0)
             self.history = self._open_history(run.run_id)
@@ -92,9 +92,9 @@ class Watch:
             undo.pop_all()
 
     def _joined(self) -> bool:
-        """Whether somebody answered; no longer than it takes when every address has refused."""
+        """Wait until a peer answered, or until no answer can be expected; return whether one did."""
         begun_s = time.monotonic()
-        while not self.node.wait_joined(_LOOK_S):
+        while not self.node.wait_joined(_WAIT_S):
             if time.monotonic() - begun_s > (_REFUSED_S if self.node.join_failures else _JOIN_S):
                 return False
         return True
@@ -109,7 +109,7 @@ class Watch:
             self._listeners.append(on_view)
 
     def view(self) -> MonitorView:
-        """The run at this moment."""
+        """Return the view of the run at this moment."""
 
         async def view() -> MonitorView:
             return self.view_now()
@@ -117,11 +117,11 @@ class Watch:
         return self.node.network.run(view(), _CALL_S)
 
     def view_now(self) -> MonitorView:
-        """The same, on the network thread."""
+        """Return the view of the run at this moment. Must be called on the network thread."""
         return self.model.view(self.node.clock.swarm_s())
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the node and the history. May be called more than once."""
         self.node.close()
         if hasattr(self, "history"):
             self.history.close()
@@ -141,7 +141,7 @@ class Watch:
         if self.config.saving is not None:
             if self._signed is None:
                 raise UsageError(
-                    "--save needs a run with a specification: without one, nobody but its trainers knows the model"
+                    "--save needs a run with a specification: without one, only its trainers know the model"
                 )
             from swarm.monitor.saving import StateSaver
 
@@ -156,12 +156,12 @@ class Watch:
             self.node.supervisor.spawn(f"saving {self.run.full_name}", saver.run, restart=True)
 
     async def _after(self) -> None:
-        """After every look: keep it, show it."""
+        """Store the view after a poll, and pass it to the listeners."""
         view = self.view_now()
         events = self.model.events.take()
         try:
             await asyncio.get_running_loop().run_in_executor(None, self.history.add, view, events)
-        except sqlite3.Error as error:  # a full disk must not blind the monitor
+        except sqlite3.Error as error:  # a full disk must not stop the monitor
             if not self.notice:
                 self.notice = f"the history is not kept any more: {error}"
         with self._lock:
@@ -178,7 +178,7 @@ class Watch:
             return ChartHistory(None, run_id)
 
     async def _find(self, wanted: str | None) -> RunView:
-        """The run that is meant: one with an owner's specification, or an open one of that name."""
+        """Return the wanted run: one with an owner's specification, or an open run of that name."""
         try:
             self._signed = await self._directory.find(wanted, timeout_s=_FIND_S)
             return run_view(self._signed)
@@ -208,7 +208,9 @@ class Watch:
 
 
 def run_view(signed: SignedSpecification) -> RunView:
-    """What there is to show of a specification; the task's own description where it is installed."""
+    """Return the view of a specification. It includes the task's own description where the task is
+    installed.
+    """
     specification = signed.specification
     parameters, summary = None, ""
     with contextlib.suppress(SwarmError):
@@ -222,11 +224,11 @@ def run_view(signed: SignedSpecification) -> RunView:
         description=specification.description or summary,
         task=specification.task.name,
         mode=specification.mode.name,
-        codec=specification.travels,
+        codec=specification.wire_format,
         optimizer=specification.optimizer.name,
         version=signed.version,
         target=specification.target_batch_size,
         parameters=parameters,
         end_epochs=specification.end.epochs,
-        founded_s=signed.founded_s,
+        created_s=signed.created_s,
     )

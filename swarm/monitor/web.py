@@ -1,8 +1,8 @@
-"""The page: static files of the package, history as JSON, what is new as server-sent events. Nothing is asked
-of other hosts.
+"""Web page of a monitor: static files of the package, history as JSON, and updates as server-sent events. The
+page loads nothing from other hosts.
 
-Runs on the node's network loop; a monitor trains nothing, so nothing waits for it. Everything is for reading:
-there is nothing to forge.
+Runs on the node's network loop; a monitor trains nothing, so that nothing waits for it. All routes only read,
+so that there is no request to forge.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, plain
 from swarm.node import Node
 
 _CLIENTS_MAX = 64
-# a page hears something this often: that the monitor still is there, and how old what it shows is
+# a page receives a message at least this often: it shows that the monitor is alive, and the age of the values
 _HEARTBEAT_S = 3.0
 _SHARED_S = 0.5
 _START_S = 10.0
@@ -50,8 +50,8 @@ _FILES = (
     "vendor/uPlot.min.css",
 )
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -59,7 +59,7 @@ _HEADERS = {
 
 
 class Watched(Protocol):
-    """What is served."""
+    """The monitor that is served."""
 
     @property
     def node(self) -> Node: ...
@@ -71,7 +71,7 @@ class Watched(Protocol):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Client:
-    """One open page: what it has been sent."""
+    """One open page, and what it has been sent."""
 
     wake: asyncio.Event
     sent: dict[str, int] = dataclasses.field(default_factory=dict)  # PeerID -> hash of its row
@@ -79,17 +79,17 @@ class Client:
 
 
 class EventStream:
-    """What pages are told, each only what it does not know yet."""
+    """Updates for the open pages; each page is sent only what it does not have yet."""
 
     def __init__(self, watch: Watched) -> None:
         self._watch = watch
         self._clients: set[Client] = set()
         self._closed = False
-        self._told: tuple[float, Told] | None = None
+        self._page_state: tuple[float, PageState] | None = None
         watch.listen(self._on_view)
 
     def _on_view(self, view: MonitorView) -> None:
-        self._told = None
+        self._page_state = None
         for client in self._clients:
             client.wake.set()
 
@@ -98,27 +98,28 @@ class EventStream:
         for client in self._clients:
             client.wake.set()
 
-    def _latest(self) -> Told:
-        """Of this moment, made once for all pages that ask within half a second: of a thousand peers it takes
-        a while.
+    def _latest(self) -> PageState:
+        """Return the present state, computed once for all pages that ask within half a second: for a thousand
+        peers it takes a while.
         """
         now_s = asyncio.get_running_loop().time()
-        if self._told is None or now_s - self._told[0] > _SHARED_S:
-            self._told = now_s, Told.of(self._watch.view_now())
-        return self._told[1]
+        if self._page_state is None or now_s - self._page_state[0] > _SHARED_S:
+            self._page_state = now_s, PageState.of(self._watch.view_now())
+        return self._page_state[1]
 
     @property
     def full(self) -> bool:
         return len(self._clients) >= _CLIENTS_MAX
 
     async def messages(self) -> AsyncIterator[str]:
-        """Server-sent events for one page, until it goes or the monitor does."""
+        """Yield server-sent events for one page until it closes or the monitor does."""
         client = Client(asyncio.Event())
         self._clients.add(client)
         try:
             yield "retry: 1000\n\n"
             while not self._closed:
-                yield f"event: view\ndata: {json.dumps(news_for(client, self._latest()), ensure_ascii=False)}\n\n"
+                update = json.dumps(update_for(client, self._latest()), ensure_ascii=False)
+                yield f"event: view\ndata: {update}\n\n"
                 client.wake.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_HEARTBEAT_S):
@@ -128,15 +129,15 @@ class EventStream:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
-    """A view as it is told to pages."""
+class PageState:
+    """A view in the form that pages receive."""
 
     sums: dict[str, Any]
-    rows: dict[str, tuple[int, dict[str, Any]]]  # PeerID -> a mark that changes with the row, the row
+    rows: dict[str, tuple[int, dict[str, Any]]]  # PeerID -> (hash of the row, row)
     events: tuple[MonitorEvent, ...]
 
     @classmethod
-    def of(cls, view: MonitorView) -> Told:
+    def of(cls, view: MonitorView) -> PageState:
         whole = {
             field.name: getattr(view, field.name)
             for field in dataclasses.fields(view)
@@ -147,14 +148,16 @@ class Told:
         return cls(plain({name: _plain(value) for name, value in whole.items()}), marked, view.events)
 
 
-def news_for(client: Client, told: Told) -> dict[str, Any]:
-    """What the page does not have yet: the sums, rows of peers that changed, events that it was not sent."""
-    changed = [row for peer_id, (mark, row) in told.rows.items() if client.sent.get(peer_id) != mark]
-    gone = [peer_id for peer_id in client.sent if peer_id not in told.rows]
-    client.sent = {peer_id: mark for peer_id, (mark, _) in told.rows.items()}
-    events = [event for event in told.events if event.number > client.event]
+def update_for(client: Client, page_state: PageState) -> dict[str, Any]:
+    """Return what the page does not have yet: the sums, changed rows of peers, and new events. Records them
+    as sent.
+    """
+    changed = [row for peer_id, (mark, row) in page_state.rows.items() if client.sent.get(peer_id) != mark]
+    gone = [peer_id for peer_id in client.sent if peer_id not in page_state.rows]
+    client.sent = {peer_id: mark for peer_id, (mark, _) in page_state.rows.items()}
+    events = [event for event in page_state.events if event.number > client.event]
     client.event = max([client.event, *(event.number for event in events)])
-    return told.sums | {
+    return page_state.sums | {
         "peers": changed,
         "gone": gone,
         "events": plain([dataclasses.asdict(event) for event in events]),
@@ -162,22 +165,24 @@ def news_for(client: Client, told: Told) -> dict[str, Any]:
 
 
 def row_of(peer: PeerView, now_s: float) -> dict[str, Any]:
-    """A peer with times instead of ages, so that a row changes only when its peer tells something."""
+    """Return the row of a peer, with times instead of ages, so that it changes only when its peer publishes
+    something.
+    """
     row = {
         name: value
         for name, value in dataclasses.asdict(peer).items()
         if name not in ("age_s", "contributed_ago_s")
     }
-    row["heard_s"] = round(now_s - peer.age_s, 1)
+    row["updated_s"] = round(now_s - peer.age_s, 1)
     row["contributed_s"] = (
         round(now_s - peer.contributed_ago_s, 1) if peer.contributed_ago_s is not None else None
     )
-    told: dict[str, Any] = plain(row)
-    return told
+    plain_row: dict[str, Any] = plain(row)
+    return plain_row
 
 
 def make_app(watch: Watched, stream: EventStream) -> Starlette:
-    """The routes. GET alone."""
+    """Return the application with its routes. All of them accept GET only."""
     files = {name: _file(name) for name in _FILES}
 
     async def static(request: Request) -> Response:
@@ -221,21 +226,25 @@ def make_app(watch: Watched, stream: EventStream) -> Starlette:
 
 
 class WebServer:
-    """A context manager: the page at host:port. UsageError when the port is taken."""
+    """Server of the page at host:port, as a context manager. Raise UsageError when the port cannot be
+    used.
+    """
 
-    def __init__(self, watch: Watched, place: tuple[str, int]) -> None:
+    def __init__(self, watch: Watched, address: tuple[str, int]) -> None:
         self._watch = watch
-        family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(place)
+            self._socket.bind(address)
             self._socket.listen(128)
             self._socket.setblocking(False)
         except (OSError, OverflowError) as error:
             self._socket.close()
-            raise UsageError(f"--web {place[0]}:{place[1]} cannot be served: {error}") from None
-        shown = "127.0.0.1" if place[0] == "0.0.0.0" else f"[{place[0]}]" if ":" in place[0] else place[0]
+            raise UsageError(f"--web {address[0]}:{address[1]} cannot be served: {error}") from None
+        shown = (
+            "127.0.0.1" if address[0] == "0.0.0.0" else f"[{address[0]}]" if ":" in address[0] else address[0]
+        )
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}/"
 
     def __enter__(self) -> WebServer:
@@ -287,7 +296,7 @@ def _plain(value: Any) -> Any:
 
 
 def _number(text: str | None, default: float) -> float:
-    """A finite number out of a query; whatever else it holds, the default."""
+    """Return the finite number in a query parameter, or `default` for anything else."""
     try:
         value = float(text) if text is not None else default
     except ValueError:

@@ -1,1 +1,1 @@
-"""Runs: specifications, tasks, and the volunteer that trains one."""
+"""Runs: signed specifications, the directory that publishes them, tasks, and volunteers."""

@@ -1,5 +1,5 @@
-"""What happens to a volunteer, as values: the command line shows them, `--json` prints them one a line, tests
-and the demo read them.
+"""Events of a volunteer, as frozen values. The command line shows them, `--json` prints one per line, and
+tests and the demo read them.
 """
 
 from __future__ import annotations
@@ -14,57 +14,55 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of all events. `kind` is what the JSON line calls it, a literal that readers may rely on."""
+    """Base class of all events. `kind` is the value of `event` in the JSON line and never changes."""
 
     kind: ClassVar[str] = ""
 
     def json_line(self) -> str:
-        """One line of JSON: `event`, then the fields. Numbers that JSON lacks become null."""
+        """Return one line of JSON: `event`, then the fields. NaN and infinities become null."""
         return json.dumps({"event": self.kind, **_plain(dataclasses.asdict(self))}, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening(Event):
-    """The node is up."""
+    """The node has started."""
 
     kind: ClassVar[str] = "listening"
     peer_id: str
-    addresses: list[str]  # what other peers can join by
+    addresses: list[str]  # addresses by which other peers can join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFound(Event):
-    """The run to take part in is known and its specification genuine; what a volunteer is told before being
-    asked.
-    """
+    """The run was found and its specification is valid. The volunteer sees this before it agrees to train."""
 
     kind: ClassVar[str] = "run"
     name: str
     run_id: str
     version: int
-    founded: bool  # by this process
+    created: bool  # by this process, not joined
     summary: str
     sample: str
     parameters: int
-    memory_bytes: int  # of this machine; with device_memory_bytes beside it, what the process takes besides
+    memory_bytes: int  # host memory of the process, without device_memory_bytes
     memory_free_bytes: int
-    device_memory_bytes: int | None  # of the CUDA device; None: no CUDA device was asked for by name
+    device_memory_bytes: int | None  # on the CUDA device; None: no CUDA device was named
     target_batch_size: int
     batch_size: int
-    round_bytes: int  # sent by one volunteer in one epoch, and as much received
-    # each way, from the swarm's measured pace; None: nothing measured yet
+    round_bytes: int  # sent by one volunteer in one epoch; as much is received
+    # in each direction, from the measured pace of the swarm; None: nothing was measured yet
     traffic_bytes_per_hour: float | None
-    peers: int  # volunteers that are there already
+    peers: int  # volunteers that train already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined(Event):
-    """Training begins."""
+    """This volunteer begins to train."""
 
     kind: ClassVar[str] = "joined"
     peer_id: str
     run_id: str
-    join_line: str  # with which another terminal can join through this peer
+    join_line: str  # the command that joins through this peer
     device: str
     data: str
     start_s: float  # since the process started
@@ -72,7 +70,7 @@ class Joined(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDownloaded(Event):
-    """The current parameters and optimizer state came from peers."""
+    """The parameters and the optimizer state were downloaded from peers."""
 
     kind: ClassVar[str] = "state"
     epoch: int
@@ -80,12 +78,12 @@ class StateDownloaded(Event):
     received_bytes: int
     donors: int
     digest: str | None
-    avoided: dict[str, str] = field(default_factory=dict)  # donors that lied or failed, by PeerID, and why
+    avoided: dict[str, str] = field(default_factory=dict)  # PeerID of a donor that failed -> reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Event):
-    """A checkpoint lies on the disk."""
+    """A checkpoint was written to the disk."""
 
     kind: ClassVar[str] = "checkpoint"
     epoch: int
@@ -95,43 +93,43 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paused(Event):
-    """This volunteer does not train for a while."""
+    """This volunteer stops training for a while."""
 
     kind: ClassVar[str] = "paused"
     reason: str
-    member: bool  # True: it stays in the run and gives the state; False: it has left the rounds
+    member: bool  # True: it stays a member and serves the state; False: it has left the run's rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    """It trains again."""
+    """This volunteer trains again after a pause."""
 
     kind: ClassVar[str] = "resumed"
-    seconds: float  # of pause
+    seconds: float  # length of the pause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChanged(Event):
-    """The run's owner published a newer version of its specification."""
+    """The owner published a newer version of the run's specification."""
 
     kind: ClassVar[str] = "changed"
     version: int
     changes: list[str]
-    restart: bool  # something else is different, too, which needs a new start
+    restart: bool  # some changes take effect only after a restart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contributed(Event):
-    """The first samples of this process are in the swarm's accounts."""
+    """The first samples of this process went into a step of the swarm."""
 
     kind: ClassVar[str] = "contributing"
     epoch: int
-    start_s: float  # since the process started, torch's import included
+    start_s: float  # since the process started, including the import of torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingProgress(Event):
-    """About once a second while an epoch fills."""
+    """Progress within an epoch, about once a second."""
 
     kind: ClassVar[str] = "progress"
     epoch: int
@@ -144,10 +142,10 @@ class TrainingProgress(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochDone(Event):
-    """The swarm's gradients were averaged and the optimizer stepped."""
+    """An epoch is complete: the gradients were averaged and the optimizer made a step."""
 
     kind: ClassVar[str] = "epoch"
-    epoch: int  # how many are complete now
+    epoch: int  # number of complete epochs
     loss: float  # mean over this peer's samples of the epoch
     validation_loss: float | None  # only in some epochs
     samples: int  # of this peer in this epoch
@@ -156,14 +154,14 @@ class EpochDone(Event):
     peers: int  # members of the round
     sent_bytes: int  # of this peer in this epoch's rounds
     round_s: float
-    digest: str | None  # of the averaged vector, equal on every member
-    state_digest: str | None  # of the canonical state, in epochs that averaged it
-    drift: float | None  # in those: how far this peer's parameters were from the average, relative norm
+    digest: str | None  # of the averaged vector; equal on every member
+    state_digest: str | None  # of the canonical state; only in epochs that averaged it
+    drift: float | None  # relative norm of parameters minus average; only in epochs that averaged the state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFailed(Event):
-    """A round did not come about; nothing was changed by it."""
+    """A round failed. It changed nothing."""
 
     kind: ClassVar[str] = "round_failed"
     epoch: int
@@ -172,7 +170,7 @@ class RoundFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resynchronised(Event):
-    """This peer had fallen behind and fetched the state anew, or tried to."""
+    """This peer was behind the swarm and downloaded the state, or tried to."""
 
     kind: ClassVar[str] = "resynchronised"
     epoch: int
@@ -183,7 +181,7 @@ class Resynchronised(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(Event):
-    """Something that a person should know, in a sentence."""
+    """A sentence for the user."""
 
     kind: ClassVar[str] = "notice"
     text: str
@@ -191,7 +189,7 @@ class Notice(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
-    """The last word of a volunteer."""
+    """Summary of a volunteer at its end."""
 
     kind: ClassVar[str] = "finished"
     reason: str
@@ -204,20 +202,19 @@ class Finished(Event):
     validation_loss: float | None
     seconds: float
     sent_bytes: int
-    digest: str | None  # the last one
+    digest: str | None  # of the last averaged vector
     digest_epoch: int | None
-    # estimated before joining, and what was really taken at the peak; the device's are 0 without a CUDA
-    # device
-    memory_bytes: int = 0  # of this machine, by the whole process
+    # Estimates from before joining and measured peaks. Those of the device are 0 without a CUDA device.
+    memory_bytes: int = 0  # estimated host memory of the process
     memory_peak_bytes: int = 0
-    device_memory_bytes: int = 0
-    device_memory_peak_bytes: int = 0  # by tensors
-    device_memory_reserved_bytes: int = 0  # by torch, at the peak
+    device_memory_bytes: int = 0  # estimated
+    device_memory_peak_bytes: int = 0  # of tensors
+    device_memory_reserved_bytes: int = 0  # peak that torch's allocator reserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
-    """The command ended with an error; also printed as a sentence on standard error."""
+    """The command failed. The same text is printed on standard error."""
 
     kind: ClassVar[str] = "error"
     text: str

@@ -1,6 +1,4 @@
-"""The model of a run as a file for other programs: safetensors that `torch`'s `load_state_dict` takes as they
-are.
-"""
+"""Export the model of a run as a safetensors file that torch's `load_state_dict` accepts."""
 
 from __future__ import annotations
 
@@ -20,23 +18,24 @@ if TYPE_CHECKING:
 
 
 def newest_checkpoint(folder: Path, run: str) -> Checkpoint:
-    """The newest good one of a run on this machine. SwarmError when there is none."""
+    """Return the newest valid checkpoint in `folder`. Raise SwarmError if there is none."""
     from averaging.optim.state.checkpoint import Checkpoints
 
     found, wrong = Checkpoints(folder).newest_good()
     if found is None:
         why = "; ".join(wrong[:3]) or f"nothing was saved in {folder}"
         raise SwarmError(
-            f"this machine has no checkpoint of {run}: {why}. Fetch the state from its peers with --from ADDRESS"
+            f"this machine has no checkpoint of {run}: {why}. "
+            "Fetch the state from its peers with --from ADDRESS"
         )
     return found
 
 
 def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
-    """Write the model's `state_dict`, buffers included, and with `optimizer` the statistics of the optimizer
-    beside it.
+    """Write the model's `state_dict` with its buffers and, if `optimizer` is true, the optimizer's
+    statistics.
 
-    SwarmError when the checkpoint is of another model, or the disk refuses.
+    Raises SwarmError if the checkpoint is of another model or the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -80,11 +79,11 @@ def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
             parameters[name].copy_(tensor)
 
 
-def downloaded(view_path: Path) -> Checkpoint:
-    """A state that was just fetched and written, as a checkpoint."""
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a downloaded state as a checkpoint. Raise SwarmError if the file is not valid."""
     from averaging.optim.state.checkpoint import read
 
     try:
-        return read(view_path)
+        return read(path)
     except PeerError as error:
         raise SwarmError(str(error)) from error

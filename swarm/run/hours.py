@@ -1,5 +1,6 @@
-"""Hours of the day in which a volunteer may train, as people write them: 22-7, 12:30-13:15. Local time, no
-dates. Pure.
+"""Parse and evaluate the hours of the day in which a volunteer may train, such as 22-7 or 12:30-13:15.
+
+Times are local and without a date. Pure functions.
 """
 
 from __future__ import annotations
@@ -11,41 +12,42 @@ from dataclasses import dataclass
 from swarm.core.errors import UsageError
 
 DAY_S = 86_400
-_SPAN = re.compile(r"(\d{1,2})(?::(\d{2}))?\s*-\s*(\d{1,2})(?::(\d{2}))?")
+_RANGE = re.compile(r"(\d{1,2})(?::(\d{2}))?\s*-\s*(\d{1,2})(?::(\d{2}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Spans of the day, each (first second, second after the last); a span that ends before it begins goes
-    over midnight. None: always.
+    """Time ranges of the day, each (first second, second after the last); no range means always.
+
+    A range that ends before it begins goes over midnight.
     """
 
-    spans: tuple[tuple[int, int], ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Hours:
-        """From `22-7` or `9:30-12,14-18`, any number of them. UsageError says which is wrong."""
-        return cls(tuple(_span(part) for text in texts for part in text.split(",")))
+        """Parse texts such as `22-7` or `9:30-12,14-18`. Raise UsageError that names a wrong one."""
+        return cls(tuple(_parse_range(part) for text in texts for part in text.split(",")))
 
     def open_at(self, second: float) -> bool:
-        """Whether training is allowed at this second of the day."""
-        return not self.spans or any(
-            (second - begin) % DAY_S < (end - begin) % DAY_S or begin == end for begin, end in self.spans
+        """Return whether training is allowed at this second of the day."""
+        return not self.ranges or any(
+            (second - begin) % DAY_S < (end - begin) % DAY_S or begin == end for begin, end in self.ranges
         )
 
     def opens_in_s(self, second: float) -> float:
-        """Seconds until it is allowed; 0 while it is."""
-        return 0.0 if self.open_at(second) else min((begin - second) % DAY_S for begin, _ in self.spans)
+        """Return the seconds until training is allowed; 0 if it is allowed now."""
+        return 0.0 if self.open_at(second) else min((begin - second) % DAY_S for begin, _ in self.ranges)
 
     def __str__(self) -> str:
-        return ", ".join(f"{_clock(begin)}-{_clock(end)}" for begin, end in self.spans) or "always"
+        return ", ".join(f"{_clock(begin)}-{_clock(end)}" for begin, end in self.ranges) or "always"
 
 
 ALWAYS = Hours()
 
 
-def _span(text: str) -> tuple[int, int]:
-    match = _SPAN.fullmatch(text.strip())
+def _parse_range(text: str) -> tuple[int, int]:
+    match = _RANGE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"hours are written like 22-7 or 9:30-12, not {text!r}")
     hour, minute, end_hour, end_minute = (int(part or 0) for part in match.groups())

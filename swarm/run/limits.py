@@ -1,4 +1,6 @@
-"""What a volunteer allows its machine to be used for, and what follows from it at each moment. Pure."""
+"""Limits that a volunteer sets for its machine, and the decision to train, pause or leave that follows from
+them. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolunteerLimits:
-    """Set by the volunteer for its machine."""
+    """Limits that the volunteer sets for its machine."""
 
-    hours: Hours = ALWAYS  # of the day, local time; outside of them it does not train
-    memory_bytes_max: int | None = None  # of this process; None: what the machine has
+    hours: Hours = ALWAYS  # local time; the volunteer trains only in these hours
+    memory_bytes_max: int | None = None  # of this process; None: no limit
 
     def check(self, needed_bytes: int, run: str) -> None:
-        """SwarmError when a run is expected to need more than is allowed."""
+        """Raise SwarmError if the run is expected to need more memory than allowed."""
         if self.memory_bytes_max is not None and needed_bytes > self.memory_bytes_max:
             raise SwarmError(
                 f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory, and --memory allows "
@@ -30,45 +32,48 @@ class VolunteerLimits:
 
 
 class Decision(Enum):
-    """What to do now."""
+    """The action of a volunteer: train, or one of several kinds of pause."""
 
     TRAIN = "train"
-    REST = "rest"  # stay in the run without training: its owner has paused it
-    PAUSE = "pause"  # leave rounds and progress, keep the model in memory, and come back
-    LEAVE = "leave"  # for good
+    REST = "rest"  # stay a member without training, because the owner has paused the run
+    PAUSE = "pause"  # leave the run for a while and keep the model in memory
+    LEAVE = "leave"  # end the command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineStatus:
-    """What is known now."""
+    """The state of machine and run on which a decision is based."""
 
     second_of_day: float  # local time
-    memory_bytes: int  # that this process takes
-    asked_to_pause: bool = False  # by the volunteer
-    run_paused: bool = False  # by the run's owner
-    banned: bool = False  # this peer, by the run's owner
+    memory_bytes: int  # resident set of this process
+    asked_to_pause: bool = False  # the volunteer ran `swarm pause`
+    run_paused: bool = False  # the owner has paused the run
+    banned: bool = False  # the owner has banned this peer
 
 
-def decide(limits: VolunteerLimits, moment: MachineStatus) -> tuple[Decision, str]:
-    """What to do at this moment, and why, in a sentence for people."""
-    if moment.banned:
+def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, str]:
+    """Return what to do now, and the reason as a sentence for the user (empty for TRAIN)."""
+    if status.banned:
         return Decision.LEAVE, "the owner of this run has banned this peer"
     ceiling = limits.memory_bytes_max
-    if ceiling is not None and moment.memory_bytes > ceiling:
-        text = f"this process takes {moment.memory_bytes / 1e6:,.0f} MB of memory and --memory allows {ceiling / 1e6:,.0f} MB"
+    if ceiling is not None and status.memory_bytes > ceiling:
+        text = (
+            f"this process takes {status.memory_bytes / 1e6:,.0f} MB of memory "
+            f"and --memory allows {ceiling / 1e6:,.0f} MB"
+        )
         return Decision.LEAVE, text
-    if moment.asked_to_pause:
+    if status.asked_to_pause:
         return Decision.PAUSE, "asked to pause; `swarm resume` goes on"
-    if not limits.hours.open_at(moment.second_of_day):
-        waits_s = limits.hours.opens_in_s(moment.second_of_day)
-        return Decision.PAUSE, f"outside of the hours {limits.hours}; going on in {waits_s / 3600:.1f} h"
-    if moment.run_paused:
+    if not limits.hours.open_at(status.second_of_day):
+        wait_s = limits.hours.opens_in_s(status.second_of_day)
+        return Decision.PAUSE, f"outside of the hours {limits.hours}; going on in {wait_s / 3600:.1f} h"
+    if status.run_paused:
         return Decision.REST, "the owner of this run has paused it"
     return Decision.TRAIN, ""
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `4G`, `800M`, `1.5GiB`; UsageError otherwise."""
+    """Return the number of bytes that `4G`, `800M` or `1.5GiB` means. Raise UsageError for other texts."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise UsageError(f"a size is written like 4G or 800M, not {text!r}")
@@ -77,7 +82,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration_s(text: str) -> float:
-    """Seconds from `90s`, `10m`, `2h`; 0 is never. UsageError otherwise."""
+    """Return the seconds that `90s`, `10m` or `2h` means. Raise UsageError for other texts."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"a duration is written like 90s, 10m or 2h, not {text!r}")

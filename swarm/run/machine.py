@@ -1,4 +1,4 @@
-"""What this machine has to offer: devices and free memory, and whether they are enough."""
+"""Devices, memory and clock of this machine, and checks whether they suffice for a run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def choose_device(name: str, specification: RunSpecification) -> torch.device:
-    """Return the device that `name` means here. Imports torch, unless the name alone is refused.
+    """Return the device that `name` means on this machine. Imports torch, unless the name alone is refused.
 
-    UsageError when this machine lacks it, or when the run is trained on CUDA devices only and this is none.
+    Raises UsageError if this machine has no such device, or if the run requires CUDA and the device is not a
+    CUDA device.
     """
     needs_cuda = specification.requirements.device == "cuda"
     refused = f"the run {specification.name} is trained on CUDA devices only, and"
@@ -31,7 +32,7 @@ def choose_device(name: str, specification: RunSpecification) -> torch.device:
 
 
 def free_bytes(device: torch.device | None = None) -> int:
-    """Free memory of the device; without one, or for the CPU, of the machine."""
+    """Return the free memory of a CUDA device; for any other device or None, that of the machine."""
     if device is not None and device.type == "cuda":
         import torch
 
@@ -42,29 +43,30 @@ def free_bytes(device: torch.device | None = None) -> int:
 
 
 def check_memory(needed_bytes: int, free: int, run: str, where: str = "this machine") -> None:
-    """Raise SwarmError when the run needs more memory than is free on `where`."""
+    """Raise SwarmError if the run needs more memory than is free on `where`."""
     if needed_bytes > free:
         raise SwarmError(
-            f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory and {free / 1e6:,.0f} MB are free on {where}: "
+            f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory "
+            f"and {free / 1e6:,.0f} MB are free on {where}: "
             "close other programs, or volunteer with a larger machine"
         )
 
 
-def taken_bytes() -> int:
-    """Memory that this process takes (resident set)."""
+def used_bytes() -> int:
+    """Return the resident set of this process."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 def second_of_day() -> float:
-    """Of this machine's local time."""
+    """Return the seconds since midnight in local time."""
     now = time.localtime()
     return now.tm_hour * 3600.0 + now.tm_min * 60.0 + now.tm_sec
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, Python's own start included."""
+    """Return the seconds since this process started, including the start of Python."""
     import psutil
 
     return max(0.0, time.time() - psutil.Process().create_time())

@@ -1,9 +1,9 @@
-"""How much memory taking part in a run needs: estimated before joining, and measured afterwards.
+"""Memory of a volunteer: estimated before it joins a run, and measured when it has finished.
 
-The task says what the model, its activations and its data take. Everything else is added here, and nowhere
-else: what the mode, the optimizer and error feedback keep for each parameter
-(`averaging.optim.memory_estimate`), what rounds of averaging hold, copies of the state for newcomers and for
-checkpoints, and the process itself.
+The task states the memory of the model, its activations and its data. This module adds all other memory: what
+the mode, the optimizer and error feedback keep for each parameter (`averaging.optim.memory_estimate`), the
+buffers of averaging rounds, copies of the state for joining peers and for checkpoints, and the process
+itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from averaging.optim.memory_estimate import bytes_per_parameter
-from swarm.run.outlook import epoch_bytes
+from swarm.run.estimate import epoch_bytes
 from swarm.run.specification import RunSpecification
 from swarm.run.task import TaskDescription
 
@@ -22,29 +22,27 @@ if TYPE_CHECKING:
     import torch
 
 _FLOAT32 = 4
-# a process with torch's CPU build and a node that trains a model of no size: 373 MiB were measured
+# A process with torch's CPU build and a node that trains an empty model: 373 MiB were measured.
 PROCESS_BYTES = 400 << 20
-_CUDA_PROCESS_BYTES = 2 << 30  # the same with CUDA's libraries and a context; not measured on a GPU yet
-# parts of a round on their way, in and out, and the space in which they are encoded and reduced
+_CUDA_PROCESS_BYTES = 2 << 30  # the same with CUDA libraries and a CUDA context; not measured on a GPU yet
+# Shards of a round that are being sent or received, and the buffers in which they are encoded and reduced.
 _ROUND_BYTES_MAX = 96 << 20
 _CUDA_ROUND_BYTES = 64 << 20  # the same on a CUDA device
-_SLACK = 1.1  # memory that an allocator holds between the blocks that are in use
+_SLACK = 1.1  # an allocator holds memory between the blocks that are in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What a volunteer takes at its peak. Where the model is not on a CUDA device, all of it is the machine's
-    memory.
-    """
+    """Peak memory of a volunteer. Unless the model is on a CUDA device, all of it is host memory."""
 
     host_bytes: int  # of the whole process
-    device_bytes: int  # of the CUDA device, beside CUDA's own context; 0 without one
+    device_bytes: int  # on the CUDA device, without the CUDA context; 0 for other devices
 
 
-def estimate(
+def estimate_memory(
     specification: RunSpecification, description: TaskDescription, *, on_cuda: bool, saves: bool
 ) -> MemoryEstimate:
-    """Return what training the run takes at its peak. `saves`: checkpoints are written meanwhile."""
+    """Return the peak memory of training a run. `saves`: whether checkpoints are written meanwhile."""
     parameters, optimizer = description.parameters, specification.optimizer
     statistics = 2 if optimizer.name in ("adam", "adamw") else int(optimizer.momentum > 0)
     kept = bytes_per_parameter(
@@ -59,16 +57,16 @@ def estimate(
         specification, description, statistics, pinned=on_cuda, saves=saves
     )
     if on_cuda:
-        # the model is built and the data are read on the host; torch's optimizers take one more tensor of
-        # each parameter while they step
+        # The model is built and the data are read on the host. torch's optimizers need one more tensor for
+        # each parameter during a step.
         host += _FLOAT32 * parameters + description.data_bytes
         training += _FLOAT32 * parameters + _CUDA_ROUND_BYTES
     else:
         host += training
-    asked = specification.requirements.memory_mb * 1_000_000
+    required = specification.requirements.memory_mb * 1_000_000
     process = _CUDA_PROCESS_BYTES if on_cuda else PROCESS_BYTES
     return MemoryEstimate(
-        host_bytes=max(int(_SLACK * host) + process, asked),
+        host_bytes=max(int(_SLACK * host) + process, required),
         device_bytes=int(_SLACK * training) if on_cuda else 0,
     )
 
@@ -81,9 +79,7 @@ def _rounds_and_copies(
     pinned: bool,
     saves: bool,
 ) -> float:
-    """Return what rounds hold on the host, and copies of the state that others download or that is written to
-    the disk.
-    """
+    """Return the host memory of averaging rounds and of state copies for downloads and checkpoints."""
     mode = specification.mode
     shared = statistics if mode.name == "gradients" else mode.outer_statistics
     state = _FLOAT32 * description.parameters * (1 + shared)
@@ -94,20 +90,20 @@ def _rounds_and_copies(
     ]  # the results of both kinds of rounds stay, encoded, until the next one
     if pinned:
         averages = [_power_of_two(size) for size in averages]
-    # for a newcomer; a checkpoint is copied as a whole and then tensor by tensor
+    # One copy for a joining peer. A checkpoint is copied as a whole and then tensor by tensor.
     copies = state * (3 if saves else 1)
     return sum(averages) + min(2 * max(epochs, state), _ROUND_BYTES_MAX) + copies
 
 
 def _power_of_two(size: float) -> float:
-    """Return what torch allocates for so many bytes of pinned memory."""
+    """Return the number of bytes that torch allocates for `size` bytes of pinned memory."""
     return 1 << (int(size) - 1).bit_length() if size > 0 else 0
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process had at any time (resident set)."""
+    """Return the peak resident set of this process."""
     status = Path("/proc/self/status")
-    # getrusage would tell the peak of the process that started this one, if that was higher
+    # getrusage would report the peak of the parent process, if that was higher.
     if status.exists():
         lines = status.read_text(encoding="ascii", errors="replace").splitlines()
         return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
@@ -123,14 +119,14 @@ def peak_bytes() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePeak:
-    """The most memory that this process had on a CUDA device at any time; zeros for other devices."""
+    """Peak memory of this process on a CUDA device; zeros for other devices."""
 
     allocated_bytes: int = 0  # by tensors
-    reserved_bytes: int = 0  # by torch, with what lay between the tensors
+    reserved_bytes: int = 0  # by torch's allocator, including the space between tensors
 
 
 def device_peak(device: torch.device) -> DevicePeak:
-    """Return the peak on `device`, as torch counted it in this process."""
+    """Return the peak memory on `device`, as torch counted it in this process."""
     if device.type != "cuda":
         return DevicePeak()
     import torch

@@ -1,4 +1,4 @@
-"""The gradients of one step, computed in as many micro-batches as the device's memory makes necessary."""
+"""Compute the gradients of one step in as many micro-batches as the memory of the device requires."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatches:
-    """Splits the samples of a step after the device ran out of memory: first in two, then in four, down to
-    one sample at a time.
+    """Splits a step into micro-batches after the device ran out of memory: first in two, then in four, down
+    to one sample each.
 
-    A micro-batch never grows again: memory that was short once is likely to be short again, and every attempt
-    costs a step.
+    The size of a micro-batch never grows again, because memory that was short once is likely to be short
+    again and every attempt costs a step.
     """
 
     model: torch.nn.Module
     data: TaskData
     device: torch.device
     emit: Emit
-    samples_max: int | None = None  # of one micro-batch; None: all samples of a step at once
+    samples_max: int | None = None  # size of one micro-batch; None: all samples of a step at once
 
     def backward(self, samples: int, zero_grad: Callable[[], None]) -> list[tuple[int, torch.Tensor]]:
-        """Leave the gradient of the mean loss over `samples` samples in `.grad`.
+        """Compute the gradient of the mean loss over `samples` samples into `.grad`.
 
         Returns the number of samples and the mean loss of each micro-batch. The losses are scalars on the
-        device, so that nothing waits for it. `zero_grad` clears `.grad`. When memory runs out, the step
-        begins again with the next samples in smaller micro-batches; SwarmError when a single sample does not
-        fit.
+        device, so that the host does not wait for it. `zero_grad` clears `.grad`. If memory runs out, the
+        step starts again with the next samples in smaller micro-batches. Raises SwarmError if a single sample
+        does not fit.
         """
         while True:
             zero_grad()
@@ -46,8 +46,7 @@ class MicroBatches:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-            # Only here, after the `except` block, is the error's traceback gone, which kept the graph and its
-            # activations alive.
+            # The traceback keeps the graph and its activations alive until the `except` block ends.
             zero_grad()
             self.shrink(samples, "a step")
 
@@ -64,9 +63,9 @@ class MicroBatches:
 
     def shrink(self, samples: int, what: str) -> None:
         """Halve the micro-batch after `what` (a step of `samples` samples, or its round) ran out of memory,
-        and give memory back.
+        and release cached memory.
 
-        SwarmError when a micro-batch is a single sample already.
+        Raises SwarmError if a micro-batch is a single sample already.
         """
         before = min(samples, self.samples_max or samples)
         if before == 1:
@@ -80,6 +79,7 @@ class MicroBatches:
         self.emit(
             Notice(
                 text=f"{what} does not fit into the memory of {self.device}: "
-                f"training with {self.samples_max} sample{'s' if self.samples_max > 1 else ''} at a time instead of {before}"
+                f"training with {self.samples_max} sample{'s' if self.samples_max > 1 else ''} at a time "
+                f"instead of {before}"
             )
         )

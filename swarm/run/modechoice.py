@@ -1,6 +1,4 @@
-"""How a run's members train together, as its specification says it: `mode = "diloco"`, or a table `[mode]`
-with settings.
-"""
+"""The training mode in a run's specification: `mode = "diloco"`, or a table `[mode]` with settings."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ _SETTINGS = {
 
 
 class ModeChoice(BaseModel):
-    """A mode's name and what of its settings differs from the defaults; `averaging.optim.modes.settings`
-    explains them.
+    """Name of a mode and the settings that differ from its defaults.
+
+    `averaging.optim.modes.settings` explains the settings.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,44 +51,42 @@ class ModeChoice(BaseModel):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that were given."""
+        """The settings that the specification sets."""
         return {key: value for key, value in self.model_dump(exclude={"name"}).items() if value is not None}
 
     def build(self) -> ModeSettings:
-        """What `swarm.Optimizer` takes. Imports torch."""
+        """Return the settings as `swarm.Optimizer` takes them. Imports torch."""
         from averaging.optim.modes.settings import MODES
 
         return MODES[self.name](**self.given)
 
-    # what the outlook needs, without torch
+    # The estimates of traffic and memory need the following without importing torch.
 
     @property
     def role(self) -> str:
-        """Of what a round averages, for codec "adaptive"."""
+        """The kind of values that a round averages, by which codec "adaptive" chooses."""
         return {"gradients": "gradient", "gossip": "parameter"}.get(self.name, "pseudo_gradient")
 
     @property
     def state_sync_epochs(self) -> int | None:
-        """How often the state is averaged where the specification does not say; None: never."""
+        """Epochs between two averages of the state if the specification sets none; None: never."""
         return {"gradients": 10, "gossip": None}.get(self.name, 100)
 
     @property
     def outer_statistics(self) -> int:
-        """How many vectors of the parameters' size a mode with local steps shares beside them: its outer
-        momentum.
-        """
+        """Number of vectors of the parameters' size that the mode shares: its outer momentum."""
         return int(self.name in ("diloco", "gossip") and self.momentum != 0)
 
     def statistics(self, optimizer: str) -> int:
-        """Vectors of the parameters' size that are averaged with them then."""
+        """Return how many vectors of the parameters' size are averaged together with the state."""
         if self.name == "gradients":
             return {"adamw": 2, "adam": 2, "sgd": 1}[optimizer]
         return int(self.name == "diloco")
 
 
-def by_name(value: Any) -> Any:
-    """A bare name stands for a table that has nothing else in it."""
+def table_from_name(value: Any) -> Any:
+    """Return a table for a bare name, and any other value unchanged."""
     return {"name": value} if isinstance(value, str) else value
 
 
-Mode = Annotated[ModeChoice, BeforeValidator(by_name)]
+Mode = Annotated[ModeChoice, BeforeValidator(table_from_name)]

@@ -1,9 +1,9 @@
-"""What a run trains and on what terms: written as TOML by its founder, signed by the run's owner, checked by
-everybody who joins.
+"""Specification of a run: what is trained, and how. It is written as TOML, signed by the run's owner, and
+checked by every peer that joins.
 
-A specification is declarative: it names a task that is installed on each machine and never carries code. The
-run's id is a hash over the owner's key and the run's name, so that a stranger who knows the id can tell the
-true specification from a forged one whoever hands it over. Of several versions that the owner signed, the
+A specification is declarative: it names a task that is installed on each machine and never contains code. The
+run's id is a hash of the owner's key and the run's name, so a peer that knows the id can tell a genuine
+specification from a forged one, no matter which peer sent it. Of several versions that the owner signed, the
 highest counts.
 """
 
@@ -51,59 +51,57 @@ _Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class _Table(BaseModel):
-    # an unknown key is an error, since it is usually a misspelt one
+    # An unknown key is an error, because it is usually a misspelt one.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TaskChoice(_Table):
-    """Which installed task is trained, and how it is set; the task itself checks its settings."""
+    """Name of an installed task and its settings, which the task checks itself."""
 
     name: str = Field(min_length=1, max_length=64)
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Schedule(_Table):
-    """The learning rate's course over epochs: a linear warm-up, then constant or a cosine down to `final`
-    times the learning rate.
-    """
+    """Learning rate over epochs: linear warm-up, then constant or a cosine down to `final` times the rate."""
 
     name: Literal["constant", "cosine"] = "constant"
     warmup_epochs: int = Field(default=0, ge=0, le=1 << 32)
-    # where the cosine ends; needed by it alone
+    # the epoch at which the cosine ends; required for "cosine", ignored for "constant"
     total_epochs: int | None = Field(default=None, ge=1, le=1 << 32)
     final: float = Field(default=0.1, ge=0, le=1)
 
 
 class OptimizerChoice(_Table):
-    """The inner optimizer; every member builds the same."""
+    """The inner optimizer, which every member builds alike."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     learning_rate: _Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)  # of adam and adamw
     momentum: _Fraction = 0.9  # of sgd
-    # the swarm's averaged gradient is scaled down to this norm before the step; none: never
+    # the swarm's averaged gradient is scaled down to this norm before the step; None: no clipping
     clip_norm: _Positive | None = None
     schedule: Schedule = Schedule()
 
 
 class End(_Table):
-    """When the run is over: at whichever comes first. All empty: it goes on until nobody takes part."""
+    """End of the run, at the first condition that is met. Without conditions it ends with its last member."""
 
     epochs: _Count | None = None
     loss: _Positive | None = None  # validation loss, as each member measures it on its held-out part
-    seconds: _Positive | None = None  # since the run was founded, in swarm time
+    seconds: _Positive | None = None  # since the run was created, in swarm time
 
 
 class Requirements(_Table):
-    """What a machine must have to take part, beyond what the task itself computes."""
+    """Requirements on a machine, in addition to the memory that the task computes."""
 
     memory_mb: Annotated[int, Field(ge=0, le=1 << 30)] = 0
     device: Literal["any", "cuda"] = "any"
 
 
 class RunSpecification(_Table):
-    """The whole of it, as in the TOML file. docs/decisions/0006 explains the fields' names."""
+    """All settings of a run, as in the TOML file. docs/decisions/0006 explains the names of the fields."""
 
     name: str
     description: str = Field(default="", max_length=500)
@@ -111,23 +109,23 @@ class RunSpecification(_Table):
     codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk", "adaptive"] = (
         "float16"
     )
-    # what the codec left out goes into the next round; the three coarsest need it
+    # add the quantization error of a round to the next round; the three coarsest codecs require it
     error_feedback: bool = False
-    # powersgd: matrices travel as factors, in the codec; with error feedback of its own
+    # powersgd: matrices are sent as low-rank factors, encoded with the codec; it has its own error feedback
     strategy: Strategy | None = None
     target_batch_size: _Count  # samples of the whole swarm in one epoch
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)]  # samples of one step of one volunteer
     target_group_size: Annotated[int, Field(ge=2, le=256)] = 64
-    state_sync_epochs: Annotated[int, Field(ge=1, le=1 << 20)] | None = None  # None: as the mode needs it
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0  # of the parameters that the founder starts from
+    state_sync_epochs: Annotated[int, Field(ge=1, le=1 << 20)] | None = None  # None: the mode's default
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0  # of the initial parameters
     task: TaskChoice
     optimizer: OptimizerChoice = OptimizerChoice()
     end: End = End()
     requirements: Requirements = Requirements()
-    # what the owner says while the run is going on: `swarm change`
-    paused: bool = False  # nobody trains; members stay, and keep the state
-    ended: bool = False  # over, whatever `end` says
-    banned: tuple[str, ...] = Field(default=(), max_length=BANNED_MAX)  # PeerIDs that no member deals with
+    # The owner sets these with `swarm change` while the run is going on.
+    paused: bool = False  # no peer trains; members stay and keep the state
+    ended: bool = False  # the run is over, regardless of `end`
+    banned: tuple[str, ...] = Field(default=(), max_length=BANNED_MAX)  # PeerIDs that every member avoids
 
     @field_validator("name")
     @classmethod
@@ -142,7 +140,8 @@ class RunSpecification(_Table):
             raise ValueError(f"codec {self.codec} needs error_feedback = true")
         if self.mode.role == "parameter" and self.codec not in _FINE:
             raise ValueError(
-                f"mode {self.mode.name} averages parameters themselves: its codec is one of {', '.join(_FINE)}"
+                f"mode {self.mode.name} averages parameters themselves: "
+                f"its codec is one of {', '.join(_FINE)}"
             )
         return self
 
@@ -152,15 +151,18 @@ class RunSpecification(_Table):
             return self
         if self.mode.role == "parameter":
             raise ValueError(
-                f"mode {self.mode.name} averages parameters themselves: strategy powersgd is for gradients and differences"
+                f"mode {self.mode.name} averages parameters themselves: "
+                "strategy powersgd is for gradients and differences"
             )
         if (self.mode.streaming or 1) > 1:
             raise ValueError(
-                "a mode with streaming averages parts of the model, not matrices: strategy powersgd is not for it"
+                "a mode with streaming averages parts of the model, not matrices: "
+                "strategy powersgd is not for it"
             )
         if self.codec not in _FINE:
             raise ValueError(
-                f"the factors of strategy powersgd are small, and all else hangs on them: its codec is one of {', '.join(_FINE)}"
+                "the factors of strategy powersgd are small, and all else hangs on them: "
+                f"its codec is one of {', '.join(_FINE)}"
             )
         return self
 
@@ -187,8 +189,8 @@ class RunSpecification(_Table):
         return value
 
     @property
-    def travels(self) -> str:
-        """How what is averaged travels, for people."""
+    def wire_format(self) -> str:
+        """The encoding of averaged values, as a text for users."""
         return (
             self.codec
             if self.strategy is None
@@ -197,13 +199,14 @@ class RunSpecification(_Table):
 
     @property
     def banned_peers(self) -> frozenset[PeerId]:
-        """Whom the owner wants nobody to deal with."""
+        """The peers that the owner has banned."""
         return frozenset(PeerId.parse(text) for text in self.banned)
 
     @classmethod
     def from_toml(cls, text: str, where: str) -> RunSpecification:
-        """Parse and check. UsageError has a line per problem, each naming its key; `where` is what to call
-        the source (a path).
+        """Parse and check a TOML text. `where` names the source in error messages (a path).
+
+        Raises UsageError with one line per problem, each with its key.
         """
         try:
             table = tomllib.loads(text)
@@ -213,7 +216,7 @@ class RunSpecification(_Table):
 
     @classmethod
     def from_file(cls, path: Path) -> RunSpecification:
-        """Read a TOML file; UsageError when it cannot be read or is wrong."""
+        """Read and check a TOML file. Raise UsageError if it cannot be read or is not valid."""
         try:
             with path.open("rb") as stream:
                 raw = stream.read(TOML_BYTES_MAX + 1)
@@ -233,20 +236,21 @@ class RunSpecification(_Table):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], where: str) -> RunSpecification:
-        """Check a parsed table; UsageError has a line per problem, each naming its key."""
+        """Check a parsed table. Raise UsageError with one line per problem, each with its key."""
         try:
             return cls.model_validate(dict(table))
         except ValidationError as error:
             raise UsageError("\n".join(f"{where}: {line}" for line in explain(error))) from error
 
     def table(self) -> dict[str, Any]:
-        """Plain values, as they are signed: only scalars, lists and tables with text keys."""
+        """Return the settings as plain values for signing: scalars, lists, and tables with text keys."""
         return self.model_dump(mode="json")
 
 
 def explain(error: ValidationError, table: str = "") -> list[str]:
-    """A line per problem in plain words, without pydantic's types and links. `table`: the key under which the
-    values stand.
+    """Return one line per problem, without pydantic's types and links.
+
+    `table` is the key of the table that was checked; empty for the whole file.
     """
     lines = []
     for problem in error.errors(include_url=False, include_context=True):
@@ -268,19 +272,19 @@ def explain(error: ValidationError, table: str = "") -> list[str]:
 
 
 def specification_key(run_id: str) -> Key:
-    """Where the signed specification is: one entry, the owner's, whoever keeps it alive."""
+    """Return the DHT key of a run's signed specification. It holds one entry, which every member renews."""
     return blob_key(run_id)
 
 
 @dataclass(frozen=True, slots=True)
 class SignedSpecification:
-    """A specification with its owner, version and signature, checked: an instance is always genuine."""
+    """A specification with its owner and version. The signature of every instance has been checked."""
 
     specification: RunSpecification
     owner: PeerId
     version: int
-    founded_s: float  # swarm time at which version 1 was signed: `end.seconds` counts from here
-    blob: bytes  # what travels and is stored
+    created_s: float  # swarm time at which version 1 was signed: `end.seconds` counts from here
+    blob: bytes  # the encoded, signed specification
 
     @property
     def name(self) -> str:
@@ -292,18 +296,18 @@ class SignedSpecification:
 
     @property
     def full_name(self) -> str:
-        """`name@id`: unambiguous even where somebody else uses the same name."""
+        """`name@id`, which is unambiguous even if another owner uses the same name."""
         return f"{self.name}@{self.run_id}"
 
 
 def sign(
-    specification: RunSpecification, owner: Identity, *, version: int, founded_s: float
+    specification: RunSpecification, owner: Identity, *, version: int, created_s: float
 ) -> SignedSpecification:
-    """Sign with the owner's key; UsageError when the result would be too large to store."""
+    """Sign a specification with the owner's key. Raise UsageError if the result is too large to store."""
     table = {
         "specification": specification.table(),
         "version": version,
-        "founded_s": float(founded_s),
+        "created_s": float(created_s),
         "owner": owner.peer_id.to_bytes(),
         "format": _FORMAT,
     }
@@ -311,14 +315,17 @@ def sign(
     blob: bytes = msgpack.packb([body, owner.sign(SIGNATURE_CONTEXT + body)])
     if len(blob) > SPECIFICATION_BYTES_MAX:
         raise UsageError(
-            f"the specification takes {len(blob):,} bytes, {SPECIFICATION_BYTES_MAX:,} are allowed: shorten the task's settings"
+            f"the specification takes {len(blob):,} bytes, {SPECIFICATION_BYTES_MAX:,} are allowed: "
+            "shorten the task's settings"
         )
-    return SignedSpecification(specification, owner.peer_id, version, float(founded_s), blob)
+    return SignedSpecification(specification, owner.peer_id, version, float(created_s), blob)
 
 
 def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
-    """Decode and check what a stranger handed over. PeerError says what is wrong: size, encoding, signature,
-    another run's.
+    """Decode and check a specification from another peer.
+
+    Raises PeerError if it is too large, cannot be decoded, is not signed by its owner, or does not belong to
+    `run_id`.
     """
     if len(blob) > SPECIFICATION_BYTES_MAX:
         raise PeerError(
@@ -328,7 +335,7 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
         body, signature = msgpack.unpackb(blob, strict_map_key=True, max_map_len=0, max_array_len=2)
         table = msgpack.unpackb(body, strict_map_key=True)
         owner = PeerId.from_bytes(table["owner"])
-        format_, version, founded_s = table["format"], table["version"], table["founded_s"]
+        format_, version, created_s = table["format"], table["version"], table["created_s"]
         contents = table["specification"]
     except (ValueError, TypeError, KeyError, UsageError, msgpack.UnpackException) as error:
         raise PeerError(
@@ -342,35 +349,38 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
         raise PeerError("a specification was refused: its signature is not its owner's")
     if format_ != _FORMAT:
         raise PeerError(
-            f"the run's specification has the format {format_!r:.40}, this swarm reads {_FORMAT!r}: update swarm"
+            f"the run's specification has the format {format_!r:.40}, this swarm reads {_FORMAT!r}: "
+            "update swarm"
         )
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
         raise PeerError("a specification was refused: its version is not a number from 1 up")
-    if not isinstance(founded_s, float) or not 0 <= founded_s < 1e12:
-        raise PeerError("a specification was refused: its founding time is not a time")
+    if not isinstance(created_s, float) or not 0 <= created_s < 1e12:
+        raise PeerError("a specification was refused: its creation time is not a time")
     if not isinstance(contents, dict):
         raise PeerError("a specification was refused: it holds no table")
     try:
         specification = RunSpecification.from_table(contents, "the run's specification")
     except UsageError as error:
         raise PeerError(
-            f"the run's specification was signed by its owner but cannot be used here (is this swarm too old?): {error}"
+            "the run's specification was signed by its owner but cannot be used here "
+            f"(is this swarm too old?): {error}"
         ) from error
-    signed = SignedSpecification(specification, owner, version, founded_s, blob)
+    signed = SignedSpecification(specification, owner, version, created_s, blob)
     if run_id is not None and signed.run_id != run_id:
         raise PeerError(f"a specification was refused: it belongs to run {signed.run_id}, not to {run_id}")
     return signed
 
 
 def newest(signed: list[SignedSpecification]) -> SignedSpecification | None:
-    """The one that counts: the highest version; of two signed with the same version the lower bytes, so that
-    everybody picks the same.
+    """Return the specification with the highest version, or None for an empty list.
+
+    Of two with the same version, the one with the lower bytes counts, so that all peers choose the same.
     """
     return min(signed, key=lambda one: (-one.version, one.blob), default=None)
 
 
 def _canonical(value: object) -> bytes:
-    """msgpack with sorted keys: the same table always gives the same bytes."""
+    """Encode as msgpack with sorted keys, so that the same table always gives the same bytes."""
     packed: bytes = msgpack.packb(_sorted(value, 0))
     return packed
 

@@ -1,5 +1,5 @@
-"""In what shape a run's averages travel, as its specification says it: `strategy = "powersgd"`, or a table
-`[strategy]` with settings.
+"""The compression strategy in a run's specification: `strategy = "powersgd"`, or a table `[strategy]` with
+settings.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from swarm.run.modechoice import by_name
+from swarm.run.modechoice import table_from_name
 
 if TYPE_CHECKING:
     from averaging.reduction.lowrank import PowerSgd
 
-RANK_MAX = 1024  # `averaging.reduction.lowrank` has the same; it takes torch to import
+RANK_MAX = 1024  # the same as in `averaging.reduction.lowrank`, which cannot be imported without torch
 
 
 class StrategyChoice(BaseModel):
-    """A strategy's name and settings; `averaging.reduction.lowrank.PowerSgd` explains them."""
+    """Name and settings of a strategy. `averaging.reduction.lowrank.PowerSgd` explains the settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,10 +26,10 @@ class StrategyChoice(BaseModel):
     saving_min: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
 
     def build(self) -> PowerSgd:
-        """What `swarm.Optimizer` takes. Imports torch."""
+        """Return the strategy as `swarm.Optimizer` takes it. Imports torch."""
         from averaging.reduction.lowrank import PowerSgd
 
         return PowerSgd(rank=self.rank, saving_min=self.saving_min)
 
 
-Strategy = Annotated[StrategyChoice, BeforeValidator(by_name)]
+Strategy = Annotated[StrategyChoice, BeforeValidator(table_from_name)]

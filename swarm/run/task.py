@@ -1,8 +1,8 @@
-"""What can be trained: a `Task` knows a model, its data and its loss. Tasks are installed, never sent: a
-specification only names one.
+"""Tasks: a `Task` provides a model, its data and its loss. A specification only names a task; the task itself
+is installed on every machine and never sent.
 
-A package adds its own with an entry point of the group `swarm.tasks`, whose value is a callable that takes
-the settings of the specification and returns a `Task`:
+A package adds a task with an entry point of the group `swarm.tasks`. Its value is a callable that takes the
+settings of the specification and returns a `Task`:
 
     [project.entry-points."swarm.tasks"]
     mytask = "mypackage.mytask:MyTask"
@@ -32,27 +32,28 @@ _DRAW_CONTEXT = b"swarm run draw 1\0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDescription:
-    """What a volunteer is told before being asked; computed without building the model, so that it is there
-    before torch is imported.
+    """Size and memory of a task, which the volunteer sees before it agrees to train.
+
+    It is computed without building the model, so that it does not wait for the import of torch.
     """
 
-    summary: str  # one line: what is trained on what
+    summary: str  # one line: the model and its data
     parameters: int
-    sample: str  # what one sample is: "128 bytes of text"
-    # of the trained parameters, in any order; where a task does not tell, traffic with a strategy is foretold
-    # as if no tensor shrank
+    sample: str  # one sample in words: "128 bytes of text"
+    # Shapes of the trained parameters, in any order. Without them, the traffic of a strategy is estimated as
+    # if no tensor was compressed.
     shapes: tuple[tuple[int, ...], ...] = ()
-    # what the task alone knows of: the model's parameters and buffers, the activations of one step, and the
-    # data, at their peak, where the model is; gradients, the optimizer's statistics and everything that the
-    # mode keeps are added by `swarm.run.memory`
+    # Peak memory of the model's parameters and buffers, the activations of one step, and the data, on the
+    # device of the model. `swarm.run.memory` adds gradients, optimizer statistics and the mode's memory.
     memory_bytes: int
-    data_bytes: int = 0  # the part of it that is read into the machine's memory before it goes to a device
+    data_bytes: int = 0  # the part of it that is read into host memory before it is copied to a device
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Where a volunteer's samples come from: the same (run, epoch, peer) gives the same samples on every
-    machine that has the same data.
+    """Seed of a volunteer's samples in one epoch.
+
+    The same (run, epoch, peer) gives the same samples on every machine that has the same data.
     """
 
     run_id: str
@@ -61,7 +62,7 @@ class Draw:
 
     @property
     def seed(self) -> int:
-        """63 bits of SHA-256 over the three, for a random generator."""
+        """63 bits of a SHA-256 hash of the three fields, for a random generator."""
         text = f"{self.run_id}\0{self.epoch}\0".encode() + self.peer_id.to_bytes()
         return int.from_bytes(hashlib.sha256(_DRAW_CONTEXT + text).digest()[:8], "big") >> 1
 
@@ -71,19 +72,19 @@ class TaskData(Protocol):
 
     @property
     def summary(self) -> str:
-        """What was loaded, in a few words."""
+        """A few words about the loaded data."""
         ...
 
     def start_epoch(self, draw: Draw) -> None:
-        """Batches come from this draw from now on, beginning with its first."""
+        """Start to draw batches with this seed, from its first one."""
         ...
 
     def loss(self, model: torch.nn.Module, samples: int) -> torch.Tensor:
-        """Draw the next batch of this many samples and return its mean loss, a scalar to call backward on."""
+        """Draw the next batch of `samples` samples and return its mean loss, a scalar tensor."""
         ...
 
     def validation_loss(self, model: torch.nn.Module) -> float:
-        """Mean loss on a fixed part that no volunteer trains on; cheap enough for every few epochs."""
+        """Return the mean loss on a fixed held-out part. It should be cheap enough for every few epochs."""
         ...
 
 
@@ -91,27 +92,33 @@ class Task(Protocol):
     """A kind of model on a kind of data, with its settings applied."""
 
     def describe(self, batch_size: int) -> TaskDescription:
-        """What it takes to train it with steps of this many samples."""
+        """Return size and memory of training with `batch_size` samples in each step."""
         ...
 
     def build_model(self, seed: int) -> torch.nn.Module:
-        """A fresh model on the CPU; the same seed gives the same parameters. It must not depend on the global
+        """Return a new model on the CPU. The same seed gives the same parameters, independent of the global
         random state.
         """
         ...
 
     def load_data(self, folder: Path | None, device: torch.device) -> TaskData:
-        """Read the data from a folder, or the task's default data. UsageError says why it cannot be used."""
+        """Read the data from a folder, or the task's default data if it is None.
+
+        Raises UsageError if the folder cannot be used.
+        """
         ...
 
 
 def available_tasks() -> list[str]:
-    """The names that a specification may use on this machine."""
+    """Return the names of the tasks that are installed on this machine."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def make_task(name: str, settings: Mapping[str, Any]) -> Task:
-    """The named task with these settings. UsageError when it is not installed here or does not accept them."""
+    """Return the named task with these settings.
+
+    Raises UsageError if the task is not installed here or does not accept the settings.
+    """
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
         factory = getattr(importlib.import_module(module), attribute)
@@ -125,7 +132,8 @@ def _plugin(name: str) -> object:
     if not points:
         known = ", ".join(available_tasks())
         raise UsageError(
-            f"the task {name!r} is not installed on this machine (installed: {known}): install the package that provides it"
+            f"the task {name!r} is not installed on this machine (installed: {known}): "
+            "install the package that provides it"
         )
     try:
         return points[0].load()

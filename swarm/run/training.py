@@ -1,4 +1,4 @@
-"""The training loop of a volunteer: steps, rounds, measurements, and what is told about them."""
+"""The training loop of a volunteer: steps, rounds, validation, and the events about them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from swarm.core.device import is_out_of_memory, release_cached_memory
 from swarm.core.errors import NotEnoughPeers
-from swarm.run.accounts import TrainingStats, ValidationSchedule
 from swarm.run.events import (
     Contributed,
     Emit,
@@ -22,6 +21,7 @@ from swarm.run.events import (
 from swarm.run.machine import process_age_s
 from swarm.run.microbatches import MicroBatches
 from swarm.run.specification import SignedSpecification
+from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import Draw, TaskData
 
 if TYPE_CHECKING:
@@ -30,49 +30,49 @@ if TYPE_CHECKING:
     from averaging.optim.optimizer import Optimizer, StepReport
     from swarm.core.ids import PeerId
 
-STATE_TIMEOUT_S = 600.0  # of a download of the whole state
-_PROGRESS_S = 1.0
+STATE_TIMEOUT_S = 600.0  # for downloading the whole state
+_PROGRESS_S = 1.0  # interval of `TrainingProgress` events
 
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """One volunteer's model, data and optimizer, trained step by step on the caller's thread."""
+    """Model, data and optimizer of one volunteer, trained step by step on the caller's thread."""
 
     model: torch.nn.Module
     data: TaskData
     optimizer: Optimizer
     signed: SignedSpecification  # may be replaced by a newer version
-    own: PeerId
+    own_peer_id: PeerId
     emit: Emit
     swarm_s: Callable[[], float]
-    accounts: TrainingStats
-    pacing: ValidationSchedule
+    stats: TrainingStats
+    validation_schedule: ValidationSchedule
     micro_batches: MicroBatches
-    told_s: float = float("-inf")
+    progress_sent_s: float = float("-inf")
     drawn_epoch: int = -1
-    validates: bool = True  # False once measuring the loss on the held-out part has run out of memory
+    validates: bool = True  # False once validation has run out of memory
 
-    def over(self) -> str:
-        """Why the run has ended, by its specification; empty while it goes on."""
+    def end_reason(self) -> str:
+        """Return why the run has ended according to its specification; empty if it has not ended."""
         end = self.signed.specification.end
         if self.signed.specification.ended:
             return "the run's owner ended it"
         if end.epochs is not None and self.optimizer.epoch >= end.epochs:
             return f"the run ended at epoch {end.epochs}"
-        if end.seconds is not None and self.swarm_s() >= self.signed.founded_s + end.seconds:
-            return f"the run ended {end.seconds:g} s after it was founded"
-        loss = self.accounts.validation_loss
+        if end.seconds is not None and self.swarm_s() >= self.signed.created_s + end.seconds:
+            return f"the run ended {end.seconds:g} s after it was created"
+        loss = self.stats.validation_loss
         if end.loss is not None and loss is not None and loss <= end.loss:
             return f"the run reached the loss {end.loss:g}"
         return ""
 
     def step(self) -> bool:
-        """One batch, and the round that it may complete; returns whether an epoch was completed."""
+        """Train one batch and, if it completes an epoch, average. Return whether an epoch was completed."""
         samples = self.signed.specification.batch_size
         if self.optimizer.epoch != self.drawn_epoch:
             self.drawn_epoch = self.optimizer.epoch
-            self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own))
-        self.accounts.epoch.add(self.micro_batches.backward(samples, self.optimizer.zero_grad))
+            self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id))
+        self.stats.epoch.add(self.micro_batches.backward(samples, self.optimizer.zero_grad))
         report = self._optimizer_step()
         if report is None or _ran_out_of_memory(report):
             self.optimizer.zero_grad()
@@ -82,10 +82,10 @@ class Training:
         if report is None:
             self._recover()
             return False
-        return self.after(report)
+        return self.record(report)
 
     def _optimizer_step(self) -> StepReport | None:
-        """The optimizer's step; None when it ran out of memory half-way, which leaves the state in question."""
+        """Run the optimizer's step. Return None if it ran out of memory, which may leave a partial update."""
         try:
             return self.optimizer.step()
         except (RuntimeError, MemoryError) as error:
@@ -94,31 +94,34 @@ class Training:
         return None
 
     def _recover(self) -> None:
-        """Fetch the swarm's state after a step that broke off. Alone, this peer goes on with what it has:
-        there is no other state.
+        """Download the swarm's state after an incomplete step. Without other peers, continue with the own
+        state.
+
+        Raises NotEnoughPeers if there are other peers and none could send its state.
         """
         load = self.optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
         if load.loaded:
-            self.accounts.finish_epoch(0)
+            self.stats.finish_epoch(0)
             reason = "memory ran out in the middle of a step"
             self.emit(Resynchronised(epoch=load.epoch, loaded=True, reason=reason, seconds=load.seconds))
         elif not load.alone:
             raise NotEnoughPeers(
-                f"memory ran out in the middle of a step, and the swarm's state could not be downloaded: {load.reason}"
+                "memory ran out in the middle of a step, and the swarm's state could not be downloaded: "
+                f"{load.reason}"
             )
 
-    def after(self, report: StepReport) -> bool:
-        """Account for what a step did and tell it."""
+    def record(self, report: StepReport) -> bool:
+        """Add a step's report to the statistics and emit its events. Return whether it completed an epoch."""
         now_s = time.monotonic()
-        accounts = self.accounts
+        stats = self.stats
         for result in (report.round, report.state_round):
-            accounts.sent_bytes += result.bytes_sent if result is not None else 0
+            stats.sent_bytes += result.bytes_sent if result is not None else 0
         if report.rounds_failed or (report.round is not None and report.round.failed):
-            accounts.failed_rounds += max(1, report.rounds_failed)
-            self.emit(RoundFailed(epoch=report.epoch, reason=_why(report)))
+            stats.failed_rounds += max(1, report.rounds_failed)
+            self.emit(RoundFailed(epoch=report.epoch, reason=_failure_reason(report)))
         if report.resynchronised is not None:
             load = report.resynchronised
-            accounts.finish_epoch(0)
+            stats.finish_epoch(0)
             reason = report.reason or load.reason or "the swarm was ahead"
             self.emit(
                 Resynchronised(epoch=report.epoch, loaded=load.loaded, reason=reason, seconds=load.seconds)
@@ -126,28 +129,30 @@ class Training:
         elif report.stepped:
             self._epoch_done(report, now_s)
             return True
-        if now_s - self.told_s >= _PROGRESS_S:
-            self._tell_progress(now_s)
+        if now_s - self.progress_sent_s >= _PROGRESS_S:
+            self._emit_progress(now_s)
         return False
 
     def _epoch_done(self, report: StepReport, now_s: float) -> None:
-        accounts = self.accounts
-        done = accounts.finish_epoch(report.contributed)
+        stats = self.stats
+        done = stats.finish_epoch(report.contributed)
         averaged, state = report.round, report.state_round
         if not report.alone:
-            accounts.rounds += 1
+            stats.rounds += 1
             digest = averaged.digest if averaged is not None else ""
-            accounts.digest, accounts.digest_epoch = (
-                (digest, report.epoch) if digest else (accounts.digest, accounts.digest_epoch)
+            stats.digest, stats.digest_epoch = (
+                (digest, report.epoch) if digest else (stats.digest, stats.digest_epoch)
             )
-        if accounts.contributing_epoch is None and report.contributed:
-            accounts.contributing_epoch = report.epoch
+        if stats.contributing_epoch is None and report.contributed:
+            stats.contributing_epoch = report.epoch
             self.emit(Contributed(epoch=report.epoch, start_s=process_age_s()))
-        validation_loss = self._validate() if self.validates and self.pacing.due(now_s) else None
-        told = {"loss": done.loss if report.contributed else None, "validation_loss": validation_loss}
-        self.optimizer.report(**{name: loss for name, loss in told.items() if loss is not None})
+        validation_loss = (
+            self._validate() if self.validates and self.validation_schedule.is_due(now_s) else None
+        )
+        losses = {"loss": done.loss if report.contributed else None, "validation_loss": validation_loss}
+        self.optimizer.report(**{name: loss for name, loss in losses.items() if loss is not None})
         view = self.optimizer.progress
-        mine = view.peers.get(self.own)
+        mine = view.peers.get(self.own_peer_id)
         self.emit(
             EpochDone(
                 epoch=report.epoch,
@@ -164,16 +169,16 @@ class Training:
                 drift=report.drift,
             )
         )
-        self.told_s = now_s
+        self.progress_sent_s = now_s
 
-    def _tell_progress(self, now_s: float) -> None:
+    def _emit_progress(self, now_s: float) -> None:
         view = self.optimizer.progress
-        mine = view.peers.get(self.own)
-        self.told_s = now_s
+        mine = view.peers.get(self.own_peer_id)
+        self.progress_sent_s = now_s
         self.emit(
             TrainingProgress(
                 epoch=view.epoch,
-                loss=self.accounts.epoch.loss,
+                loss=self.stats.epoch.loss,
                 samples_per_s=mine.samples_per_s if mine is not None else 0.0,
                 swarm_samples=int(view.samples),
                 swarm_samples_per_s=view.samples_per_s,
@@ -182,12 +187,12 @@ class Training:
         )
 
     def _validate(self) -> float | None:
-        """Measure the loss on the held-out part; None when there is no memory for it, and then never again."""
+        """Return the validation loss. If memory runs out, return None and do not validate again."""
         started_s = time.monotonic()
         self.model.eval()
         loss = None
         try:
-            loss = self.accounts.validation_loss = self.data.validation_loss(self.model)
+            loss = self.stats.validation_loss = self.data.validation_loss(self.model)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -199,26 +204,27 @@ class Training:
             release_cached_memory(device)
             self.emit(
                 Notice(
-                    text=f"the held-out part does not fit into the memory of {device}: this peer measures no loss on it any more"
+                    text=f"the held-out part does not fit into the memory of {device}: "
+                    "this peer measures no loss on it any more"
                 )
             )
         ended_s = time.monotonic()
-        self.pacing.took(ended_s - started_s, ended_s)
+        self.validation_schedule.finished(ended_s - started_s, ended_s)
         return loss
 
 
 def _ran_out_of_memory(report: StepReport) -> bool:
-    """Whether a round failed because a device of this peer had no memory left."""
+    """Return whether a round failed because a device of this peer had no memory left."""
     return any(
         one is not None and one.failed and one.reason == "memory"
         for one in (report.round, report.state_round)
     )
 
 
-def _why(report: StepReport) -> str:
+def _failure_reason(report: StepReport) -> str:
     result = report.round
-    told = [report.reason] if report.reason else []
+    reasons = [report.reason] if report.reason else []
     if result is not None and result.failed:
-        told.append(result.detail or result.reason)
-        told += [f"{peer.short}: {why}" for peer, why in result.left_out.items()]
-    return "; ".join(dict.fromkeys(told)) or "no reason was given"
+        reasons.append(result.detail or result.reason)
+        reasons += [f"{peer.short}: {why}" for peer, why in result.left_out.items()]
+    return "; ".join(dict.fromkeys(reasons)) or "no reason was given"

@@ -1,5 +1,5 @@
-"""A volunteer: builds what the specification names, fetches the state, and trains until the run ends or
-somebody wants it to stop.
+"""A volunteer: builds model, data and optimizer from the specification, downloads the state, and trains until
+the run ends or the volunteer is stopped.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 from swarm.core.device import current_device, explained_failures, is_device_failure
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
-from swarm.run import machine, outlook
-from swarm.run.accounts import TrainingStats, ValidationSchedule
+from swarm.run import machine
+from swarm.run.changes import FANOUT, FollowerServices, RunFollower, differences, restart_needed
+from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
 from swarm.run.directory import RunDirectory
+from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
 from swarm.run.events import (
     Emit,
     Finished,
@@ -30,12 +32,11 @@ from swarm.run.events import (
     RunFound,
     StateDownloaded,
 )
-from swarm.run.following import FANOUT, FollowerServices, RunFollower, differences, restart_needed
 from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide
-from swarm.run.memory import MemoryEstimate, device_peak, estimate, peak_bytes
+from swarm.run.memory import MemoryEstimate, device_peak, estimate_memory, peak_bytes
 from swarm.run.microbatches import MicroBatches
-from swarm.run.saving import CheckpointConfig, Saver
 from swarm.run.specification import RunSpecification, SignedSpecification
+from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import make_task
 from swarm.run.training import STATE_TIMEOUT_S, Training
 
@@ -46,26 +47,26 @@ if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.run.task import TaskData
 
-_LOOK_S = 0.5  # how often limits and wishes are looked at
-_STRANGERS_MAX = 32
+_DECIDE_S = 0.5  # how often limits and requests to pause are checked
+_OTHER_PEERS_MAX = 32  # peers that may be members, to which new versions are forwarded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolunteerConfig:
-    """What the volunteer decides, as against what the run's owner does."""
+    """Settings of the volunteer. Those of the run are in its specification."""
 
-    # a name that `swarm.core.device.resolve_device` takes: auto, cpu, cuda, cuda:N or mps
+    # a name that `swarm.core.device.resolve_device` accepts: auto, cpu, cuda, cuda:N or mps
     device: str = "auto"
-    data: Path | None = None  # a folder of its own instead of the task's default data
-    validation_share: float = 0.05  # of the time may go into measuring the loss on the held-out part
-    validation_s_min: float = 2.0  # between two measurements at least
+    data: Path | None = None  # a folder to train on instead of the task's default data
+    validation_share: float = 0.05  # largest fraction of the time spent on validation
+    validation_s_min: float = 2.0  # smallest pause between two validations
     limits: VolunteerLimits = field(default_factory=VolunteerLimits)
-    asked_to_pause: Callable[[], bool] = lambda: False  # is asked about twice a second
-    saving: CheckpointConfig | None = None  # None: no checkpoints
+    asked_to_pause: Callable[[], bool] = lambda: False  # called about twice a second
+    checkpoints: CheckpointConfig | None = None  # None: no checkpoints
 
 
 class Volunteer:
-    """One peer's part in one run. Made and used on the trainer's thread; `stop` may be set from any."""
+    """Trains one run on one peer. Use it on the trainer's thread; any thread may set `stop`."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Volunteer:
         emit: Emit,
         stop: threading.Event,
     ) -> None:
-        """UsageError when the task is not installed here or does not accept the specification's settings."""
+        """Raise UsageError if the task is not installed here or refuses the settings of the specification."""
         self.signed = signed
         self._node, self._directory, self._config, self._emit, self._stop = (
             node,
@@ -87,23 +88,23 @@ class Volunteer:
         )
         self._task = make_task(self.specification.task.name, self.specification.task.settings)
         self._description = self._task.describe(self.specification.batch_size)
-        self._training: Training | None = None
+        self.training: Training | None = None  # set once `train` has joined the run
 
     @property
     def specification(self) -> RunSpecification:
         return self.signed.specification
 
     def _estimate(self, *, on_cuda: bool) -> MemoryEstimate:
-        saves = self._config.saving is not None and self._config.saving.every_s > 0
-        return estimate(self.specification, self._description, on_cuda=on_cuda, saves=saves)
+        saves = self._config.checkpoints is not None and self._config.checkpoints.every_s > 0
+        return estimate_memory(self.specification, self._description, on_cuda=on_cuda, saves=saves)
 
-    def introduce(self, *, founded: bool) -> RunFound:
-        """What will be trained, what it takes here, and what traffic to expect."""
+    def describe_run(self, *, created: bool) -> RunFound:
+        """Return what will be trained, the memory that it needs here and the traffic to expect."""
         specification, description = self.specification, self._description
-        seen = outlook.RunEstimate(0, 0.0, 0)
-        if not founded:
-            seen = self._node.network.run(
-                outlook.look(
+        run = RunEstimate(0, 0.0, 0)
+        if not created:
+            run = self._node.network.run(
+                estimate_run(
                     self._node.dht.service, self.signed.run_id, self._node.peer_id, self._node.clock
                 ),
                 10.0,
@@ -114,7 +115,7 @@ class Volunteer:
             name=self.signed.name,
             run_id=self.signed.run_id,
             version=self.signed.version,
-            founded=founded,
+            created=created,
             summary=specification.description or description.summary,
             sample=description.sample,
             parameters=description.parameters,
@@ -123,17 +124,16 @@ class Volunteer:
             device_memory_bytes=needed.device_bytes if on_cuda else None,
             target_batch_size=specification.target_batch_size,
             batch_size=specification.batch_size,
-            round_bytes=outlook.round_bytes(specification, description, seen.peers + 1),
-            traffic_bytes_per_hour=outlook.bytes_per_hour(specification, description, seen),
-            peers=seen.peers,
+            round_bytes=round_bytes(specification, description, run.peers + 1),
+            traffic_bytes_per_hour=bytes_per_hour(specification, description, run),
+            peers=run.peers,
         )
 
     def choose_device(self) -> torch.device:
-        """Return the device to train on, which has enough memory, as has the machine. Waits for torch's
-        import.
+        """Return the device to train on, after checking the memory of device and machine. Imports torch.
 
-        UsageError: the device is not there. SwarmError: there is too little memory, or the volunteer allows
-        too little.
+        Raises UsageError if the device does not exist, and SwarmError if there is too little memory or the
+        volunteer allows too little.
         """
         device = machine.choose_device(self._config.device, self.specification)
         needed = self._estimate(on_cuda=device.type == "cuda")
@@ -142,85 +142,87 @@ class Volunteer:
         if device.type == "cuda":
             free = machine.free_bytes(device)
             machine.check_memory(needed.device_bytes, free, self.signed.name, str(device))
-            own = f"about {needed.device_bytes / 1e6:,.0f} MB of its own memory, of which {free / 1e6:,.0f} MB are free"
-            self._emit(
-                Notice(
-                    text=f"on {device}: {own}, and about {needed.host_bytes / 1e6:,.0f} MB of the machine's"
-                )
+            text = (
+                f"on {device}: about {needed.device_bytes / 1e6:,.0f} MB of its own memory, "
+                f"of which {free / 1e6:,.0f} MB are free, "
+                f"and about {needed.host_bytes / 1e6:,.0f} MB of the machine's"
             )
+            self._emit(Notice(text=text))
         return device
 
     def train(self, device: torch.device, *, new: bool = False, why: Callable[[], str] = str) -> Finished:
-        """Build, fetch the state (there is none if the run is `new`), train; returns when the run is over or
-        `stop` is set.
+        """Build the model, download the state unless the run is `new`, and train until the run ends or `stop`
+        is set. Return the summary.
 
-        `why` says what set it. NotEnoughPeers: there are peers, but none could give the state. SwarmError:
-        the device failed or has not enough memory; the others were told goodbye, and nothing was saved since.
+        `why` returns the reason for which `stop` was set. Raises NotEnoughPeers if there are peers and none
+        could send its state, and SwarmError if the device fails or has too little memory. In that case this
+        peer has left the run properly and has written no checkpoint since.
         """
-        # What a task does without naming a device (pinned memory, streams, "cuda") belongs to the chosen one,
-        # too.
+        # A task may use the device without naming it (pinned memory, streams, "cuda").
         with explained_failures(device), current_device(device):
             return self._train(device, new=new, why=why)
 
     def _train(self, device: torch.device, *, new: bool, why: Callable[[], str]) -> Finished:
-        from swarm.run.inner import build_optimizer
+        from swarm.run.inner_optimizer import build_optimizer
 
         model = self._task.build_model(self.specification.seed).to(device)
         data = self._task.load_data(self._config.data, device)
         inner = build_optimizer(model, self.specification.optimizer)
         started_s = time.monotonic()
-        training = self._training = self._prepared(model, data, inner, device)
-        saver = self._saver(model, inner)
+        training = self.training = self._make_training(model, data, inner, device)
+        writer = self._checkpoint_writer(model, inner)
         reason = ""
         try:
             self._node.network.run(self._follow(training), 5.0)
             try:
-                self._begin(training, saver, new=new)
-                self._joined(device, data.summary)
-                reason = self._loop(training, saver)
+                self._load_first_state(training, writer, new=new)
+                self._emit_joined(device, data.summary)
+                reason = self._loop(training, writer)
             except KeyboardInterrupt:
                 if not self._stop.is_set():
                     raise
-            finished = self._finished(
+            finished = self._emit_finished(
                 training, reason or why() or "it was asked to stop", time.monotonic() - started_s
             )
-            if saver is not None:
-                saver.close(training.optimizer)
+            if writer is not None:
+                writer.close(training.optimizer)
             return finished
         finally:
             self._leave(training)
 
-    def _prepared(
+    def _make_training(
         self, model: torch.nn.Module, data: TaskData, inner: torch.optim.Optimizer, device: torch.device
     ) -> Training:
-        """Everything that training needs, and this peer in the run."""
+        """Join the run and return the objects that training needs."""
         return Training(
             model=model,
             data=data,
-            optimizer=self._open(inner),
+            optimizer=self._join(inner),
             signed=self.signed,
-            own=self._node.peer_id,
+            own_peer_id=self._node.peer_id,
             emit=self._emit,
             swarm_s=self._node.clock.swarm_s,
-            accounts=TrainingStats(),
-            pacing=ValidationSchedule(self._config.validation_share, self._config.validation_s_min),
+            stats=TrainingStats(),
+            validation_schedule=ValidationSchedule(
+                self._config.validation_share, self._config.validation_s_min
+            ),
             micro_batches=MicroBatches(model=model, data=data, device=device, emit=self._emit),
         )
 
     def _leave(self, training: Training) -> None:
-        """Say goodbye to the others."""
+        """Leave the run."""
         try:
             training.optimizer.close()
         except RuntimeError as error:
-            # A round in the background has tensors on the device. If that failed, the node says goodbye for
-            # this peer when it closes.
+            # A round in the background has tensors on the device. If the device failed, the node announces
+            # the departure of this peer when it closes.
             if not is_device_failure(error):
                 raise
 
-    def _open(self, inner: torch.optim.Optimizer) -> Optimizer:
-        """Take part in the run, by the specification as it is now."""
+    def _join(self, inner: torch.optim.Optimizer) -> Optimizer:
+        """Join the run with the current specification."""
         from averaging.optim.optimizer import Optimizer, OptimizerConfig
-        from swarm.run.inner import schedule_factory
+        from swarm.run.inner_optimizer import schedule_factory
 
         specification = self.specification
         optimizer = Optimizer(
@@ -241,13 +243,16 @@ class Volunteer:
         return optimizer
 
     def fetch_state(self, path: Path) -> Path:
-        """Only download the swarm's present state, into a checkpoint. NotEnoughPeers when nobody can give it."""
+        """Download the swarm's current state into a checkpoint, without training.
+
+        Raises NotEnoughPeers if no peer can send it.
+        """
         from averaging.optim.state.checkpoint import names_of, write
-        from swarm.run.inner import build_optimizer
+        from swarm.run.inner_optimizer import build_optimizer
 
         model = self._task.build_model(self.specification.seed)
         inner = build_optimizer(model, self.specification.optimizer)
-        with contextlib.closing(self._open(inner)) as optimizer:
+        with contextlib.closing(self._join(inner)) as optimizer:
             result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
             if not result.loaded:
                 raise NotEnoughPeers(
@@ -260,76 +265,79 @@ class Volunteer:
                 view.close()
         return path
 
-    def _saver(self, model: torch.nn.Module, inner: torch.optim.Optimizer) -> Saver | None:
-        if self._config.saving is None:
+    def _checkpoint_writer(
+        self, model: torch.nn.Module, inner: torch.optim.Optimizer
+    ) -> CheckpointWriter | None:
+        if self._config.checkpoints is None:
             return None
         from averaging.optim.state.checkpoint import names_of
 
         about = {"run": self.signed.full_name, "task": self.specification.task.name}
-        return Saver(self._config.saving, names_of(model, inner), about, self._emit)
+        return CheckpointWriter(self._config.checkpoints, names_of(model, inner), about, self._emit)
 
-    def _begin(self, training: Training, saver: Saver | None, *, new: bool) -> None:
-        """From a checkpoint, from the swarm, or from the first parameters."""
-        saving = self._config.saving
-        if saver is not None and saving is not None and saving.resume and saver.resume(training.optimizer):
-            return  # if the swarm is further, the first step fetches its state
-        if (new or self._load_state(training.optimizer)) and saver is not None:
-            saver.begins_anew()
+    def _load_first_state(self, training: Training, writer: CheckpointWriter | None, *, new: bool) -> None:
+        """Start from a checkpoint, from the swarm's state, or from the initial parameters."""
+        config = self._config.checkpoints
+        if writer is not None and config is not None and config.resume and writer.resume(training.optimizer):
+            return  # if the swarm is ahead, the first step downloads its state
+        if (new or self._load_state(training.optimizer)) and writer is not None:
+            writer.start_over()
 
-    def _loop(self, training: Training, saver: Saver | None) -> str:
-        """Steps until there is a reason to end; empty when `stop` was it. The end is looked at between
-        epochs, so that all end alike.
+    def _loop(self, training: Training, writer: CheckpointWriter | None) -> str:
+        """Train until there is a reason to end, and return it; empty if `stop` was set.
+
+        Whether the run has ended is checked between epochs, so that all members end at the same epoch.
         """
-        over = training.over()
-        looked_s = float("-inf")
-        while not over and not self._stop.is_set():
-            if time.monotonic() - looked_s >= _LOOK_S:
-                say, why = self._decide()
-                if say is Decision.LEAVE:
+        reason = training.end_reason()
+        decided_s = float("-inf")
+        while not reason and not self._stop.is_set():
+            if time.monotonic() - decided_s >= _DECIDE_S:
+                decision, why = self._decide()
+                if decision is Decision.LEAVE:
                     return why
-                if say is not Decision.TRAIN:
-                    over = self._pause(training, say, why)
+                if decision is not Decision.TRAIN:
+                    reason = self._pause(training, decision, why)
                     continue
-                looked_s = time.monotonic()
+                decided_s = time.monotonic()
             if training.step():
-                over = training.over()
-                if saver is not None:
-                    saver.after_epoch(training.optimizer)
+                reason = training.end_reason()
+                if writer is not None:
+                    writer.after_epoch(training.optimizer)
             elif self.specification.ended:
-                over = training.over()
-        return over
+                reason = training.end_reason()
+        return reason
 
     def _decide(self) -> tuple[Decision, str]:
-        """What the volunteer's limits and the run's owner want at this moment."""
+        """Decide by the volunteer's limits and the settings of the run's owner."""
         limits = self._config.limits
-        moment = MachineStatus(
+        status = MachineStatus(
             second_of_day=machine.second_of_day(),
-            memory_bytes=machine.taken_bytes() if limits.memory_bytes_max is not None else 0,
+            memory_bytes=machine.used_bytes() if limits.memory_bytes_max is not None else 0,
             asked_to_pause=self._config.asked_to_pause(),
             run_paused=self.specification.paused,
             banned=self._node.peer_id in self.specification.banned_peers,
         )
-        return decide(limits, moment)
+        return decide(limits, status)
 
-    def _pause(self, training: Training, say: Decision, why: str) -> str:
-        """Wait until training goes on; why the run is over, if that comes first.
+    def _pause(self, training: Training, decision: Decision, why: str) -> str:
+        """Wait until training goes on. If the run ends first, return the reason.
 
-        Who rests stays a member. Who pauses says goodbye to the others, so that nobody waits for it, and
-        keeps the model in memory: when it comes back, it fetches what the swarm has reached meanwhile.
+        A volunteer that rests stays a member. A volunteer that pauses leaves the run, so that no peer waits
+        for it, and keeps the model in memory; when it joins again it downloads the current state.
         """
-        began_s, member = time.monotonic(), say is Decision.REST
+        began_s, member = time.monotonic(), decision is Decision.REST
         self._emit(Paused(reason=why, member=member))
-        kept = None
+        saved_state = None
         if member:
-            training.optimizer.rest(True)
+            training.optimizer.pause(True)
         else:
-            kept = training.optimizer.state_dict()
+            saved_state = training.optimizer.state_dict()
             training.optimizer.close()
-        over = training.over()
-        while not over and not self._stop.wait(0.0 if member else _LOOK_S):
-            report = training.optimizer.attend(_LOOK_S) if member else None
+        end_reason = training.end_reason()
+        while not end_reason and not self._stop.wait(0.0 if member else _DECIDE_S):
+            report = training.optimizer.join_started_round(_DECIDE_S) if member else None
             if report is not None:  # others were at the end of an epoch when the pause reached them
-                training.after(report)
+                training.record(report)
             now, _ = self._decide()
             if (
                 now is Decision.TRAIN
@@ -338,19 +346,23 @@ class Volunteer:
                 or (not member and now is Decision.REST)
             ):
                 break
-            over = training.over()
-        if over or self._stop.is_set():
-            return over
-        if kept is None:
-            training.optimizer.rest(False)
+            end_reason = training.end_reason()
+        if end_reason or self._stop.is_set():
+            return end_reason
+        if saved_state is None:
+            training.optimizer.pause(False)
         else:
-            training.optimizer = self._open(training.optimizer.inner)
-            training.optimizer.load_state_dict(kept)
+            training.optimizer = self._join(training.optimizer.inner)
+            training.optimizer.load_state_dict(saved_state)
         self._emit(Resumed(seconds=time.monotonic() - began_s))
         return ""
 
     def _load_state(self, optimizer: Optimizer) -> bool:
-        """The swarm's present state, if there is a swarm; True when there is none, and the run begins anew."""
+        """Download the swarm's current state. Return True if there is no other peer, so that the run starts
+        from its initial parameters.
+
+        Raises NotEnoughPeers if there are other peers and none could send its state.
+        """
         result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
         if result.loaded:
             self._emit(
@@ -366,16 +378,18 @@ class Volunteer:
         elif result.alone:
             self._emit(
                 Notice(
-                    text="nobody has a state to give: beginning with the first parameters, which follow from the specification's seed"
+                    text="no peer has a state to download: "
+                    "starting with the initial parameters, which follow from the specification's seed"
                 )
             )
         else:
             raise NotEnoughPeers(
-                f"the state of {self.signed.full_name} could not be downloaded: {result.reason}. Try again in a while"
+                f"the state of {self.signed.full_name} could not be downloaded: {result.reason}. "
+                "Try again in a while"
             )
         return result.alone
 
-    def _joined(self, device: torch.device, data: str) -> None:
+    def _emit_joined(self, device: torch.device, data: str) -> None:
         addresses = self._node.addresses
         self._emit(
             Joined(
@@ -389,38 +403,37 @@ class Volunteer:
         )
 
     async def _follow(self, training: Training) -> None:
-        """In the background, for as long as the node lives: members keep the specification, and follow the
-        owner's newer versions.
-        """
+        """Renew the specification and follow its newer versions in the background until the node closes."""
         services = FollowerServices(
             handlers=self._node.handlers,
             caller=self._node.channels,
             directory=self._directory,
             rng=random.Random(),
         )
-        follower = RunFollower(services, self.signed, self._others, self._take_over)
+        follower = RunFollower(services, self.signed, self._other_members, self._apply_version)
         self._node.supervisor.spawn(
-            f"keeping the specification of {self.signed.full_name}", follower.run, restart=True
+            f"renewing the specification of {self.signed.full_name}", follower.run, restart=True
         )
 
-    def _others(self) -> list[Contact]:
-        """Members that are known here, and peers that may be members."""
+    def _other_members(self) -> list[Contact]:
+        """Return known members and, in a large run, some peers that may be members."""
         contacts = (
-            {contact.peer_id: contact for contact in self._training.optimizer.contacts()}
-            if self._training
+            {contact.peer_id: contact for contact in self.training.optimizer.contacts()}
+            if self.training
             else {}
         )
-        if len(contacts) >= FANOUT * 4:  # one shard of a large run: the rumour must leave it
+        # In a large run the optimizer knows the members of one shard only; the gossip must reach the others.
+        if len(contacts) >= FANOUT * 4:
             contacts |= {
-                known.contact.peer_id: known.contact for known in self._node.peers()[:_STRANGERS_MAX]
+                known.contact.peer_id: known.contact for known in self._node.peers()[:_OTHER_PEERS_MAX]
             }
         return list(contacts.values())
 
-    def _take_over(self, newer: SignedSpecification) -> None:
-        """A newer version of the owner's, on the network thread."""
+    def _apply_version(self, newer: SignedSpecification) -> None:
+        """Apply a newer version of the specification. Runs on the network thread."""
         old, new = self.signed.specification, newer.specification
         self.signed = newer
-        training = self._training
+        training = self.training
         if training is not None:
             training.signed = newer
             if new.target_batch_size != old.target_batch_size:
@@ -430,27 +443,27 @@ class Volunteer:
             RunChanged(version=newer.version, changes=differences(old, new), restart=restart_needed(old, new))
         )
 
-    def _finished(self, training: Training, reason: str, seconds: float) -> Finished:
-        accounts, device = training.accounts, training.micro_batches.device
-        needed, device_taken = self._estimate(on_cuda=device.type == "cuda"), device_peak(device)
+    def _emit_finished(self, training: Training, reason: str, seconds: float) -> Finished:
+        stats, device = training.stats, training.micro_batches.device
+        needed, peak = self._estimate(on_cuda=device.type == "cuda"), device_peak(device)
         finished = Finished(
             reason=reason,
             epoch=training.optimizer.epoch,
-            samples=accounts.samples,
-            rounds=accounts.rounds,
-            failed_rounds=accounts.failed_rounds,
-            loss_first=accounts.loss_first,
-            loss_last=accounts.loss_last,
-            validation_loss=accounts.validation_loss,
+            samples=stats.samples,
+            rounds=stats.rounds,
+            failed_rounds=stats.failed_rounds,
+            loss_first=stats.loss_first,
+            loss_last=stats.loss_last,
+            validation_loss=stats.validation_loss,
             seconds=seconds,
-            sent_bytes=accounts.sent_bytes,
-            digest=accounts.digest,
-            digest_epoch=accounts.digest_epoch,
+            sent_bytes=stats.sent_bytes,
+            digest=stats.digest,
+            digest_epoch=stats.digest_epoch,
             memory_bytes=needed.host_bytes,
             memory_peak_bytes=peak_bytes(),
             device_memory_bytes=needed.device_bytes,
-            device_memory_peak_bytes=device_taken.allocated_bytes,
-            device_memory_reserved_bytes=device_taken.reserved_bytes,
+            device_memory_peak_bytes=peak.allocated_bytes,
+            device_memory_reserved_bytes=peak.reserved_bytes,
         )
         self._emit(finished)
         return finished

@@ -1,3 +1,3 @@
-"""Fakes that ship with the library: a virtual event loop, a simulated network, identities from a seed.
-Nothing but tests imports them.
+"""Test doubles that ship with the library: a virtual event loop, a simulated network, identities from a seed.
+Only tests and benchmarks import them.
 """

@@ -1,4 +1,4 @@
-"""The client side of a simulated peer: unary calls and streams to the handlers of others."""
+"""The client side of a simulated peer: unary calls and streams to the handlers of other peers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class _Exchange:
-    """One unary call on its way: a request there, perhaps twice, a handler's task each time, and the first
-    answer back.
+    """One unary call: a request, perhaps delivered twice, a task of the handler for each delivery, and the
+    first answer back.
     """
 
     __slots__ = ("_handlers", "_method", "_own", "_request", "_target", "answered")
@@ -40,8 +40,8 @@ class _Exchange:
         self._own.network.send(self._own, self._target, self._method.name, len(self._request), self._arrived)
 
     def close(self) -> None:
-        """The caller has its answer, or wants none any more: what still runs for it ends, as a handler of
-        gRPC does.
+        """Cancel handlers that still run, because the caller has its answer or gave up; gRPC does the
+        same.
         """
         for task in self._handlers:
             if not task.done():
@@ -59,7 +59,10 @@ class _Exchange:
             return None  # given up before it arrived
         handler = target.handlers.find(method.name)
         if not isinstance(handler, UnaryHandler):
-            text = f"peer {target.peer_id} does not serve {method.name}: it runs another version, or not this service"
+            text = (
+                f"peer {target.peer_id} does not serve {method.name}:"
+                " it runs another version, or not this service"
+            )
             return self._reply(b"", PeerError(text))
         work = handler.function(self._own.peer_id, method.request.FromString(self._request))
         task = asyncio.get_running_loop().create_task(_coroutine(work))
@@ -80,7 +83,8 @@ class _Exchange:
             payload = task.result().SerializeToString()
             if len(payload) > method.reply_bytes_max:
                 error = RuntimeError(
-                    f"our reply has {len(payload)} bytes, more than {method.name} allows ({method.reply_bytes_max})"
+                    f"the reply has {len(payload)} bytes, more than {method.name} allows"
+                    f" ({method.reply_bytes_max})"
                 )
                 payload = b""
         failure = target.network.outcome(target, method.name, error)
@@ -108,11 +112,12 @@ class SimulatedCaller:
     async def call(
         self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
     ) -> ReplyT:
-        """One unary call, with the errors of the real one."""
+        """Perform one unary call, with the errors of the real transport."""
         payload = request.SerializeToString()
         if len(payload) > method.request_bytes_max:
             raise UsageError(
-                f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(payload)}"
+                f"{method.name} takes requests of at most {method.request_bytes_max} bytes;"
+                f" this one has {len(payload)}"
             )
         target = self._reach(contact)
         if target is None:
@@ -133,8 +138,8 @@ class SimulatedCaller:
         return method.reply.FromString(answer)
 
     def _reach(self, contact: Contact) -> SimulatedPeer | None:
-        """Who listens at the contact; None: nobody, and nobody says so. NetworkError: nobody, and the machine
-        there says so.
+        """Return the peer that listens at the contact, or None when there is none and its machine is silent.
+        Raise NetworkError when there is none and its machine refuses the connection.
         """
         if contact.peer_id == self._own.peer_id:
             raise UsageError("a peer does not call itself")
@@ -144,14 +149,14 @@ class SimulatedCaller:
             return target
         if contact.addresses and network.config.dead_are_silent:
             return None
-        raise NetworkError(f"peer {contact.peer_id} cannot be reached: nobody of that name listens there")
+        raise NetworkError(f"peer {contact.peer_id} cannot be reached: it does not listen there")
 
     @asynccontextmanager
     async def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
     ) -> AsyncIterator[SimulatedStream]:
-        """A stream to the peer's handler; leaving the context cancels what is unfinished. `timeout_s` bounds
-        its whole life; lanes share a link.
+        """Open a stream to the peer's handler; leaving the context cancels whatever is unfinished.
+        `timeout_s` bounds its whole life; `lane` has no effect.
         """
         try:
             async with asyncio.timeout(timeout_s) as timeout:
@@ -162,7 +167,10 @@ class SimulatedCaller:
                 await self._own.network.travel(self._own, target, method.name, 0)
                 found = target.handlers.find(method.name)
                 if not isinstance(found, StreamHandler):
-                    text = f"peer {target.peer_id} does not serve {method.name}: it runs another version, or not this service"
+                    text = (
+                        f"peer {target.peer_id} does not serve {method.name}:"
+                        " it runs another version, or not this service"
+                    )
                     raise PeerError(text)
                 near, far = stream_pair(self._own, target, method)
                 task = target.supervisor.spawn(

@@ -1,9 +1,9 @@
-"""Random numbers that are the same on every Python, whatever PYTHONHASHSEED says.
+"""Random numbers that are the same on every Python version and for every PYTHONHASHSEED.
 
-Of `random.Random` only `random()` and `getrandbits()` are promised to repeat from one Python to the next for
-the same integer seed; how `choice`, `shuffle`, `sample` or `expovariate` use them has changed before and may
-again. `Chance` defines those here, on `random()` alone, and takes its seed from text, through a hash that
-does not change. It is a `random.Random`, so that services take it as their `rng`.
+Of `random.Random` only `random()` and `getrandbits()` are guaranteed to repeat between versions for the same
+integer seed; the way in which `choice`, `shuffle`, `sample` and `expovariate` use them has changed before.
+`Chance` defines these on `random()` alone, and takes its seed from text, through a stable hash. It is a
+`random.Random`, so that services accept it as their `rng`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Chance(random.Random):
-    """A source of random numbers named by its parts: `Chance(seed, "faults")` has nothing in common with
+    """Source of random numbers, seeded by its arguments: `Chance(seed, "faults")` is independent of
     `Chance(seed, "work")`.
     """
 
@@ -27,10 +27,11 @@ class Chance(random.Random):
         super().__init__(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big"))
 
     def below(self, count: int) -> int:
-        """0 to count - 1, evenly (to within 2**-53)."""
+        """Return a uniform integer from 0 to count - 1 (to within 2**-53)."""
         return int(self.random() * count)
 
     def happens(self, chance: float) -> bool:
+        """Return True with this probability."""
         return self.random() < chance
 
     def uniform(self, a: float, b: float) -> float:
@@ -70,5 +71,5 @@ class Chance(random.Random):
         return drawn[:k]
 
     def expovariate(self, lambd: float = 1.0) -> float:
-        """Seconds until the next event of a kind of which `lambd` a second happen."""
+        """Return the time until the next event of a Poisson process with `lambd` events a second."""
         return -math.log(1.0 - self.random()) / lambd

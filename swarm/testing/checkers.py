@@ -1,9 +1,9 @@
-"""What must hold in a simulated swarm whatever happens: small classes, one promise each.
+"""Invariants of a simulated swarm: small classes, each of which checks one promise.
 
-A scenario keeps a `Ledger` of what every writer wrote and feeds the checkers while it runs: what was read,
-what each peer holds and how large its tables are. A broken promise becomes a line of `violations`, with the
-virtual time. The checkers know everything (the ledger, every peer's storage, the true time), which no peer
-does.
+A scenario keeps a `Ledger` of all writes and feeds the checkers while it runs: the results of reads, the
+contents of every storage and the sizes of all tables. A broken promise becomes a line of `violations` with
+the virtual time. The checkers know everything (the ledger, every peer's storage, the true time), which no
+peer does.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from swarm.testing.dht_swarm import SwarmMember
 from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
 _VIOLATIONS_MAX = 50
-_CLOCK_SLACK_S = 1.0  # what a peer leaves uncorrected of its clock (0.5 s), and the way of a message
+_CLOCK_SLACK_S = 1.0  # clock error that a peer leaves uncorrected (0.5 s), and the time of a message
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordedWrite:
-    """One entry that a writer issued. Every value is written once, so that a value names its write. Times are
-    the simulation's.
+    """One entry that a writer issued. Every value is written once, so that a value identifies its write.
+    Times are the simulation's.
     """
 
     number: int
@@ -34,18 +34,18 @@ class RecordedWrite:
     writer: PeerId
     begun_s: float
     expires_s: float
-    acknowledged_s: float | None = None  # None: still on its way, or no replica took it
-    # when a later write or a deletion by the same owner began: from then on either may be seen
+    acknowledged_s: float | None = None  # None: still on its way, or no replica accepted it
+    # when a later write or a deletion by the same owner began: from then on, either may be read
     replaced_s: float | None = None
-    last_plenty_s: float | None = None  # when two live peers were last seen to hold it
-    lost: bool = False  # found to be held by nobody
+    last_plenty_s: float | None = None  # when two live peers last held it
+    lost: bool = False  # no live peer held it at a check
 
     @property
     def owner(self) -> tuple[Key, PeerId, str | None]:
         return self.key, self.writer, self.subkey
 
     def lives(self, now_s: float) -> bool:
-        """Must a reader find it?"""
+        """Return whether a reader must find it."""
         return self.acknowledged_s is not None and self.replaced_s is None and now_s < self.expires_s
 
 
@@ -59,7 +59,7 @@ class Ledger:
     def begin(
         self, key: Key, subkey: str | None, writer: PeerId, now_s: float, expires_s: float
     ) -> RecordedWrite:
-        """A write begins; the value to store is its number."""
+        """Record the beginning of a write, and return it. The value to store is its number."""
         write = RecordedWrite(
             number=len(self.writes), key=key, subkey=subkey, writer=writer, begun_s=now_s, expires_s=expires_s
         )
@@ -69,24 +69,24 @@ class Ledger:
         return write
 
     def replace(self, owner: tuple[Key, PeerId, str | None], now_s: float) -> None:
-        """The owner's entry is being deleted or replaced."""
+        """Record that the owner's entry is being deleted or replaced."""
         old = self._latest.pop(owner, None)
         if old is not None:
             old.replaced_s = now_s
 
     def owned(self, writer: PeerId) -> list[RecordedWrite]:
-        """What this writer wrote last under each of its names."""
+        """Return the latest writes of this writer, one per key and subkey."""
         return [write for write in self._latest.values() if write.writer == writer]
 
     def living(self, now_s: float) -> list[RecordedWrite]:
-        """What must be found."""
+        """Return the writes that must be found."""
         for owner in [owner for owner, write in self._latest.items() if write.expires_s < now_s]:
             del self._latest[owner]
         return [write for write in self._latest.values() if write.lives(now_s)]
 
 
 class Violations:
-    """What went wrong; of more than fifty lines the first are kept."""
+    """Broken promises. Only the first fifty lines are kept."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -100,8 +100,8 @@ class Violations:
 
 @dataclass(slots=True, eq=False)
 class Authorship:
-    """No entry is one that its writer did not write: nothing is forged, mixed up, or overwritten by somebody
-    else.
+    """Checker: every entry was written by its stated writer, so that nothing is forged, mixed up, or
+    overwritten by another peer.
     """
 
     ledger: Ledger
@@ -110,7 +110,9 @@ class Authorship:
     def entry(
         self, where: str, key: Key, writer: PeerId, subkey: str | None, value: Any, now_s: float
     ) -> RecordedWrite | None:
-        """An entry that a reader was given, or a replica holds: its write, or None when nobody made it."""
+        """Return the write of an entry that a reader received or a replica holds, or None (a violation) when
+        that write does not exist.
+        """
         write = self.ledger.writes.get(value) if isinstance(value, int) else None
         if write is None or write.owner != (key, writer, subkey):
             self.violations.add(
@@ -122,8 +124,8 @@ class Authorship:
 
 @dataclass(slots=True, eq=False)
 class Expiry:
-    """No entry outlives its time: readers get none that has expired, by their own clock or (within what
-    clocks may err) by the true one.
+    """Checker: readers receive no expired entry, by their own clock or, within the error of clocks, by the
+    true time.
     """
 
     violations: Violations
@@ -144,18 +146,18 @@ class Expiry:
 
 @dataclass(slots=True, eq=False)
 class Survival:
-    """No record dies before its time: while an acknowledged record lives, somebody live holds it; unless all
-    who did went within `repair_s`, which no protocol can survive (counted in `unlucky`).
+    """Checker: while an acknowledged record lives, a live peer holds it, unless all of its holders went
+    within `repair_s`, which no protocol can survive (counted in `lost_with_holders`).
     """
 
     ledger: Ledger
     authorship: Authorship
     violations: Violations
     repair_s: float
-    unlucky: int = 0
+    lost_with_holders: int = 0
 
     def check(self, members: Sequence[SwarmMember], now_s: float) -> None:
-        """Look into every live peer's storage. To be called often, compared with `repair_s`."""
+        """Check the storage of every live peer. Call it often, compared with `repair_s`."""
         holders: collections.Counter[int] = collections.Counter()
         for member in members:
             storage, now_us = member.service.storage, int((EPOCH_UNIX_S + now_s) * 1e6)
@@ -177,18 +179,19 @@ class Survival:
         write.lost = True
         alone_s = now_s - write.last_plenty_s
         if alone_s < self.repair_s:
-            self.unlucky += 1
+            self.lost_with_holders += 1
         else:
-            text = f"entry {write.number} ({write.key}) is held by nobody, {write.expires_s - now_s:.0f} s before its expiration; "
-            self.violations.add(now_s, f"{text}{alone_s:.0f} s ago two peers had it")
+            left_s = write.expires_s - now_s
+            text = f"no peer holds entry {write.number} ({write.key}), {left_s:.0f} s before its expiration; "
+            self.violations.add(now_s, f"{text}{alone_s:.0f} s ago two peers held it")
 
 
 @dataclass(slots=True, eq=False)
 class Deadlines:
-    """Every operation ends by its deadline."""
+    """Checker: every operation ends by its deadline."""
 
     violations: Violations
-    slack_s: float = 0.05  # of virtual time, in which nothing but timers takes any
+    slack_s: float = 0.05  # of virtual time, which only timers consume
     pending: dict[int, tuple[str, float]] = field(default_factory=dict)
     begun: int = 0
 
@@ -203,7 +206,7 @@ class Deadlines:
             self.violations.add(now_s, f"{what} ended {now_s - deadline_s:.2f} s after its deadline")
 
     def check(self, now_s: float) -> None:
-        """Has one been forgotten?"""
+        """Report operations that have not ended by their deadline."""
         for number, (what, deadline_s) in list(self.pending.items()):
             if now_s > deadline_s + self.slack_s:
                 self.violations.add(
@@ -213,12 +216,12 @@ class Deadlines:
 
 
 class CheckLimits:
-    """Tables, caches and tasks stay under their limits: every collection that can be reached from a service,
-    by attribute name.
+    """Checker: every collection that can be reached from a service through attributes, and the tasks, stay
+    under their limits.
 
-    `limits` names what has a limit of its own; anything else may have `default_max` entries: whatever grows
-    without bound is found in a run that is long enough, whether anybody thought of it or not. `largest` says
-    how far each went.
+    `limits` sets the limits of single attributes; any other collection may have `default_max` entries, so
+    that unbounded growth is found in a long run even if nobody thought of it. `largest` holds the maximum of
+    each.
     """
 
     def __init__(
@@ -247,8 +250,8 @@ class CheckLimits:
 
 
 def sizes_of(root: object, depth_max: int = 4) -> Iterator[tuple[str, int]]:
-    """(path of attribute names, length) of every collection that belongs to `root`, in objects of this
-    project, as deep as `depth_max`.
+    """Yield (path of attribute names, length) for every collection that belongs to `root`, through objects of
+    this project, at most `depth_max` levels deep.
     """
     pending: list[tuple[str, object, int]] = [("", root, 0)]
     seen: set[int] = set()
@@ -275,14 +278,16 @@ def _attributes(value: object) -> list[str]:
     return [*getattr(value, "__dict__", {}), *slots]
 
 
-class OneSwarm:
-    """A healed swarm is one: everybody live is reached from everybody live, by routing tables alone."""
+class ConnectedSwarm:
+    """Checker: after healing, every live peer reaches every other through routing tables alone."""
 
     def __init__(self, violations: Violations) -> None:
         self._violations = violations
 
     def parts(self, members: Sequence[SwarmMember]) -> int:
-        """Into how many islands the tables fall: 1 is whole. An island: peers that all reach each other."""
+        """Return the number of islands (peers that all reach each other) in the tables: 1 is a whole
+        swarm.
+        """
         by_id = {member.peer.peer_id: number for number, member in enumerate(members)}
         known = [
             [by_id[contact.peer_id] for contact in member.service.overlay.table if contact.peer_id in by_id]

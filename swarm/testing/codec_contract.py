@@ -1,7 +1,6 @@
-"""What every codec must keep to, checked: call `check_codec` from a test of your own codec, as this project
-does from the tests of its own.
+"""Contract of codecs: call `check_codec` from a test of your own codec, as this project does for its codecs.
 
-AssertionError says what does not hold, and for which input.
+An AssertionError says which property does not hold, and for which input.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _SIZES = (0, 1, 2, 3, 7, 8, 63, 127, 129, 1000, 4095, 4097, 10_001)
 
 
 def check_codec(codec: Codec, *, seed: int = 0) -> None:
-    """Sizes, the error bound, bytes that depend on the values alone, cuts, NaN and infinity, and payloads
-    from a hostile peer.
+    """Check sizes, the error bound, determinism, cuts at block borders, NaN and infinity, and payloads from a
+    hostile peer. Raise AssertionError when a property does not hold.
     """
     chance = torch.Generator().manual_seed(seed)
     block = codec.block_elements
     assert block % 32768 == 0 or block >= 1 << 20, (
-        f"{codec.name}: sums over a part come out alike only if blocks are multiples of 32768"
+        f"{codec.name}: sums over a shard are reproducible only if blocks are multiples of 32768"
     )
     for numel in (*_SIZES, block - 1, block, block + 77):
         for values in inputs(numel, chance)[: None if numel < block - 1 else 2]:
@@ -35,18 +34,18 @@ def check_codec(codec: Codec, *, seed: int = 0) -> None:
 
 
 def encoded(codec: Codec, values: torch.Tensor) -> bytes:
-    """The bytes of flat float32 values."""
+    """Return the encoding of flat float32 values."""
     scratch = torch.full((codec.encoded_bytes(values.numel()),), 0xA5, dtype=torch.uint8)
     return bytes(codec.encode(values, scratch))
 
 
 def decoded(codec: Codec, payload: bytes | memoryview, numel: int) -> torch.Tensor:
-    """The values of an encoding, in memory of their own."""
+    """Return the values of an encoding, in their own memory."""
     return codec.decode(payload, torch.full((numel,), float("nan"))).clone()
 
 
 def inputs(numel: int, chance: torch.Generator) -> list[torch.Tensor]:
-    """Vectors of `numel` finite values: normal, heavy-tailed, large, tiny, equal, zero."""
+    """Return vectors of `numel` finite values: normal, heavy-tailed, large, tiny, equal, zero."""
     normal = torch.randn(numel, generator=chance)
     zeros = torch.zeros(numel)
     spike = zeros.clone()
@@ -78,7 +77,7 @@ def _check_values(codec: Codec, values: torch.Tensor) -> None:
     assert codec.is_finite(payload), f"{about}: finite values, and the encoding is not"
     assert not (found := codec.flaw(payload, values.numel())), f"{about}: {found}"
     result = decoded(codec, payload, values.numel())
-    for offset in (1, 2, 5):  # wherever it lies in a message
+    for offset in (1, 2, 5):  # at any offset in a message
         message = memoryview(bytes(offset) + payload)[offset:]
         assert torch.equal(decoded(codec, message, values.numel()), result), (
             f"{about}: other values at offset {offset}"
@@ -116,7 +115,9 @@ def _check_bits(codec: Codec) -> None:
 
 
 def _check_refused(codec: Codec, values: torch.Tensor, place: int) -> None:
-    """NaN, infinity and what is too large show in the encoding, so that a sender can be told."""
+    """Check that NaN, infinity and values beyond the codec's range show in the encoding, so that the sender
+    can be identified.
+    """
     too_large = codec.magnitude_max * 1.01
     for bad in (
         math.nan,
@@ -135,7 +136,9 @@ def _check_refused(codec: Codec, values: torch.Tensor, place: int) -> None:
 
 
 def _check_hostile(codec: Codec, numel: int, chance: torch.Generator) -> None:
-    """Bytes that nobody encoded: never an exception, and never NaN or infinity from what passes."""
+    """Check that arbitrary bytes never raise an exception, and never decode to NaN or infinity when they pass
+    the checks.
+    """
     size = codec.encoded_bytes(numel)
     for length in {0, 1, 2, 3, 5, max(size - 1, 0), size + 1, size + 4} - {size}:
         assert codec.flaw(bytes(length), numel), f"{codec.name}: {length} bytes for {numel} elements"

@@ -1,5 +1,5 @@
-"""A simulated swarm of production DHT peers: joined one by one, or put together as a network that has run for
-long would be.
+"""A simulated swarm of production DHT peers, either joined one by one or constructed in the state of a
+network that has run for long.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from swarm.net.rpc import Handlers, StreamHandler, UnaryHandler
 from swarm.testing.chance import Chance
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 
-# in a swarm that has run for long, peers have known each other for so long, and up to twice that
+# in a swarm that has run for long, peers have known each other for this time, and up to twice that
 _KNOWN_S = 7200.0
-_HEARD_S = 10.0  # and have heard of each other so long ago, and up to twice that
+_CONTACT_S = 10.0  # and have had contact this long ago, and up to twice that
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class SwarmMember:
 
 
 def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtService:
-    """The production service on a simulated peer."""
+    """Create the production service on a simulated peer."""
     return DhtService(
         own=lambda: peer.contact,
         identity=peer.identity,
@@ -45,7 +45,7 @@ def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtServi
 
 
 class DhtSwarm:
-    """All members, dead ones included."""
+    """All members of a swarm, including crashed ones."""
 
     def __init__(self, network: SimulatedNetwork, config: DhtConfig | None = None) -> None:
         self.network = network
@@ -57,35 +57,35 @@ class DhtSwarm:
         return [member for member in self.members if member.peer.up]
 
     def add(self, *, skew_s: float = 0.0, drift: float = 0.0) -> SwarmMember:
-        """A new peer that knows nobody yet."""
+        """Add a new peer that knows no other peer yet."""
         peer = self.network.peer(skew_s=skew_s, drift=drift)
         member = SwarmMember(peer, service_of(peer, self.config))
         self.members.append(member)
         return member
 
     async def grow(self, count: int) -> None:
-        """Peers that join one after the other, each through one that is there."""
+        """Add peers that join one after the other, each through a live one."""
         for _ in range(count):
-            there = self.live
+            live = self.live
             member = self.add()
-            if there:
-                await member.service.join([self.network.rng.choice(there).peer.contact])
+            if live:
+                await member.service.join([self.network.rng.choice(live).peer.contact])
 
     def settle(self, count: int, strangers: Sequence[SimulatedPeer] = ()) -> Overview:
-        """`count` new peers that know each other, and `strangers`, as if the swarm had run for long. No
+        """Add `count` new peers that know each other and `strangers`, as if the swarm had run for long. No
         message is sent.
         """
-        made = [self.add() for _ in range(count)]
-        everybody = Overview(
+        created = [self.add() for _ in range(count)]
+        overview = Overview(
             [member.peer.contact for member in self.members] + [peer.contact for peer in strangers]
         )
-        for member in made:
-            acquaint(member.service, everybody, self.network.rng)
-        return everybody
+        for member in created:
+            fill_routing_table(member.service, overview, self.network.rng)
+        return overview
 
     async def restart(self, member: SwarmMember, bootstrap: Sequence[Contact] = ()) -> None:
-        """The process starts again, its storage and table empty. Without `bootstrap` it finds its way by its
-        peer book alone.
+        """Restart a member with empty storage and routing table. Without `bootstrap` it finds the swarm by
+        its peer book alone.
         """
         self.network.restart(member.peer)
         member.service = service_of(member.peer, self.config)
@@ -93,21 +93,21 @@ class DhtSwarm:
             await member.service.join(bootstrap)
 
 
-def acquaint(service: DhtService, everybody: Overview, chance: Chance) -> None:
+def fill_routing_table(service: DhtService, overview: Overview, chance: Chance) -> None:
     """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its
-    range, chosen evenly. The table itself is asked with `on_answer`, as on the wire, and need not be told more
-    contacts than it keeps: known for hours, seen of late.
+    range, chosen evenly. The table is filled through `met`, as by calls, with the contacts that it keeps:
+    known for hours, seen lately.
     """
     table, now_s = service.overlay.table, service.clock.monotonic_s()
-    contacts = everybody.around(service.peer_id, table.config, chance)
-    # in the order in which the table hears of them
-    heard_s = sorted(now_s - _HEARD_S * (1.0 + chance.random()) for _ in contacts)
-    for contact, at_s in zip(contacts, heard_s, strict=True):
+    contacts = overview.around(service.peer_id, table.config, chance)
+    # in the order in which the table learns of them
+    contact_s = sorted(now_s - _CONTACT_S * (1.0 + chance.random()) for _ in contacts)
+    for contact, at_s in zip(contacts, contact_s, strict=True):
         table.on_answer(contact, at_s, since_s=now_s - _KNOWN_S * (1.0 + chance.random()))
 
 
-class _Sleeper(Handlers):
-    """The handlers of a peer whose service is made when somebody first calls it."""
+class _LazyHandlers(Handlers):
+    """Handlers of a peer whose service is created by the first call to it."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         super().__init__()
@@ -121,29 +121,31 @@ class _Sleeper(Handlers):
 
 
 class LazySwarm:
-    """As `DhtSwarm.settle`, for swarms so large that only those services are made which are needed: ten
+    """A settled swarm as of `DhtSwarm.settle` for sizes at which only the services in use are created: ten
     thousand tables are gigabytes.
     """
 
     def __init__(self, network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> None:
         self.peers = [network.peer() for _ in range(count)]
-        self.everybody = Overview(peer.contact for peer in self.peers)
+        self.overview = Overview(peer.contact for peer in self.peers)
         self._config = config
         self._services: dict[int, DhtService] = {}
         for peer in self.peers:
-            peer.handlers = _Sleeper(functools.partial(self.service, peer))
+            peer.handlers = _LazyHandlers(functools.partial(self.service, peer))
 
     def service(self, peer: SimulatedPeer) -> DhtService:
-        """A peer's service, made when first asked for, by the scenario or by a caller on the network."""
+        """Return the service of a peer. It is created by the first request of the scenario or of a caller on
+        the network.
+        """
         service = self._services.get(peer.index)
         if service is None:
             service = self._services[peer.index] = service_of(peer, self._config)
-            acquaint(service, self.everybody, peer.chance)
+            fill_routing_table(service, self.overview, peer.chance)
         return service
 
 
 class Overview:
-    """Everybody's place, sorted: the oracle for who is nearest."""
+    """Sorted DHT ids of all peers: the oracle for the nearest ones."""
 
     def __init__(self, contacts: Iterable[Contact]) -> None:
         self._sorted = sorted(
@@ -151,14 +153,16 @@ class Overview:
         )
 
     def nearest(self, dht_id: int, count: int) -> list[Contact]:
-        """By brute force."""
+        """Return the nearest contacts, by brute force."""
         return [contact for _, contact in sorted(self._sorted, key=lambda item: item[0] ^ dht_id)[:count]]
 
     def around(self, peer_id: PeerId, config: RoutingConfig, chance: Chance) -> list[Contact]:
-        """Whom the buckets of a full table would hold, given the table's rule for splitting them."""
+        """Return the contacts that the buckets of a full table would hold, by the table's rule for splitting
+        them.
+        """
         own = peer_id.dht_id
         found: list[Contact] = []
-        # a range of the sorted places, and how many first bits its members share
+        # (start and end of a range of the sorted ids, number of leading bits that its members share)
         pending = [(0, len(self._sorted), 0)]
         while pending:
             low, high, depth = pending.pop()
@@ -179,7 +183,7 @@ class Overview:
         return found
 
     def _first_set(self, low: int, high: int, bit: int) -> int:
-        """Where the bit becomes 1 in a sorted range whose higher bits are all equal."""
+        """Return where the bit becomes 1 in a sorted range whose higher bits are all equal."""
         while low < high:
             middle = (low + high) // 2
             if self._sorted[middle][0] >> bit & 1:

@@ -1,4 +1,4 @@
-"""What goes wrong in a scenario: faults drawn from the seed, each begun and, after a while, ended."""
+"""Faults of a scenario, drawn from the seed; each begins and, after a while, ends."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ CHURN_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultConfig:
-    """How much goes wrong. All from one seed."""
+    """Rates and durations of faults."""
 
-    every_s: float = 30.0  # one fault in about so long
+    every_s: float = 30.0  # mean time between two faults
     lasting_s: float = 90.0  # cuts, bursts and frozen peers last up to twice this
     down_s: float = 120.0  # a crashed peer is down for up to twice this
     down_share_max: float = 0.2  # of all peers at a time
-    # of all peers crash in ten minutes, evenly spread, and are replaced by newcomers; beside the other faults
+    # share of all peers that crash in ten minutes, evenly spread, and are replaced by new peers; in addition
+    # to the other faults
     churn_share: float = 0.0
 
 
 class Faults:
-    """Begins and ends faults in a swarm. `calm` ends all of them."""
+    """Faults of one swarm; `calm` ends all of them."""
 
     def __init__(
         self, swarm: DhtSwarm, chance: Chance, config: FaultConfig, group: asyncio.TaskGroup
@@ -41,7 +42,9 @@ class Faults:
         self.counts: dict[str, int] = {}
 
     async def run(self, until_s: float, kinds: Sequence[str]) -> None:
-        """Draw faults until then. Those that last are ended by `calm` at the latest."""
+        """Draw faults of these kinds until `until_s`. Faults that are still active then are ended by
+        `calm`.
+        """
         loop = asyncio.get_running_loop()
         while True:
             wait_s = self._chance.expovariate(1.0 / self._config.every_s)
@@ -52,7 +55,9 @@ class Faults:
             await self.begin(self._chance.choice(kinds))
 
     async def begin(self, kind: str) -> None:
-        """One fault of a kind: crash, freeze, split, one-way, loss, clock."""
+        """Begin one fault of a kind: crash, freeze, split, one-way, loss, clock. Raise ValueError for any
+        other.
+        """
         self.counts[kind] = self.counts.get(kind, 0) + 1
         lasting_s = self._config.lasting_s * (0.2 + 1.8 * self._chance.random())
         if kind == "crash":
@@ -82,28 +87,28 @@ class Faults:
                 reorder=0.2,
                 reorder_s=2.0 * self._chance.random(),
             )
-            self._later(lasting_s, self._quieten)
+            self._later(lasting_s, self._restore_link)
         elif kind == "clock":
             clock = self._chance.choice(self._swarm.members).peer.clock
-            # somebody sets it: it is corrected from the others'
+            # as if a user had set it; the peer corrects it by the clocks of others
             clock.skew_s += self._chance.uniform(-120.0, 120.0)
             clock.drift = self._chance.uniform(-1e-4, 1e-4)
         else:
             raise ValueError(f"no such fault: {kind}")
 
     async def calm(self) -> None:
-        """Everything is healed, everybody is up again."""
+        """End all faults: links are healed, and all peers are up again."""
         for task in list(self._endings):
             task.cancel()
         self._network.heal()
-        self._quieten()
+        self._restore_link()
         for member in self._swarm.members:
             member.peer.frozen = False
         for member in list(self._down):
             await self._return(member)
 
     async def churn(self, until_s: float) -> None:
-        """Peers crash for good, `churn_share` of them in ten minutes, and as many newcomers join."""
+        """Crash peers for good, `churn_share` of them in ten minutes, and let as many new peers join."""
         loop = asyncio.get_running_loop()
         wait_s = CHURN_S / (self._config.churn_share * len(self._swarm.live))
         while loop.time() + wait_s < until_s:
@@ -133,8 +138,8 @@ class Faults:
         await self._return(member)
 
     async def _return(self, member: SwarmMember) -> None:
-        """Half of those that come back have a peer book on disk and no other way in; the others are told an
-        address.
+        """Restart a crashed peer. Half of the restarted peers find the swarm by their peer book on disk only;
+        the others get an address.
         """
         if member in self._down:
             self._down.remove(member)
@@ -153,5 +158,5 @@ class Faults:
         self._endings[task] = None
         task.add_done_callback(lambda done: self._endings.pop(done, None))
 
-    def _quieten(self) -> None:
+    def _restore_link(self) -> None:
         self._network.config = self._quiet_link

@@ -1,8 +1,8 @@
-"""A simulated swarm that averages in the grid, round after round: the messages that form groups are real, an
-average is one number.
+"""A simulated swarm that averages in the grid, round after round. The matchmaking messages are real; the
+averaged value is one number.
 
-`measure` forms groups of 16, 64, 256 peers and says what that costs and how far the values still are from
-their mean; `Averaging` is the same with peers that come, die, fail rounds or are late, for tests.
+`measure` forms groups of 16, 64, 256 peers and reports the costs and the remaining deviation from the mean;
+`Averaging` is the same with peers that come, die, fail rounds or are late, for tests.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from swarm.testing.group_swarm import SimulatedVolunteer, Swarm
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual
 
-ROUND_S = 0.2  # a round takes so long once its group has formed
+ROUND_S = 0.2  # duration of a round after its group has formed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridFigures:
-    """What forming groups costs, round by round. The first round begins with peers that know nobody."""
+    """Costs of forming groups, round by round. The first round begins with peers that know nobody."""
 
     peers: int
     target_group_size: int
@@ -34,15 +34,15 @@ class GridFigures:
     messages: tuple[float, ...]  # requests and replies that a peer sends, on average
     messages_most: tuple[int, ...]  # that the busiest peer sends
     bytes_sent: tuple[float, ...]  # per peer, protobuf without TLS and TCP
-    looks: tuple[float, ...]  # reads of the presence records, per peer
-    forming_s: tuple[float, ...]  # virtual seconds from the aligned start until everybody has its group
+    reads: tuple[float, ...]  # reads of the presence records, per peer
+    forming_s: tuple[float, ...]  # virtual seconds from the aligned start until every peer has its group
     # root mean square distance from the mean, as a share of what it was before the first round
     deviations: tuple[float, ...]
 
 
 class Averaging:
-    """Values that average as `swarm.Averager` would: after a round every member has the group's mean, and its
-    mean weight.
+    """Values that are averaged as `swarm.Averager` would: after a round every member has the group's mean,
+    and its mean weight.
     """
 
     def __init__(self, seed: int, link: LinkConfig | None = None, *, target_group_size: int) -> None:
@@ -58,23 +58,26 @@ class Averaging:
         return volunteer
 
     def live(self) -> list[SimulatedVolunteer]:
+        """Return the peers that are up."""
         return [one for one in self.swarm.volunteers if one.peer.up]
 
     def remove(self, volunteer: SimulatedVolunteer, *, goodbye: bool) -> None:
-        """It dies, or closes its averager; of a dead one the record stays."""
+        """Stop a peer. With `goodbye` it closes its averager and its presence record goes; otherwise it dies
+        and the record stays.
+        """
         volunteer.peer.up = False
         if goodbye:
             del self.swarm.table.records[volunteer.peer.peer_id]
 
     def mean(self) -> float:
-        """Of all live peers, by weight."""
+        """Return the weighted mean of all live peers."""
         live = [one.peer.peer_id for one in self.live()]
         return sum(self.values[one] * self.weights[one] for one in live) / sum(
             self.weights[one] for one in live
         )
 
     def deviation(self) -> float:
-        """Root mean square distance of the live peers' values from their mean."""
+        """Return the root mean square distance of the live peers' values from their mean."""
         mean = self.mean()
         return math.sqrt(statistics.fmean((self.values[one.peer.peer_id] - mean) ** 2 for one in self.live()))
 
@@ -86,8 +89,10 @@ class Averaging:
         late_s: Callable[[], float] = lambda: 0.0,
         breaks: Callable[[Group], bool] = lambda group: False,
     ) -> list[Group | SearchFailed]:
-        """Everybody steps once, under a key of its own, or the one given; `breaks` says which groups' rounds
-        fail.
+        """Let every live peer step once, and return the outcomes in order.
+
+        The round key is `key`, or a new one per step; `late_s` draws each peer's delay; `breaks` returns
+        whether a group's round fails.
         """
         key, self.rounds = str(self.rounds) if key is None else key, self.rounds + 1
         live = self.live()
@@ -128,7 +133,9 @@ class Averaging:
 def measure(
     peers: int, target_group_size: int, *, rounds: int = 4, seed: int = 1, link: LinkConfig | None = None
 ) -> GridFigures:
-    """Groups of aligned peers, round after round, all known to the presence records before the first."""
+    """Form groups of aligned peers, round after round, and measure the costs. All peers are in the presence
+    records before the first round.
+    """
 
     async def scenario() -> GridFigures:
         averaging = Averaging(seed, link, target_group_size=target_group_size)
@@ -139,7 +146,7 @@ def measure(
         rows: list[tuple[float, int, float, float, float, float]] = []
         members = [one.peer for one in swarm.volunteers]
         for _ in range(rounds):
-            began_s, looks = loop.time(), swarm.table.looks
+            began_s, reads = loop.time(), swarm.table.reads
             sent = [(peer.messages_sent, peer.bytes_sent) for peer in members]
             found = await averaging.step(late_s=lambda: 0.02 * swarm.rng.random())
             if not all(isinstance(one, Group) for one in found):
@@ -151,13 +158,13 @@ def measure(
                 peer.bytes_sent - before for peer, (_, before) in zip(members, sent, strict=True)
             )
             formed_s = loop.time() - began_s - ROUND_S
-            looked = (swarm.table.looks - looks) / peers
+            reads_each = (swarm.table.reads - reads) / peers
             rows.append(
                 (
                     sum(messages) / peers,
                     max(messages),
                     size_bytes / peers,
-                    looked,
+                    reads_each,
                     formed_s,
                     averaging.deviation() / first,
                 )
@@ -165,7 +172,7 @@ def measure(
             await asyncio.sleep(1.0)  # the peers compute
         shape = swarm.volunteers[0].service.cells.grid.shape
         await swarm.close()
-        messages_of, most, sizes, looks_of, forming, deviations = zip(*rows, strict=True)
+        messages_of, most, sizes, reads_of, forming, deviations = zip(*rows, strict=True)
         return GridFigures(
             peers=peers,
             target_group_size=target_group_size,
@@ -174,7 +181,7 @@ def measure(
             messages=messages_of,
             messages_most=most,
             bytes_sent=sizes,
-            looks=looks_of,
+            reads=reads_of,
             forming_s=forming,
             deviations=deviations,
         )

@@ -1,9 +1,9 @@
-"""A simulated swarm that forms groups: the real service and messages, virtual time, everything random from a
+"""A simulated swarm that forms groups: the real service and messages on virtual time, all randomness from one
 seed.
 
-In every search a watcher looks each virtual 5 ms whether peers wait for one another in a circle: whoever
-holds calls of followers back follows nobody itself, and calls in a circle that are on their way (one of their
-answers was lost, say) are resolved soon.
+During every search a watcher checks each virtual 5 ms that peers do not wait for one another in a circle: a
+peer that holds back calls of followers follows nobody itself, and circles of calls that are under way (after
+a lost reply, say) are resolved soon.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 
 WINDOW_S = 10.0
-CIRCLE_S_MAX = 3.0  # two pings of a leader that no longer leads, or one that times out
+CIRCLE_S_MAX = 3.0  # two pings to a leader that no longer leads, or one that times out
 SCHEMA = b"schema"
 
 
 @dataclass
-class Table:
-    """Presence records as a table that everybody reads after a delay."""
+class PresenceTable:
+    """Presence records as one table that all peers read after a delay."""
 
     records: dict[PeerId, Holder] = field(default_factory=dict)
     delay_s: float = 0.05
-    looks: int = 0
+    reads: int = 0
 
-    async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
-        self.looks += 1
+    async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
+        self.reads += 1
         await asyncio.sleep(self.delay_s)
         return dict(self.records)
 
 
 @dataclass
 class SimulatedVolunteer:
+    """One simulated peer with its matchmaking service."""
+
     peer: SimulatedPeer
     service: GroupService
     exchange: GroupExchange
@@ -48,6 +50,7 @@ class SimulatedVolunteer:
     async def find(
         self, *, key: str = "", window_s: float = WINDOW_S, weight: float = 1.0, gathered: bytes = b""
     ) -> Group | SearchFailed:
+        """Search for a group, and assert that the search ends by its deadline."""
         now_s = asyncio.get_running_loop().time()
         member = Member(
             contact=self.peer.contact, weight=weight, bandwidth=1.0 if self.peer.contact.addresses else 0.0
@@ -61,13 +64,20 @@ class SimulatedVolunteer:
 
 
 class Swarm:
+    """Simulated peers that all hold the averager `a` of the run `r`."""
+
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
-        self.network, self.table, self.rng = SimulatedNetwork(seed, link), Table(), random.Random(seed)
+        self.network, self.table, self.rng = (
+            SimulatedNetwork(seed, link),
+            PresenceTable(),
+            random.Random(seed),
+        )
         self.volunteers: list[SimulatedVolunteer] = []
 
     def add(
         self, *, schema: bytes = SCHEMA, dialable: bool = True, known: bool = True, **limits: int
     ) -> SimulatedVolunteer:
+        """Add a peer. `known`: it has a presence record; `limits` are group sizes of MatchmakingConfig."""
         peer = self.network.peer(dialable=dialable)
         exchange = GroupExchange(
             handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock
@@ -90,14 +100,14 @@ class Swarm:
         return volunteer
 
     async def watch(self) -> None:
-        """Nobody waits in a circle."""
+        """Assert, until cancelled, that no peers wait in a circle."""
         since_s: dict[PeerId, float] = {}
         while True:
             now_s = asyncio.get_running_loop().time()
             machines = {one.peer.peer_id: one.service.machine for one in self.volunteers if one.peer.up}
             waits = {peer_id: machine.following for peer_id, machine in machines.items()}
             for peer_id, machine in machines.items():
-                assert machine.following is None or not machine.followers, "who follows holds nobody back"
+                assert machine.following is None or not machine.followers, "a follower holds back no calls"
                 at = machine.following
                 for _ in machines:
                     at = waits.get(at) if at is not None and at != peer_id else at
@@ -108,7 +118,7 @@ class Swarm:
             await asyncio.sleep(0.005)
 
     async def all(self, delays_s: list[float], **search: object) -> list[Group | SearchFailed]:
-        """Everybody searches, each after its delay."""
+        """Let all peers search, each after its delay, and return their results in order."""
 
         async def one(volunteer: SimulatedVolunteer, delay_s: float) -> Group | SearchFailed:
             await asyncio.sleep(delay_s)
@@ -129,7 +139,9 @@ class Swarm:
 
 
 def check_groups(swarm: Swarm, found: list[Group | SearchFailed]) -> list[Group]:
-    """Every group is the same on all its members, and holds nobody who is not in it."""
+    """Assert that every group is the same on all its members and contains only peers that found it; return
+    the groups.
+    """
     groups = {one.group_id: one for one in found if isinstance(one, Group)}
     places = Counter(one.group_id for one in found if isinstance(one, Group))
     for volunteer, one in zip(swarm.volunteers, found, strict=True):
@@ -137,5 +149,5 @@ def check_groups(swarm: Swarm, found: list[Group | SearchFailed]) -> list[Group]
             assert one == groups[one.group_id]
             assert volunteer.peer.peer_id in one.peer_ids
     for group_id, group in groups.items():
-        assert places[group_id] == len(group.members), "a member did not hear that its group began"
+        assert places[group_id] == len(group.members), "a member did not learn that its group began"
     return list(groups.values())

@@ -1,6 +1,4 @@
-"""Peers that wish the DHT ill. They speak its protocol and answer every call; what they answer is chosen to
-do harm.
-"""
+"""Hostile DHT peers. They speak the protocol and answer every call, with harmful answers."""
 
 from __future__ import annotations
 
@@ -27,13 +25,15 @@ from swarm.wire.dht_pb2 import (
 )
 from swarm.wire.peer_pb2 import Contact as WireContact
 
-Contacts = Callable[[int], Sequence[Contact]]  # the contacts to name to somebody who searches for a place
+Contacts = Callable[
+    [int], Sequence[Contact]
+]  # returns the contacts to send to a peer that searches for a DHT id
 
 _NAMED_MAX = 20
 
 
-class Hostile:
-    """Says that it holds whatever it is given and forgets it, knows no record, and names the contacts that
+class HostilePeer:
+    """A peer that accepts every record and forgets it, knows no record, and returns the contacts that
     `contacts` chooses.
     """
 
@@ -45,8 +45,8 @@ class Hostile:
         peer.handlers.unary(FIND, self._on_find)
         peer.handlers.unary(STORE, self._on_store)
 
-    async def push_in(self, victims: Sequence[Contact]) -> None:
-        """Call honest peers, so as to get into their tables."""
+    async def enter_tables(self, victims: Sequence[Contact]) -> None:
+        """Call honest peers, in order to enter their tables."""
         for victim in victims:
             try:
                 await self.peer.caller.call(
@@ -75,8 +75,8 @@ class Hostile:
         return [contact_to_wire(contact) for contact in self._contacts(dht_id)]
 
 
-def fellows(everybody: Sequence[SimulatedPeer]) -> Contacts:
-    """An eclipse: only other hostile peers exist, the nearest first."""
+def only_colluders(everybody: Sequence[SimulatedPeer]) -> Contacts:
+    """Return contacts for an eclipse attack: only other hostile peers, the nearest first."""
 
     def contacts(dht_id: int) -> list[Contact]:
         return sorted(
@@ -86,8 +86,8 @@ def fellows(everybody: Sequence[SimulatedPeer]) -> Contacts:
     return contacts
 
 
-def invented(chance: Chance) -> Contacts:
-    """Endless: new peers in every answer, which exist nowhere."""
+def invented_contacts(chance: Chance) -> Contacts:
+    """Return contacts for an endless search: peers that do not exist, new ones in every answer."""
 
     def contacts(dht_id: int) -> list[Contact]:
         return [
@@ -101,9 +101,9 @@ def invented(chance: Chance) -> Contacts:
     return contacts
 
 
-def near(dht_id: int, count: int, tried: int, seed: int | str) -> list[SeededIdentity]:
-    """The `count` identities nearest to a place of `tried` that an attacker made: 30 µs each here, so that a
-    million are half a minute.
+def nearest_identities(dht_id: int, count: int, tried: int, seed: int | str) -> list[SeededIdentity]:
+    """Return the `count` identities nearest to `dht_id` out of `tried` that an attacker made. Each costs 30
+    µs here: a million take half a minute.
     """
     identities = (
         SeededIdentity(f"near/{seed}/{number}") for number in itertools.islice(itertools.count(), tried)

@@ -12,8 +12,8 @@ from swarm.core.ids import PeerId
 
 
 class SeededIdentity:
-    """What `swarm.core.identity.Identity` offers to services (`peer_id`, `sign`), with a key anyone can
-    compute: for tests only.
+    """Identity with the interface of `swarm.core.identity.Identity` (`peer_id`, `sign`) and a key that anyone
+    can compute: for tests only.
     """
 
     def __init__(self, seed: int | str) -> None:

@@ -1,10 +1,10 @@
-"""The process behind `swarm.testing.links`: holds the peers' network namespaces, and carries their packets as
-slow links would.
+"""The process behind `swarm.testing.links`: it holds the network namespaces of the peers, and carries their
+packets like slow links.
 
-Run by file name, standard library only. Every peer has a TUN device in a namespace of its own. The namespaces
-have no names: they live as long as this process (and whoever entered them), so that nothing is left behind
-however it ends; and it ends when its standard input does. TCP's segments come in bundles of up to 64 KiB, as
-network cards take them, and are counted and charged as the packets that they stand for.
+It is run by file name and uses the standard library only. Every peer has a TUN device in its own namespace.
+The namespaces have no names and live as long as this process (and processes that entered them), so that
+nothing is left behind however it ends; it ends with its standard input. TCP segments come in bundles of up to
+64 KiB, as for network cards, and are counted and delayed as the packets that they represent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEVICE = "swarm0"
 # struct virtio_net_hdr: flags, kind of bundle, ..., bytes of payload per packet of a bundle
 _HEADER_BYTES = 10
 _PACKET_BYTES_MAX = 1 << 17
-_READS_MAX = 32  # of one device before the others' turn
+_READS_MAX = 32  # packets of one device before the next device is read
 _QUEUE_BYTES_MIN = 64 << 10  # one bundle fits
 _TCP = 6
 _BUNDLE_S = 0.001
@@ -42,18 +42,18 @@ _BUNDLE_S = 0.001
 
 @dataclass(slots=True)
 class Counted:
-    """Of one peer, since the beginning."""
+    """Traffic counters of one peer, since the start."""
 
-    sent_packets: int = 0  # that were sent and not dropped on the way up
+    sent_packets: int = 0  # sent, and not dropped on the way up
     sent_bytes: int = 0  # of IP packets, headers included
-    sent_payload_bytes: int = 0  # of those what TCP carried: TLS records, gRPC's frames, tensors
-    dropped_packets: int = 0  # queue full, or lost by chance, on either of its ways
+    sent_payload_bytes: int = 0  # payload of TCP: TLS records, gRPC frames, tensors
+    dropped_packets: int = 0  # queue full or random loss, in either direction
 
 
 @dataclass(slots=True)
 class LinkModel:
-    """When packets leave and arrive: per peer a queue and a rate each way, and a delay. Pure; times are
-    seconds of any clock.
+    """Times at which packets leave and arrive: per peer a queue and a rate each way, and a delay. It has no
+    I/O; times are seconds of any clock.
     """
 
     up_bytes_per_s: Sequence[float]
@@ -68,12 +68,14 @@ class LinkModel:
         self._down_free_s = [0.0] * len(self.delay_s)
 
     def send(self, now_s: float, source: int, target: int, size_bytes: int) -> float | None:
-        """When it comes to the far end's queue; None: the queue of the way up is full."""
+        """Return when the packet reaches the queue of the target, or None when the queue of the sender's way
+        up is full.
+        """
         left_s = self._through(self._up_free_s, source, self.up_bytes_per_s[source], now_s, size_bytes)
         return None if left_s is None else left_s + self.delay_s[source] + self.delay_s[target]
 
     def arrive(self, now_s: float, target: int, size_bytes: int) -> float | None:
-        """When it is delivered; None: the queue of the way down is full."""
+        """Return when the packet is delivered, or None when the queue of the target's way down is full."""
         return self._through(self._down_free_s, target, self.down_bytes_per_s[target], now_s, size_bytes)
 
     def _through(
@@ -87,7 +89,7 @@ class LinkModel:
 
 
 def sizes(packet: bytes) -> tuple[int, int, int]:
-    """(packets, bytes, payload bytes) that an IPv4 packet stands for, which has a virtio header in front."""
+    """Return (packets, bytes, payload bytes) that an IPv4 packet with a virtio header in front represents."""
     size = len(packet) - _HEADER_BYTES
     if packet[_HEADER_BYTES + 9] != _TCP:
         return 1, size, 0
@@ -100,31 +102,34 @@ def sizes(packet: bytes) -> tuple[int, int, int]:
 
 
 class Relay:
-    """Carries packets between the devices until standard input ends; every line there is answered with what
-    was counted so far.
+    """Carrier of packets between the devices. It runs until standard input ends, and answers every line there
+    with the counters.
     """
 
     def __init__(self, devices: Sequence[int], model: LinkModel, loss: Sequence[float], seed: int) -> None:
         self._devices, self._model, self._loss = list(devices), model, list(loss)
         self._rng = random.Random(seed)
-        # time, number, whether it only waits for delivery, to, size, packet
+        # (time, number, whether only delivery is left, target, size, packet)
         self._due: list[tuple[float, int, bool, int, int, bytes]] = []
         self._number = 0
         self.counted = [Counted() for _ in devices]
 
     def run(self) -> None:
+        """Carry packets until standard input ends."""
         control = sys.stdin.fileno()
         places = {device: place for place, device in enumerate(self._devices)}
         watched = [control, *self._devices]
         while True:
             wait_s = max(self._due[0][0] - time.monotonic(), 0.0) if self._due else None
             ready, _, _ = select.select(watched, [], [], wait_s)
-            self._rng.shuffle(ready)  # who is always first leaves the others less room in every queue
+            self._rng.shuffle(
+                ready
+            )  # a device that is always first would leave the others less room in every queue
             for descriptor in ready:
                 if descriptor == control:
                     if not os.read(control, 4096):
                         return
-                    answer([_told(counted) for counted in self.counted])
+                    answer([_as_dict(counted) for counted in self.counted])
                 else:
                     self._take(places[descriptor], descriptor)
             self._deliver(time.monotonic())
@@ -141,7 +146,7 @@ class Relay:
                 else -1
             )
             if not 0 <= target < len(self._devices):
-                continue  # nobody's
+                continue  # of no peer
             count, size, payload = sizes(packet)
             counted = self.counted[source]
             at_s = self._model.send(time.monotonic(), source, target, size)
@@ -173,12 +178,12 @@ class Relay:
                 self._push(delivered_s, True, target, size, packet)
 
 
-def _told(counted: Counted) -> dict[str, int]:
+def _as_dict(counted: Counted) -> dict[str, int]:
     return {name: getattr(counted, name) for name in Counted.__slots__}
 
 
 def answer(message: Any) -> None:
-    """One line of JSON to the process that started this one."""
+    """Write one line of JSON for the process that started this one."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -186,7 +191,9 @@ def answer(message: Any) -> None:
 def make_peer(
     host: str, mtu: int, congestion: str, up_bytes_per_s: float, *, bundles: bool
 ) -> tuple[int, int]:
-    """(its namespace, its device). This process is in the namespace afterwards."""
+    """Create a namespace with its device, and return both descriptors. This process is in that namespace
+    afterwards.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(
@@ -205,11 +212,13 @@ def make_peer(
         f"address add {host}/24 dev {DEVICE}",
         f"link set {DEVICE} mtu {mtu} txqueuelen 4000 up",
     ]
-    # A bundle is as much as the link carries in a millisecond, also where many connections share it: a packet
-    # costs this process 20 µs.
+    # a bundle is what the link carries in a millisecond, even if many connections share it, because each
+    # packet costs this process 20 µs
     segments = min(max(int(up_bytes_per_s * _BUNDLE_S / mtu), 2), 32)
     Path("/proc/sys/net/ipv4/tcp_min_tso_segs").write_text(str(segments))
-    if congestion:  # of the route: a namespace's default may only be what the machine allows everybody
+    if (
+        congestion
+    ):  # per route: the default of a namespace may only be one that the machine allows to all users
         commands.append(
             f"route replace {host.rpartition('.')[0]}.0/24 dev {DEVICE} src {host} congctl {congestion}"
         )
@@ -221,11 +230,11 @@ def make_peer(
 
 
 def main() -> None:
-    """The settings are one argument of JSON. The first answer is the namespaces' descriptors, or why there
-    are none.
+    """Run the relay with the settings in the first argument (JSON). The first reply holds the descriptors of
+    the namespaces, or the problem.
     """
     settings = json.loads(sys.argv[1])
-    try:  # the link must not wait for those who use it
+    try:  # the relay must not wait for the processes that use it
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     except OSError:
         with contextlib.suppress(OSError):

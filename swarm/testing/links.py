@@ -1,12 +1,12 @@
-"""Emulated links between processes of one machine: a rate up and a rate down per peer, delay, loss; and what
-went over them, counted.
+"""Emulated links between processes of one machine: rates up and down per peer, delay, loss, and counters of
+the traffic.
 
     with Links([Link.of(mbit_per_s=100, round_trip_s=0.05)] * 4) as links:
         subprocess.Popen(links.command(0, ["python", ...]))   # runs where links.host(0) is its only address
 
-Needs root, `ip` and `nsenter`, and TUN devices: `why_not()` says what is missing. Every peer is in a network
-namespace of its own, and one process carries all packets (`swarm.testing.linkrelay`), since not every kernel
-can delay them.
+Needs root, `ip` and `nsenter`, and TUN devices: `why_not()` names a missing requirement. Every peer is in its
+own network namespace, and one process carries all packets (`swarm.testing.linkrelay`), because not every
+kernel can delay them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _END_S_MAX = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How one peer is connected to everybody else."""
+    """Connection of one peer to all others."""
 
     up_bytes_per_s: float  # of IP packets
     down_bytes_per_s: float
-    delay_s: float = 0.0  # one way, to the middle of the network: between two peers both their delays count
-    loss: float = 0.0  # the share of the packets it sends that are lost
-    queue_s: float = 0.2  # what queues longer for one of its ways is dropped; 64 KiB always fit
+    delay_s: float = 0.0  # one way, to the middle of the network: between two peers both delays add up
+    loss: float = 0.0  # share of its sent packets that are lost
+    queue_s: float = 0.2  # packets that would queue longer than this are dropped; 64 KiB always fit
 
     def __post_init__(self) -> None:
         if not (
@@ -63,7 +63,9 @@ class Link:
         up_mbit_per_s: float | None = None,
         loss: float = 0.0,
     ) -> Link:
-        """The usual units: `round_trip_s` between two such peers; up as fast as down unless it is given."""
+        """Create a link from the usual units. `round_trip_s` is between two such peers; the rate up equals
+        the rate down unless it is given.
+        """
         up = mbit_per_s if up_mbit_per_s is None else up_mbit_per_s
         return cls(
             up_bytes_per_s=up * 125e3,
@@ -75,11 +77,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTraffic:
-    """What one peer has sent since the beginning."""
+    """Traffic that one peer has sent since the start."""
 
     sent_packets: int
     sent_bytes: int  # of IP packets, headers included
-    sent_payload_bytes: int  # what TCP carried in them, retransmissions included
+    sent_payload_bytes: int  # payload of TCP, retransmissions included
     dropped_packets: int
 
 
@@ -88,7 +90,7 @@ class LinksFailed(SwarmError):
 
 
 def why_not() -> str | None:
-    """Why links cannot be emulated here; None when they can."""
+    """Return why links cannot be emulated here, or None when they can."""
     if not sys.platform.startswith("linux"):
         return "links are emulated on Linux only"
     if os.geteuid() != 0:
@@ -104,11 +106,11 @@ def why_not() -> str | None:
 
 
 class Links:
-    """A context manager. Leaving it ends the emulation; processes that are still inside keep their namespace
-    and reach nobody.
+    """Emulated links of `links`, one per peer, as a context manager. Leaving it ends the emulation; processes
+    that are still inside keep their namespace without a connection.
 
-    `congestion`: TCP's congestion control ("cubic" is what most machines have; "": this machine's). `mtu`:
-    bytes of an IP packet. LinksFailed when it cannot start.
+    `congestion` is TCP's congestion control ("cubic" is the usual default; "" is this machine's), `mtu` the
+    bytes of an IP packet. Raises LinksFailed when the emulation cannot start.
     """
 
     def __init__(
@@ -127,22 +129,22 @@ class Links:
         self._namespaces: list[int] = []
 
     def host(self, place: int) -> str:
-        """This peer's address."""
+        """Return the address of a peer."""
         return f"10.77.0.{place + 1}"
 
     def command(self, place: int, command: Sequence[str]) -> list[str]:
-        """`command`, to be run as this peer."""
+        """Return the command line that runs `command` as this peer."""
         return ["nsenter", f"--net=/proc/{self._process.pid}/fd/{self._namespaces[place]}", "--", *command]
 
     def traffic(self) -> list[LinkTraffic]:
-        """What every peer has sent so far."""
+        """Return the traffic that every peer has sent so far."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write("?\n")
             self._process.stdin.flush()
         except OSError:
-            raise LinksFailed(f"the emulated links broke{self._last_words()}") from None
-        return [LinkTraffic(**counted) for counted in self._hear(_ANSWER_S_MAX)]
+            raise LinksFailed(f"the emulated links broke{self._error_of_relay()}") from None
+        return [LinkTraffic(**counted) for counted in self._read_reply(_ANSWER_S_MAX)]
 
     def __enter__(self) -> Self:
         problem = why_not()
@@ -158,10 +160,10 @@ class Links:
             start_new_session=True,
         )
         try:
-            heard = self._hear(_START_S_MAX)
-            if "problem" in heard:
-                raise LinksFailed(f"links cannot be emulated here: {heard['problem']}")
-            self._namespaces = heard["namespaces"]
+            reply = self._read_reply(_START_S_MAX)
+            if "problem" in reply:
+                raise LinksFailed(f"links cannot be emulated here: {reply['problem']}")
+            self._namespaces = reply["namespaces"]
         except BaseException:
             self._end()
             raise
@@ -172,8 +174,8 @@ class Links:
     ) -> None:
         self._end()
 
-    def _hear(self, timeout_s: float) -> Any:
-        """The next answer."""
+    def _read_reply(self, timeout_s: float) -> Any:
+        """Read the next reply of the relay."""
         assert self._process.stdout is not None
         watchdog = threading.Timer(timeout_s, self._process.kill)
         watchdog.start()
@@ -183,10 +185,10 @@ class Links:
             watchdog.cancel()
             watchdog.join()
         if not line:
-            raise LinksFailed(f"the emulated links broke{self._last_words()}")
+            raise LinksFailed(f"the emulated links broke{self._error_of_relay()}")
         return json.loads(line)
 
-    def _last_words(self) -> str:
+    def _error_of_relay(self) -> str:
         assert self._process.stderr is not None
         self._process.kill()
         lines = self._process.stderr.read().strip().splitlines()
@@ -197,7 +199,7 @@ class Links:
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 try:
-                    pipe.close()  # the end of its input ends it
+                    pipe.close()  # the relay ends with its standard input
                 except OSError:
                     continue
         try:

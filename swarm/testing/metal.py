@@ -1,4 +1,4 @@
-"""Stands in for a tensor on MPS where there is no Metal device."""
+"""Substitute for tensors on MPS, for machines without a Metal device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _COPIES_AND_VIEWS = frozenset(
 
 
 class Metal(torch.Tensor):
-    """Host memory that says it is on MPS. It can be copied and viewed; AssertionError for whoever computes
-    with it.
+    """Host memory that claims to be on MPS. It can be copied and viewed; any computation with it raises
+    AssertionError.
     """
 
     @property
@@ -41,7 +41,7 @@ class Metal(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.__name__
-        assert name in _COPIES_AND_VIEWS, f"{name} was asked of the device"
+        assert name in _COPIES_AND_VIEWS, f"the device was asked to compute {name}"
         with torch._C.DisableTorchFunctionSubclass():
             if name == "to" and isinstance(args[1], torch.device):
                 moved = args[0].as_subclass(torch.Tensor)
@@ -53,5 +53,5 @@ class Metal(torch.Tensor):
 
 
 def on_metal(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `values` that says it is on MPS."""
+    """Return a copy of `values` that claims to be on MPS."""
     return values.clone().as_subclass(Metal)

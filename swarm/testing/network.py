@@ -1,24 +1,27 @@
-"""A simulated network: real services, real protobuf messages, no sockets; every adversity of a real one, from
-one seed.
+"""A simulated network for real services: real protobuf messages, no sockets, and all faults of a real network
+drawn from one seed.
 
     network = SimulatedNetwork(seed=7)
-    one, two = network.peer(), network.peer()          # each has .identity .contact .caller .handlers .book .clock .supervisor
+    one, two = network.peer(), network.peer()
     two.handlers.unary(PING, handler)
     reply = await one.caller.call(two.contact, PING, request, timeout_s=3)
 
-Use it inside `run_virtual`. A service takes `peer.caller` and `peer.handlers` where it takes `Channels` and
-`Handlers` on a real network; `tests/conformance` holds both to the same behaviour. What travels is serialized
-and parsed again, and held to the method's limits, so that a message that could not be sent in earnest cannot
-be sent here. Errors are those of the real transport: NetworkError (crashed, nobody there), DeadlineExceeded
-(silence: lost, frozen, cut off), PeerError (the handler refused). What a handler raises beside that reaches
-its caller as PeerError("internal error") and is kept in `network.errors`: a scenario ends with `assert not
-network.errors`, and with `await network.close()`.
+Use it inside `run_virtual`. A peer has `identity`, `contact`, `caller`, `handlers`, `book`, `clock` and
+`supervisor`; a service takes `peer.caller` and `peer.handlers` where it takes `Channels` and `Handlers` on a
+real network, and `tests/conformance` holds both to the same behaviour. Messages are serialized, parsed again
+and checked against the limits of their method, so that a message that a real network refuses is refused here,
+too.
 
-Messages are delayed, reordered, lost and delivered twice as `LinkConfig` says, which may be exchanged while
-the simulation runs; links are cut (`partition`, or `cut` in one direction only) and healed; peers crash,
-restart, freeze, and have wrong clocks. Every message is counted and adds a line to `network.trace`.
-`network.digest` is over all lines, those of one moment sorted: it is the same for the same seed. Each peer
-draws its chances from a source of its own, so that what happens at the same moment elsewhere changes nothing.
+Errors are those of the real transport: NetworkError (crashed, no such peer), DeadlineExceeded (no answer:
+lost, frozen, partitioned), PeerError (the handler refused). Any other exception of a handler reaches its
+caller as PeerError("internal error") and is kept in `network.errors`: a scenario ends with `assert not
+network.errors` and `await network.close()`.
+
+Messages are delayed, reordered, lost and duplicated according to `LinkConfig`, which may be exchanged during
+the simulation. Links are cut (`partition`, or `cut` in one direction only) and healed; peers crash, restart,
+freeze, and have wrong clocks. Every message is counted and adds a line to `network.trace`. `network.digest`
+covers all lines, those of one moment sorted, and is equal for equal seeds. Each peer has its own source of
+random numbers, so that simultaneous events elsewhere change nothing.
 """
 
 from __future__ import annotations
@@ -49,19 +52,19 @@ _TRACE_MAX = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """How messages travel. The default is a quiet link of about 20 ms one way. Loss, duplication and
-    reordering are for unary calls: streams lose, repeat and reorder nothing, as TCP.
+    """Properties of all links. The default is a link without faults of about 20 ms one way. Loss, duplication
+    and reordering apply to unary calls; like TCP, streams neither lose, repeat nor reorder messages.
     """
 
     delay_s: float = 0.02  # one way; 0: messages arrive at once, in order
-    jitter: float = 0.25  # each message's delay is delay_s times 1 ± this, evenly
-    loss: float = 0.0  # chance that a request or reply is lost: its caller hears nothing until its timeout
+    jitter: float = 0.25  # each message's delay is uniform in delay_s times 1 ± this
+    loss: float = 0.0  # chance that a request or reply is lost: its caller gets no answer until its timeout
     # chance that a request or reply arrives twice: the handler runs twice, its first answer counts
     duplication: float = 0.0
     reorder: float = 0.0  # chance that a message is overtaken by others: it takes up to reorder_s longer
     reorder_s: float = 1.0
     bandwidth: float = 0.0  # bytes a second added to the delay by size; 0: no limit
-    # what calls to a crashed peer, or to an address where nobody is, meet: a refusal at once, or nothing
+    # a call to a crashed peer, or to an unused address, is refused at once (False) or gets no answer (True)
     dead_are_silent: bool = False
 
 
@@ -81,8 +84,8 @@ class SimulatedPeer:
     up: bool = True  # False: crashed; calls to it fail at once
     # alive for the kernel, silent for its peers (SIGSTOP, a cut cable): calls to it wait for their timeout
     frozen: bool = False
-    slowness: float = 1.0  # everything it sends and is sent takes that many times as long
-    uplink: Uplink | None = None  # what all that it sends shares; None: there is room for everything
+    slowness: float = 1.0  # factor on the delay of all messages from and to it
+    uplink: Uplink | None = None  # shared by all its messages; None: unlimited
     # calls of others in progress here, in order of arrival
     handling: dict[asyncio.Task[object], None] = field(default_factory=dict)
     messages_sent: int = 0
@@ -99,17 +102,19 @@ class SimulatedPeer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Nothing that `sources` send reaches `targets`; the other direction works."""
+    """A one-way cut: messages of `sources` do not reach `targets`; the other direction works."""
 
     sources: frozenset[int]  # by index
     targets: frozenset[int]
 
 
 class SimulatedNetwork:
-    """All peers and what lies between them. Everything random comes from `seed`."""
+    """All peers and the links between them. All randomness comes from `seed`."""
 
     def __init__(self, seed: int, config: LinkConfig | None = None, *, disk: Path | None = None) -> None:
-        """`disk`: a folder for the peers' peer books, which then outlive a restart."""
+        """Create a network without peers. `disk` is a folder for the peer books, which then survive a
+        restart.
+        """
         self.config = config or LinkConfig()
         self.rng = Chance(seed, "network")
         self.seed = seed
@@ -131,9 +136,11 @@ class SimulatedNetwork:
         drift: float = 0.0,
         identity: SeededIdentity | None = None,
     ) -> SimulatedPeer:
-        """Add a peer. `dialable=False`: it has no address, so that nobody can call it. `skew_s`, `drift`: how
-        wrong its clock is. `identity`: one that was sought out; by default the seed and the number of the
-        peer make it.
+        """Add a peer and return it.
+
+        With `dialable=False` it has no address, so that no other peer can call it. `skew_s` and `drift` are
+        the errors of its clock. `identity` is derived from the seed and the number of the peer unless it is
+        given.
         """
         index = len(self.peers)
         identity = identity or SeededIdentity(f"{self.seed}/{index}")
@@ -156,7 +163,7 @@ class SimulatedNetwork:
 
     @property
     def keeps_books(self) -> bool:
-        """Whether peer books outlive a restart."""
+        """Return whether peer books survive a restart."""
         return self._disk is not None
 
     def _book(self, index: int, contact: Contact, clock: VirtualClock) -> PeerBook:
@@ -165,8 +172,8 @@ class SimulatedNetwork:
         )
 
     async def crash(self, peer: SimulatedPeer) -> None:
-        """The process dies: its background tasks end, its handlers are gone, its calls and the calls to it
-        fail. On `disk` stays its peer book, as last saved; here as of now.
+        """Kill the process of a peer: its background tasks end, its handlers are gone, and calls from it and
+        to it fail. Its peer book is saved to `disk` first.
         """
         if not peer.up:
             return
@@ -178,8 +185,8 @@ class SimulatedNetwork:
         await peer.supervisor.close()
 
     def restart(self, peer: SimulatedPeer) -> None:
-        """The same identity and address, with nothing remembered but the peer book on `disk`: the scenario
-        makes the services again.
+        """Start the peer again with the same identity and address, and no memory but the peer book on `disk`.
+        The scenario creates its services again.
         """
         peer.up, peer.handlers, peer.supervisor, peer.handling = True, Handlers(), Supervisor(), {}
         peer.clock.offset_s = 0.0
@@ -187,26 +194,28 @@ class SimulatedNetwork:
         self.note(peer, peer, "restart", "")
 
     async def close(self) -> None:
-        """End every peer's background tasks."""
+        """End the background tasks of all peers."""
         for peer in self.peers.values():
             for task in peer.handling:
                 task.cancel()
             await peer.supervisor.close()
 
     def partition(self, *sides: Iterable[SimulatedPeer]) -> None:
-        """Cut the network: peers hear only their own side. Those not named form one more side."""
+        """Partition the network: peers reach only peers on their own side. Peers that are not named form one
+        more side.
+        """
         self._sides = {peer.peer_id: number for number, side in enumerate(sides, 1) for peer in side}
 
     def cut(self, sources: Iterable[SimulatedPeer], targets: Iterable[SimulatedPeer]) -> Cut:
-        """Cut one direction: what `sources` send does not reach `targets`, silently. A call in either
-        direction thus times out, but one that `targets` make is handled. `heal(cut)` ends it.
+        """Cut one direction: messages of `sources` silently do not reach `targets`. A call in either
+        direction therefore times out, but a call by `targets` is handled. `heal(cut)` ends it.
         """
         made = Cut(frozenset(peer.index for peer in sources), frozenset(peer.index for peer in targets))
         self._cuts.append(made)
         return made
 
     def heal(self, cut: Cut | None = None) -> None:
-        """End one cut, or without an argument the partition and every cut."""
+        """End one cut, or without an argument the partition and all cuts."""
         if cut is None:
             self._sides, self._cuts = {}, []
         else:
@@ -214,13 +223,13 @@ class SimulatedNetwork:
 
     @property
     def digest(self) -> str:
-        """Of everything that happened so far: equal for equal seeds."""
+        """Return the digest of everything that happened so far; equal for equal seeds."""
         digest = self._digest.copy()
         digest.update("\n".join(sorted(self._moment)).encode())
         return digest.hexdigest()
 
     def note(self, source: SimulatedPeer, target: SimulatedPeer, what: str, outcome: str) -> None:
-        """A line of the trace."""
+        """Add a line to the trace and to the digest."""
         now_s = asyncio.get_running_loop().time()
         line = f"{now_s:.6f} {source.index}->{target.index} {what} {outcome}"
         self.trace.append(line)
@@ -233,6 +242,7 @@ class SimulatedNetwork:
         self._moment.append(line)
 
     def delay_s(self, source: SimulatedPeer, target: SimulatedPeer, size_bytes: int) -> float:
+        """Draw the delay of a message of `size_bytes`, in virtual seconds."""
         config = self.config
         spread = 1.0 + config.jitter * (2.0 * source.chance.random() - 1.0)
         slowness = max(source.slowness, target.slowness)
@@ -241,7 +251,7 @@ class SimulatedNetwork:
         )
 
     def silent_between(self, source: SimulatedPeer, target: SimulatedPeer) -> bool:
-        """Whether nothing that `source` sends reaches `target`, and nobody says so."""
+        """Return whether messages of `source` are silently lost on their way to `target`."""
         if source.frozen or target.frozen:
             return True
         if self._sides and self._sides.get(source.peer_id, 0) != self._sides.get(target.peer_id, 0):
@@ -256,8 +266,8 @@ class SimulatedNetwork:
         size_bytes: int,
         arrive: Callable[[NetworkError | None], None],
     ) -> None:
-        """Let a message travel: `arrive(None)` is called when it is there, twice when it is duplicated, never
-        when it is lost, with an error when nobody is there any more.
+        """Send a message. `arrive` is called with None on arrival, twice when the message is duplicated,
+        never when it is lost, and with an error when the target or the sender is down.
         """
         config, random = self.config, source.chance.random
         source.messages_sent += 1
@@ -299,8 +309,8 @@ class SimulatedNetwork:
             arrive(None)
 
     async def travel(self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int) -> None:
-        """`send`, awaited: waits for ever when the message is lost; NetworkError when nobody is there any
-        more.
+        """Send a message and wait for its arrival, for ever when it is lost. Raise NetworkError when a peer
+        is down.
         """
         arrived: asyncio.Future[NetworkError | None] = asyncio.get_running_loop().create_future()
         self.send(
@@ -315,7 +325,9 @@ class SimulatedNetwork:
             raise error
 
     def outcome(self, target: SimulatedPeer, what: str, error: BaseException | None) -> SwarmError | None:
-        """What the caller gets when `target`'s handler ends with `error`; a bug is kept in `errors`."""
+        """Return the error that the caller gets when the handler of `target` ends with `error`. Unexpected
+        exceptions are kept in `errors`.
+        """
         if error is None:
             return None
         if isinstance(error, asyncio.CancelledError):
@@ -330,4 +342,4 @@ class SimulatedNetwork:
 
 
 def _nothing(error: NetworkError | None) -> None:
-    """Where lost messages arrive."""
+    """Receive messages that are lost."""

@@ -1,11 +1,11 @@
-"""A simulated run of any size whose peers tell one another their progress: production trackers, fake
-trainers, and a table for the DHT.
+"""A simulated run of any size whose peers exchange their progress: production trackers, fake trainers, and
+a table in place of the DHT.
 
 A trainer makes a step a second, reports it, and goes on to the next epoch a moment after its tracker has
-called the present one full. The table answers as the DHT would, after a while, and counts who reads and
-writes what; `operations` measures on production DHT services of as many peers what one read and one write of
-such a dictionary cost in messages. (A thousand production services under this load verify twenty thousand
-signed dictionaries in a virtual minute: a quarter of an hour.)
+found the present one full. The table answers like the DHT, after a delay, and counts reads and writes;
+`operations` measures, on production DHT services of the same number of peers, the messages for one read and
+one write of such a dictionary. (A thousand production services under this load verify twenty thousand
+signed dictionaries in a virtual minute, which takes a quarter of an hour.)
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from averaging.optim.exchange import REPORT
 from averaging.optim.progress.logic.reports import ProgressConfig
 from averaging.optim.progress.logic.shards import bits_for
-from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.progress.tracker import Tracker
 from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import Entry
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import LazySwarm
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.simulated_node import SimulatedNode
 from swarm.testing.virtual_loop import run_virtual
 
 RUN = "a" * 20
@@ -36,7 +37,7 @@ SAMPLE = 20  # reads and writes by which their cost is measured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressFigures:
-    """What telling progress costs a peer in a minute."""
+    """Costs of the exchange of progress for one peer in a minute."""
 
     peers: int
     shards: int
@@ -53,7 +54,7 @@ class ProgressFigures:
 
 
 class Table:
-    """The DHT's dictionaries, without the DHT."""
+    """The dictionaries of the simulated DHT."""
 
     def __init__(self) -> None:
         self.records: dict[Key, dict[str, Entry]] = {}
@@ -69,7 +70,7 @@ class Table:
 
 
 class TableDht:
-    """One peer's view of the table: what a tracker asks of a `DhtService`."""
+    """One peer's view of the table: the part of `DhtService` that a tracker uses."""
 
     def __init__(self, table: Table, peer: SimulatedPeer) -> None:
         self._table, self._peer = table, peer
@@ -98,20 +99,16 @@ class TableDht:
 
 
 class Trainer:
-    """One peer. `lie`: what it claims to have, from what it has."""
+    """One peer. `lie` maps its samples to the number that it reports."""
 
     def __init__(
         self, run: ProgressRun, peer: SimulatedPeer, rate: float, lie: Callable[[int], int] | None = None
     ) -> None:
-        services = TrackerServices(
-            own=lambda: peer.contact,
-            dht=TableDht(run.table, peer),  # type: ignore[arg-type]
-            caller=peer.caller,
-            clock=peer.clock,
-            loop=asyncio.get_running_loop(),
+        node = SimulatedNode(
+            lambda: peer.contact, peer.clock, TableDht(run.table, peer), channels=peer.caller
         )
         self.run, self.peer, self.rate, self.lie = run, peer, rate, lie
-        self.tracker = Tracker(services, RUN, run.target, run.config)
+        self.tracker = Tracker(node, RUN, run.target, run.config)
         self.epoch = self.samples = 0
         peer.handlers.unary(REPORT, self.tracker.on_report)
 
@@ -120,7 +117,7 @@ class Trainer:
         return self.peer.peer_id
 
     async def train(self) -> None:
-        """Steps of a second, until cancelled."""
+        """Make a step each second, until cancelled."""
         chance, owed = self.peer.chance, 0.0
         await asyncio.sleep(chance.random())
         while True:
@@ -130,7 +127,7 @@ class Trainer:
             owed -= whole
             self.samples += whole
             claimed = self.samples if self.lie is None else self.lie(self.samples)
-            full = self.tracker.report(claimed, self.rate if self.lie is None else claimed / 1.0)
+            full = self.tracker.update_own(claimed, self.rate if self.lie is None else claimed / 1.0)
             ahead = self.tracker.swarm_epoch()
             if full or ahead > self.epoch:
                 self.run.ended(self)
@@ -151,18 +148,18 @@ class ProgressRun:
         self.ends: dict[int, list[float]] = {}  # when peers left each epoch
 
     def ended(self, trainer: Trainer) -> None:
-        """A trainer leaves its epoch."""
+        """Record that a trainer leaves its epoch."""
         self.gathered[trainer.epoch] = self.gathered.get(trainer.epoch, 0) + trainer.samples
         self.ends.setdefault(trainer.epoch, []).append(asyncio.get_running_loop().time())
 
     def add(self, rate: float, lie: Callable[[int], int] | None = None) -> Trainer:
-        """A peer that makes `rate` samples/s."""
+        """Add a peer that makes `rate` samples/s."""
         trainer = Trainer(self, self.network.peer(), rate, lie)
         self.trainers.append(trainer)
         return trainer
 
     def start(self, group: asyncio.TaskGroup, trainers: list[Trainer]) -> list[asyncio.Task[None]]:
-        """Let trackers and trainers run until their tasks are cancelled."""
+        """Start trackers and trainers, which run until their tasks are cancelled."""
         return [
             group.create_task(work()) for trainer in trainers for work in (trainer.tracker.run, trainer.train)
         ]
@@ -171,8 +168,8 @@ class ProgressRun:
 def measure(
     peers: int, *, epoch_s: float = 30.0, settle_s: float = 75.0, measured_s: float = 60.0, seed: int = 1
 ) -> ProgressFigures:
-    """A run of so many peers of speeds 1, ½ and ¼, divided as if it had run for long, watched after it has
-    settled.
+    """Return the figures of a run of `peers` peers of speeds 1, ½ and ¼, divided into shards from the
+    start, for `measured_s` after `settle_s`.
     """
 
     async def scenario() -> ProgressFigures:
@@ -227,7 +224,7 @@ def _figures(run: ProgressRun, first: int, sent: list[tuple[int, int]], per_minu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationCost:
-    """What one read, and one write, of a dictionary costs all peers together."""
+    """Cost of one read and of one write of a dictionary, for all peers together."""
 
     read_messages: float
     read_bytes: float
@@ -236,7 +233,9 @@ class OperationCost:
 
 
 def operations(peers: int, entries: int, seed: int = 1) -> OperationCost:
-    """On production DHT services of so many peers, with so many claims in the dictionary."""
+    """Measure the costs on production DHT services of `peers` peers, with `entries` reports in the
+    dictionary.
+    """
 
     async def scenario() -> OperationCost:
         network = SimulatedNetwork(seed, LINK)

@@ -1,11 +1,11 @@
-"""Whole simulated swarms with everything going wrong, checked throughout: `make sim SEED=7`.
+"""Simulated swarms under faults, checked throughout: `make sim SEED=7`.
 
     python -m swarm.testing.scenarios --seed 7 --peers 60 --hours 1 --scenario storm
 
 A scenario is a swarm of production DHT peers, a workload of many writers, a schedule of faults, and the
-checkers; all of it follows from the seed. It goes in rounds: faults for ten minutes, then peace, in which the
-swarm must heal within `settle_s`; then everything that was stored and lives must be found. A failure is
-`ScenarioFailed`, whose text ends with the line that replays it.
+checkers; all of it follows from the seed. It proceeds in rounds: ten minutes of faults, then a time without
+faults, in which the swarm must heal within `settle_s`; then every stored entry that has not expired must be
+found. A failure is `ScenarioFailed`, whose text ends with the command that replays it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import click
 
 from swarm.dht.logic.config import DhtConfig
 from swarm.testing.chance import Chance
-from swarm.testing.checkers import CheckLimits, Ledger, OneSwarm, Survival, Violations
+from swarm.testing.checkers import CheckLimits, ConnectedSwarm, Ledger, Survival, Violations
 from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.faults import FaultConfig, Faults
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
-from swarm.testing.workload import Tally, WorkConfig, Workload
+from swarm.testing.workload import OperationCounts, WorkConfig, Workload
 
-Say = Callable[[str], None]
-_WATCH_S = 20.0  # how often every storage and table is looked at
+Print = Callable[[str], None]
+_WATCH_S = 20.0  # interval of the checks of every storage and table
 _HEAL_POLL_S = 5.0
 _TABLES_MAX = 10_000
 
-# What may go wrong in each.
+# kinds of faults in each scenario
 SCENARIOS: dict[str, tuple[str, ...]] = {
     "calm": (),
     "churn": (),
@@ -49,71 +49,76 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioConfig:
-    """One scenario; equal ones go alike."""
+    """Settings of one scenario; equal settings give equal runs."""
 
     seed: int = 1
     peers: int = 40
     hours: float = 0.5
     name: str = "storm"
-    faults_s: float = 600.0  # of each round
-    settle_s: float = 300.0  # how long a healed swarm may take to be whole again
-    repair_s: float = 300.0  # records all of whose holders go within this may be lost
+    faults_s: float = 600.0  # duration of the faults of each round
+    settle_s: float = 300.0  # time for a healed swarm to become one again
+    repair_s: float = 300.0  # a record may be lost if all of its holders go within this time
     operations_per_s: float = 1.0
-    every_s: float = 30.0  # one fault in about so long
+    every_s: float = 30.0  # mean time between two faults
 
     @property
     def replay(self) -> str:
-        """The line that runs the same scenario again."""
+        """Return the command that runs the same scenario again."""
         return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={self.name}"
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What happened."""
+    """Results of a scenario."""
 
     digest: str = ""
     messages: int = 0
     bytes_sent: int = 0
     virtual_s: float = 0.0
     wall_s: float = 0.0
-    # of each round: from peace until the tables are one swarm's
+    # of each round: from the end of the faults until the tables form one swarm
     heal_s: list[float] = field(default_factory=list)
     audited: int = 0
-    unlucky: int = 0
-    tally: Tally = field(default_factory=Tally)
+    lost_with_holders: int = 0
+    counts: OperationCounts = field(default_factory=OperationCounts)
     faults: dict[str, int] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """For people."""
-        tally, speed = (
-            self.tally,
+        """Return the results as text."""
+        counts, speed = (
+            self.counts,
             f"{self.messages} messages ({self.messages / max(self.wall_s, 1e-9):.0f}/s)",
         )
         largest = sorted(self.largest.items(), key=lambda item: -item[1])[:8]
         return [
-            f"{self.virtual_s / 3600:.2f} virtual hours in {self.wall_s:.0f} s, {speed}, digest {self.digest}",
+            f"{self.virtual_s / 3600:.2f} virtual hours in {self.wall_s:.0f} s, {speed}, "
+            f"digest {self.digest}",
             "faults: "
             + (", ".join(f"{count} × {kind}" for kind, count in sorted(self.faults.items())) or "none"),
-            f"stores {tally.stores} ({tally.stores_failed} with fewer than two replicas), deletions {tally.deletions}, "
-            f"reads of living entries {tally.reads} ({tally.reads_complete} complete, {tally.reads_failed} unanswered)",
-            f"keys audited after healing {self.audited}; records lost with all of their holders {self.unlucky}",
+            f"stores {counts.stores} ({counts.stores_failed} with fewer than two replicas), "
+            f"deletions {counts.deletions}, reads of living entries {counts.reads} "
+            f"({counts.reads_complete} complete, {counts.reads_failed} unanswered)",
+            f"keys audited after healing {self.audited}; "
+            f"records lost with all of their holders {self.lost_with_holders}",
             "healed after " + (", ".join(f"{seconds:.0f} s" for seconds in self.heal_s) or "–"),
             "largest: " + ", ".join(f"{name} {size}" for name, size in largest),
         ]
 
 
 class ScenarioFailed(AssertionError):
-    """Promises were broken; the text ends with the line that replays the run."""
+    """Promises were broken; the text ends with the command that replays the run."""
 
 
-def run_scenario(config: ScenarioConfig, say: Say = lambda text: None) -> Report:
-    """Run one scenario in virtual time. ScenarioFailed says what was broken, and how to see it again."""
+def run_scenario(config: ScenarioConfig, print_line: Print = lambda text: None) -> Report:
+    """Run one scenario in virtual time. Raise ScenarioFailed with the broken promises and the command that
+    replays them.
+    """
     if config.name not in SCENARIOS:
         raise ValueError(f"no scenario {config.name!r}: there are {', '.join(SCENARIOS)}")
     with tempfile.TemporaryDirectory(prefix="swarm-sim-") as folder:
         try:
-            return run_virtual(_Run(config, say, Path(folder)).main())
+            return run_virtual(_Run(config, print_line, Path(folder)).main())
         except ScenarioFailed:
             raise
         except BaseException as error:
@@ -122,9 +127,11 @@ def run_scenario(config: ScenarioConfig, say: Say = lambda text: None) -> Report
 
 
 class _Run:
-    def __init__(self, config: ScenarioConfig, say: Say, disk: Path) -> None:
+    """State of one scenario in progress."""
+
+    def __init__(self, config: ScenarioConfig, print_line: Print, disk: Path) -> None:
         self._config = config
-        self._say = say
+        self._print = print_line
         self._started_s = time.monotonic()
         self._network = SimulatedNetwork(
             config.seed, LinkConfig(delay_s=0.04, jitter=0.5, loss=0.001), disk=disk
@@ -136,15 +143,15 @@ class _Run:
         self._work = Workload(self._swarm, self._ledger, self._violations, Chance(config.seed, "work"), work)
         self._survival = Survival(self._ledger, self._work.authorship, self._violations, config.repair_s)
         self._limits = CheckLimits(self._violations, default_max=_TABLES_MAX)
-        self._one = OneSwarm(self._violations)
-        self._report = Report(tally=self._work.tally)
+        self._connected = ConnectedSwarm(self._violations)
+        self._report = Report(counts=self._work.counts)
 
     async def main(self) -> Report:
         config, loop = self._config, asyncio.get_running_loop()
-        self._say(f"{config.name}: {config.peers} peers join")
+        self._print(f"{config.name}: {config.peers} peers join")
         await self._swarm.grow(config.peers)
         gc.collect()
-        gc.freeze()  # what is there now stays: the collector need not look at it again and again
+        gc.freeze()  # present objects stay: the collector need not visit them again
         try:
             end_s = loop.time() + config.hours * 3600.0
             number = 0
@@ -179,18 +186,18 @@ class _Run:
         self._progress()
 
     async def _heal(self) -> None:
-        """Peace: until the tables are one swarm's, at most `settle_s`; the rest of that time is for records
-        to find their places.
+        """Wait until the tables form one swarm, at most `settle_s`. The rest of that time is for records to
+        reach their places.
         """
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         healed_s: float | None = None
         while loop.time() < begun_s + self._config.settle_s:
-            if healed_s is None and self._one.parts(self._swarm.live) == 1:
+            if healed_s is None and self._connected.parts(self._swarm.live) == 1:
                 healed_s = loop.time()
                 self._report.heal_s.append(healed_s - begun_s)
             await asyncio.sleep(_HEAL_POLL_S)
-        self._one.check(self._swarm.live, loop.time())
+        self._connected.check(self._swarm.live, loop.time())
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -210,13 +217,14 @@ class _Run:
         report.messages = sum(peer.messages_sent for peer in self._network.peers.values())
         report.bytes_sent = sum(peer.bytes_sent for peer in self._network.peers.values())
         report.wall_s = time.monotonic() - self._started_s
-        report.digest, report.largest, report.unlucky = (
+        report.digest, report.largest, report.lost_with_holders = (
             self._network.digest,
             self._limits.largest,
-            self._survival.unlucky,
+            self._survival.lost_with_holders,
         )
-        self._say(
-            f"{report.virtual_s / 3600:.2f} h: {report.messages} messages, {self._violations.count} violations, {report.wall_s:.0f} s"
+        self._print(
+            f"{report.virtual_s / 3600:.2f} h: {report.messages} messages, "
+            f"{self._violations.count} violations, {report.wall_s:.0f} s"
         )
 
     def _finish(self) -> Report:
@@ -232,25 +240,25 @@ class _Run:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--seed", default=1, show_default=True, help="Everything follows from it.")
+@click.option("--seed", default=1, show_default=True, help="Seed of all randomness.")
 @click.option("--peers", default=200, show_default=True)
-@click.option("--hours", default=2.0, show_default=True, help="Of virtual time.")
+@click.option("--hours", default=2.0, show_default=True, help="Virtual hours to simulate.")
 @click.option("--scenario", default="storm", show_default=True, type=click.Choice(sorted(SCENARIOS)))
 @click.option(
     "--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second."
 )
 def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: float) -> None:
-    """Run a simulated swarm with everything going wrong. Exit code 1 and a line to replay it when a promise
-    is broken.
+    """Run a simulated swarm under faults. When a promise is broken, print the command that replays the run
+    and exit with code 1.
     """
     config = ScenarioConfig(
         seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s
     )
     click.echo(f"replay: {config.replay}")
-    # peers warn of clocks that the scenario itself has set wrong
+    # peers warn about clocks that the scenario itself has set wrong
     logging.getLogger("swarm.dht").setLevel(logging.ERROR)
     try:
-        report = run_scenario(config, say=lambda text: click.echo(text, err=True))
+        report = run_scenario(config, print_line=lambda text: click.echo(text, err=True))
     except ScenarioFailed as failure:
         click.echo(str(failure))
         raise SystemExit(1) from None

@@ -1,4 +1,6 @@
-"""Both ends of a simulated stream: ordered, reliable, bounded; broken by a crash, stalled by a cut."""
+"""Both ends of a simulated stream: ordered, reliable and bounded; a crash breaks it, a partition stalls
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from swarm.net.rpc import StreamMethod, check_outgoing
 if TYPE_CHECKING:
     from swarm.testing.network import SimulatedPeer
 
-_QUEUED_MAX = 16  # messages on their way in one direction; then the sender waits, as flow control makes it do
-_STALL_POLL_S = 0.05  # virtual seconds between two looks whether a cut has healed
+_QUEUED_MAX = 16  # messages on their way in one direction; then the sender waits, as with flow control
+_STALL_POLL_S = 0.05  # virtual seconds between two checks whether a cut has healed
 
 
 class _Pipe:
-    """One direction."""
+    """One direction of a stream."""
 
     def __init__(self) -> None:
         self.messages: deque[tuple[float, bytes | None]] = deque()  # (arrival, message); None: finished
@@ -39,7 +41,7 @@ class _Pipe:
 
 
 class SimulatedStream:
-    """One end of a stream: the interface of `swarm.net.rpc.Stream`."""
+    """One end of a stream, with the interface of `swarm.net.rpc.Stream`."""
 
     def __init__(
         self,
@@ -50,7 +52,9 @@ class SimulatedStream:
         *,
         opened: bool,
     ) -> None:
-        """`opened`: this is the end of who opened the stream; the other one finishes by its handler's return."""
+        """Create one end. `opened`: this is the end of the peer that opened the stream; the other end
+        finishes when its handler returns.
+        """
         self.own = own
         self.peer_id: PeerId = other.peer_id
         self.method = method
@@ -60,8 +64,8 @@ class SimulatedStream:
         self._finished = False
 
     async def send(self, message: bytes) -> None:
-        """Send one message; waits while the other end is behind. NetworkError when the stream is broken or
-        cancelled.
+        """Send one message; wait while the other end is behind. Raise NetworkError when the stream is broken
+        or cancelled.
         """
         check_outgoing(self.method, message)
         if self._finished:
@@ -71,12 +75,14 @@ class SimulatedStream:
         self._put(bytes(message))
 
     async def finish(self) -> None:
-        """No more messages from the end that opened the stream. Idempotent; does nothing at the other end."""
+        """Finish sending from the end that opened the stream. May be called again; does nothing at the other
+        end.
+        """
         if self._opened:
             self.end()
 
     def end(self) -> None:
-        """No more messages from this end."""
+        """Finish sending from this end."""
         if not self._finished and self._out.error is None:
             self._finished = True
             self._put(None)
@@ -96,14 +102,14 @@ class SimulatedStream:
             self.own.uplink.push(self._out, size_bytes, functools.partial(self._left, delay_s, message))
 
     def _left(self, delay_s: float, message: bytes | None) -> None:
-        """The uplink has carried it; what the stream's end overtook is carried no further."""
+        """Deliver a message that has passed the uplink, unless the stream has ended meanwhile."""
         self._out.leaving -= 1
         if self._out.error is None and self.own.up:
             self._out.arrive(asyncio.get_running_loop().time() + delay_s, message)
 
     async def receive(self) -> bytes | None:
-        """The next message; None when the other end finished. NetworkError when the stream broke, PeerError
-        when the handler refused.
+        """Return the next message, or None when the other end finished. Raise NetworkError when the stream
+        broke, and PeerError when the handler refused.
         """
         while True:
             now_s = asyncio.get_running_loop().time()
@@ -116,7 +122,7 @@ class SimulatedStream:
                 await self._wait(self._in, _STALL_POLL_S)
             else:
                 self._check(self._in, broken_only=True)
-                if self._in.messages[0][1] is None:  # stays: every later receive says the same
+                if self._in.messages[0][1] is None:  # stays: every later receive returns the same
                     return None
                 message = self._in.messages.popleft()[1]
                 self._in.wake()
@@ -126,7 +132,7 @@ class SimulatedStream:
         self.fail(NetworkError(f"the stream {self.method.name} was cancelled"))
 
     def fail(self, error: SwarmError) -> None:
-        """Break both directions; what has already been sent is still received."""
+        """Break both directions; messages that were already sent are still received."""
         for pipe in (self._out, self._in):
             if pipe.error is None:
                 pipe.error = error
@@ -135,14 +141,15 @@ class SimulatedStream:
     def _check(self, pipe: _Pipe, *, broken_only: bool = False) -> None:
         if not (self.own.up and self._other.up):
             raise NetworkError(
-                f"the stream {self.method.name} with peer {self.peer_id.short} broke: crashed in the simulation"
+                f"the stream {self.method.name} with peer {self.peer_id.short} broke:"
+                " crashed in the simulation"
             )
         if pipe.error is not None and not broken_only:
             raise pipe.error
 
     async def _wait(self, pipe: _Pipe, timeout_s: float | None) -> None:
-        """Wait for a change of the pipe. Looks up once a virtual second at least, so that a crash is noticed
-        without being announced.
+        """Wait for a change of the pipe, at most one virtual second, so that a crash is noticed without a
+        notification.
         """
         try:
             async with asyncio.timeout(1.0 if timeout_s is None else timeout_s):
@@ -154,7 +161,7 @@ class SimulatedStream:
 def stream_pair(
     caller: SimulatedPeer, target: SimulatedPeer, method: StreamMethod
 ) -> tuple[SimulatedStream, SimulatedStream]:
-    """The caller's end and the handler's end of a new stream."""
+    """Return the caller's end and the handler's end of a new stream."""
     forth, back = _Pipe(), _Pipe()
     return (
         SimulatedStream(caller, target, method, (forth, back), opened=True),

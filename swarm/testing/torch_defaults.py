@@ -1,4 +1,4 @@
-"""Other defaults of torch, as a user's program may set them: for tests that library code takes no notice of
+"""Other defaults of torch, as a user's program may set them: for tests that library code does not depend on
 them.
 """
 
@@ -18,7 +18,7 @@ def changed_defaults(change: str) -> Iterator[None]:
     """Apply one of CHANGES to this thread's defaults within the block, and restore the usual ones (float32,
     no device) after it.
 
-    Tables that this project's modules keep in `functools.lru_cache` are emptied on both sides: one made under
+    Caches of this project's modules (`functools.lru_cache`) are emptied before and after: a table made under
     the usual defaults would hide a missing dtype, and one made under others would reach later tests.
     """
     kind, name = change.split()

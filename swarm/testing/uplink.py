@@ -1,5 +1,5 @@
-"""A simulated peer's way out, where it is slow: messages on their way share it evenly, slice by slice, as TCP
-connections share a link.
+"""The slow uplink of a simulated peer: its messages share it evenly, slice by slice, as TCP connections share
+a link.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 
-SLICE_BYTES = 1448  # a packet
+SLICE_BYTES = 1448  # payload of a TCP packet
 
 
 class Uplink:
-    """Messages of one flow (a stream's direction, or a call) leave one after the other, flows take turns."""
+    """A link of `bytes_per_s`. Messages of one flow (a direction of a stream, or a call) leave one after the
+    other; flows take turns.
+    """
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -20,7 +22,7 @@ class Uplink:
         self._running = False
 
     def push(self, flow: Hashable, size_bytes: int, left: Callable[[], object]) -> None:
-        """`left` is called when the last byte has gone."""
+        """Send a message; `left` is called when its last byte has gone."""
         self._flows.setdefault(flow, deque()).append((size_bytes, left))
         if not self._running:
             self._running = True

@@ -1,21 +1,21 @@
-"""An asyncio event loop in virtual time: services run in it unchanged, hours pass in seconds, nothing ever
-sleeps.
+"""An asyncio event loop in virtual time: services run in it unchanged, hours pass in seconds, and nothing
+really sleeps.
 
     async def scenario() -> None:
         await asyncio.sleep(3600)          # returns at once; the loop's clock jumps
 
     run_virtual(scenario())
 
-Time stands still while any task can run, and jumps to the next timer when none can. There are no sockets, no
-threads and no signals; `run_in_executor` runs its function on the loop, so that a pool (None will do) costs
-no virtual time and changes no order. When every task waits and no timer is set, nothing can ever happen
-again: `run_virtual` raises `Deadlock` instead of hanging.
+Time stands still while any task can run, and jumps to the next timer when none can. There are no sockets,
+threads or signals; `run_in_executor` runs its function on the loop, so that a pool (None is sufficient) costs
+no virtual time and changes no order. When every task waits and no timer is set, nothing can happen any more:
+`run_virtual` raises `Deadlock` instead of hanging.
 
-Callbacks run in the order in which they were scheduled, timers of one moment in the order in which they were
-set, and tasks hash by their number, not by their address, so that whoever iterates over a set of tasks
-(asyncio's TaskGroup, for one) does so in the same order in every run. What remains is code under test that
-iterates over a set of strings or PeerIDs: their hashes differ between processes. `tests/sim/test_network.py`
-runs scenarios under several PYTHONHASHSEEDs and compares.
+Callbacks run in the order in which they were scheduled, and timers of one moment in the order in which they
+were set. Tasks hash by their number, not by their address, so that iteration over a set of tasks (as in
+asyncio's TaskGroup) has the same order in every run. Code under test that iterates over a set of strings or
+PeerIDs remains, because their hashes differ between processes: `tests/sim/test_network.py` runs scenarios
+under several PYTHONHASHSEEDs and compares.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from swarm.core.errors import DeadlineExceeded
 
 T = TypeVar("T")
 
-# Where virtual Unix time begins: any fixed moment does; this one is in 2027, within every certificate's
-# validity.
+# start of virtual Unix time: any fixed moment would do; this one is in 2027, within every certificate's
+# validity
 EPOCH_UNIX_S = 1_800_000_000.0
-# cancelled timers are cleared away when they are this many and more than those that are not
+# cancelled timers are removed when there are more than this many, and more of them than of others
 _CANCELLED_MIN = 256
 
 
@@ -56,7 +56,7 @@ class _Task(asyncio.Task[Any]):
 
 
 class _NoSelector:
-    """Stands where a selector would."""
+    """Substitute for the selector, without sockets."""
 
     def select(self, timeout: float | None) -> list[Any]:
         return []
@@ -66,7 +66,7 @@ class _NoSelector:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """The loop itself; use it through `run_virtual`, or as `asyncio.Runner(loop_factory=VirtualLoop)`."""
+    """The event loop; use it through `run_virtual`, or as `asyncio.Runner(loop_factory=VirtualLoop)`."""
 
     _ready: deque[asyncio.Handle]  # asyncio's own
     _stopping: bool
@@ -88,8 +88,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        # As asyncio's, on a heap of plain tuples: it compares timers in Python, a fifth of the time that a
-        # simulated message costs.
+        # like asyncio's, on a heap of plain tuples: asyncio compares timers in Python, which takes a fifth of
+        # the time of a simulated message
         self._check_closed()  # type: ignore[attr-defined]
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
@@ -126,12 +126,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _advance_to(self, when_s: float) -> None:
-        """Let virtual time pass; DeadlineExceeded beyond the limit that was given to `run_virtual`."""
+        """Advance virtual time. Raise DeadlineExceeded beyond the limit of `run_virtual`."""
         self._now_s = max(self._now_s, when_s)
         if self._now_s > self._limit_s:
             raise DeadlineExceeded(f"the scenario has not ended after {self._limit_s:g} virtual seconds")
 
-    def run_in_executor(self, executor: object, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
         async def run() -> T:
             return func(*args)
 
@@ -150,8 +152,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float = 7 * 24 * 3600.0) -> T:
-    """Run `main` to its end in virtual time, like `asyncio.run`. `limit_s`: virtual seconds after which the
-    scenario counts as stuck.
+    """Run `main` to its end in virtual time, like `asyncio.run`, and return its result. Raise Deadlock when
+    nothing can happen any more, and DeadlineExceeded after `limit_s` virtual seconds.
     """
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner:
         return runner.run(main)
@@ -160,9 +162,9 @@ def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float = 7 * 24 * 3600.
 class VirtualClock:
     """A peer's clock in virtual time.
 
-    `skew_s`: how wrong its machine is when the simulation begins; `drift`: by how much it runs fast (1e-4:
-    0.36 s an hour), slow when negative; `offset_s`: the correction that the peer itself applies. The loop's
-    own timers do not drift.
+    `skew_s` is the error of its machine when the simulation begins; `drift` is by how much it runs fast
+    (1e-4: 0.36 s an hour), slow when negative; `offset_s` is the correction that the peer itself applies. The
+    loop's own timers do not drift.
     """
 
     def __init__(self, skew_s: float = 0.0, drift: float = 0.0) -> None:
@@ -183,5 +185,5 @@ class VirtualClock:
 
     @property
     def error_s(self) -> float:
-        """How far this peer's idea of the swarm's time is from the simulation's."""
+        """Return the difference between this peer's swarm time and the simulation's."""
         return self.swarm_s() - EPOCH_UNIX_S - asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""What a scenario's peers do: many writers store, delete and read, and every answer is held against the
+"""Workload of a scenario: many writers store, delete and read, and every result is checked against the
 ledger.
 """
 
@@ -23,7 +23,7 @@ _GRACE_S = 2.0  # an entry this close to its expiration may be seen or not: cloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkConfig:
-    """How much is asked of the swarm."""
+    """Amount of work."""
 
     operations_per_s: float = 1.0
     keys: int = 40
@@ -31,25 +31,25 @@ class WorkConfig:
 
 
 @dataclass(slots=True)
-class Tally:
-    """What came of it."""
+class OperationCounts:
+    """Counters of operations and their results."""
 
     stores: int = 0
     stores_failed: int = 0
     deletions: int = 0
-    reads: int = 0  # of keys of which a living entry was known
-    reads_complete: int = 0  # that found every living entry
-    reads_failed: int = 0  # nobody answered
+    reads: int = 0  # reads of keys with a known living entry
+    reads_complete: int = 0  # reads that found every living entry
+    reads_failed: int = 0  # reads without an answer
 
 
 class Workload:
-    """Operations by peers drawn from the seed."""
+    """Operations by peers that are drawn from the seed."""
 
     def __init__(
         self, swarm: DhtSwarm, ledger: Ledger, violations: Violations, chance: Chance, config: WorkConfig
     ) -> None:
         self.ledger = ledger
-        self.tally = Tally()
+        self.counts = OperationCounts()
         self.authorship = Authorship(ledger, violations)
         self.deadlines = Deadlines(violations)
         self._expiry = Expiry(violations)
@@ -63,7 +63,7 @@ class Workload:
         ]
 
     async def run(self, until_s: float, group: asyncio.TaskGroup) -> None:
-        """Begin operations until then; each runs in a task of its own."""
+        """Begin operations until `until_s`, each in its own task."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._chance.expovariate(self._config.operations_per_s))
@@ -83,28 +83,27 @@ class Workload:
             if key.namespace.startswith("run.")
             else self._chance.choice([None, "a", "b"])
         )
-        # What the entry says is by the writer's clock: within what that is wrong, it is the true time.
+        # the entry's expiration is by the writer's clock, hence within that clock's error of the true time
         expires_s = _now_s() + ttl_s + min(member.peer.clock.error_s, 0.0)
         write = self.ledger.begin(key, subkey, member.peer.peer_id, _now_s(), expires_s)
         number = self.deadlines.begin(
             f"store of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S
         )
-        self.tally.stores += 1
+        self.counts.stores += 1
         try:
             result = await member.service.store(
                 key, write.number, ttl_s=ttl_s, subkey=subkey, timeout_s=_TIMEOUT_S
             )
         except UsageError:  # its clock was ahead when it wrote before, and is not any more
-            self.tally.stores_failed += 1
+            self.counts.stores_failed += 1
             return
         finally:
             self.deadlines.end(number, _now_s())
-        # One replica alone may die the next moment: what counts as stored is held by two at least, when there
-        # are two.
+        # a single replica may die at any moment: an entry counts as stored when two hold it, if there are two
         if result.replicas >= min(2, len(self._swarm.live)) and member.peer.up:
             write.acknowledged_s = _now_s()
         else:
-            self.tally.stores_failed += 1
+            self.counts.stores_failed += 1
 
     async def delete(self, member: SwarmMember) -> None:
         owned = self.ledger.owned(member.peer.peer_id)
@@ -115,8 +114,8 @@ class Workload:
         number = self.deadlines.begin(
             f"deletion of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S
         )
-        self.tally.deletions += 1
-        # nobody answered the read that a deletion without memory begins with
+        self.counts.deletions += 1
+        # the deletion begins with a read, which may remain unanswered
         with contextlib.suppress(SwarmError):
             await member.service.delete(write.key, subkey=write.subkey, timeout_s=_TIMEOUT_S)
         self.deadlines.end(number, _now_s())
@@ -125,10 +124,12 @@ class Workload:
         key = self._chance.choice(self._keys)
         missing = await self.missing(member, key)
         if missing is None:
-            self.tally.reads_failed += 1
+            self.counts.reads_failed += 1
 
     async def missing(self, member: SwarmMember, key: Key) -> list[RecordedWrite] | None:
-        """Read a key and check every entry. Which living entries were not found; None when nobody answered."""
+        """Read a key and check every entry. Return the living entries that were not found, or None when no
+        peer answered.
+        """
         begun_s, begun_own_s = _now_s(), member.peer.clock.swarm_s()
         wanted = [write for write in self.ledger.living(begun_s) if write.key == key and not write.lost]
         number = self.deadlines.begin(f"read of {key} by {member.peer.index}", begun_s + _TIMEOUT_S)
@@ -150,13 +151,13 @@ class Workload:
             write for write in wanted if write.number not in found and write.lives(_now_s() + _GRACE_S)
         ]
         if wanted:
-            self.tally.reads += 1
-            self.tally.reads_complete += not missing
+            self.counts.reads += 1
+            self.counts.reads_complete += not missing
         return missing
 
     async def audit(self, readers: Sequence[SwarmMember]) -> int:
-        """Nothing is wrong any more: every living record must be found, by a peer drawn for each key. How
-        many keys were read.
+        """Check, in a swarm without faults, that every living record is found by a peer drawn for each key.
+        Return the number of keys that were read.
         """
         asked = 0
         for key in self._keys:
@@ -165,17 +166,23 @@ class Workload:
             asked += 1
             if missing is None:
                 self._violations.add(
-                    _now_s(), f"nobody answered {member.peer.index}, which reads {key} in a healed swarm"
+                    _now_s(), f"no peer answered {member.peer.index}, which reads {key} in a healed swarm"
                 )
             for write in missing or []:
                 if not write.lost:
-                    text = f"{member.peer.index} does not find entry {write.number} under {key} in a healed swarm"
-                    left = f"{_now_s() - write.begun_s:.0f} s after its writing, {write.expires_s - _now_s():.0f} s before its expiration"
-                    self._violations.add(_now_s(), f"{text}, {left}; {self._holders(write)}")
+                    now_s = _now_s()
+                    text = (
+                        f"{member.peer.index} does not find entry {write.number} under {key} in a healed"
+                        f" swarm, {now_s - write.begun_s:.0f} s after its writing,"
+                        f" {write.expires_s - now_s:.0f} s before its expiration"
+                    )
+                    self._violations.add(now_s, f"{text}; {self._holders(write)}")
         return asked
 
     def _holders(self, write: RecordedWrite) -> str:
-        """Who holds it, and where they stand among the live peers by distance: the replicas are 0 to 4."""
+        """Describe the holders of an entry and their ranks by distance among the live peers: the replicas are
+        0 to 4.
+        """
         live = sorted(self._swarm.live, key=lambda member: member.peer.peer_id.dht_id ^ write.key.dht_id)
         now_us = int((EPOCH_UNIX_S + _now_s()) * 1e6)
         ranks = [
@@ -187,7 +194,7 @@ class Workload:
             )
         ]
         return f"written by {self._swarm.network.peers[write.writer].index}, held by " + (
-            ", ".join(ranks) or "nobody"
+            ", ".join(ranks) or "no peer"
         )
 
 

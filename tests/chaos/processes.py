@@ -1,4 +1,4 @@
-"""Worker processes that are told and heard line by line, and killed with everything that they started."""
+"""Worker processes that exchange JSON lines with the test and are killed together with their children."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class Worker:
         return json.loads(self.process.stdout.readline())
 
     def end(self) -> None:
-        """Its orphans, too."""
+        """Kill the worker and its children."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.chaos
-def test_the_demo_trains_sums_up_and_ends_by_itself() -> None:
+def test_the_demo_trains_prints_a_summary_and_ends() -> None:
     command = [sys.executable, "-m", "swarm.cli", "demo", "--json", "--seconds", "30"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -32,7 +32,7 @@ def test_the_demo_trains_sums_up_and_ends_by_itself() -> None:
 
 
 @pytest.mark.chaos
-def test_the_demo_shows_its_page_and_takes_it_down_with_itself() -> None:
+def test_the_demo_serves_its_page_until_it_ends() -> None:
     command = [
         sys.executable,
         "-m",
@@ -67,8 +67,8 @@ def test_the_demo_shows_its_page_and_takes_it_down_with_itself() -> None:
         urllib.request.urlopen(url, timeout=2)
 
 
-def test_the_plain_demo_prints_no_control_characters_and_tells_what_failed() -> None:
-    """A bootstrap peer that cannot start: the command says so in words and ends with 1."""
+def test_the_plain_demo_prints_no_control_characters_and_reports_failures() -> None:
+    """If the bootstrap peer cannot start, the command prints the reason and exits with 1."""
     program = (
         "import sys, swarm.cli.demo as demo; demo._LOOPBACK = ('--listen', 'nonsense', '--identity', 'new');"
         "from swarm.cli import main; sys.exit(main(['demo']))"

@@ -1,4 +1,4 @@
-"""`swarm serve` as a process: called, interrupted, killed."""
+"""`swarm serve` in a process that is called, interrupted or killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS = ("--listen", "127.0.0.1:0", "--json", "--hidden-dim", "16", "--device"
 
 
 class Served:
-    """A process that serves, and its events."""
+    """A `swarm serve` process and its events."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -134,7 +134,7 @@ def test_the_printed_snippet_calls_an_expert_of_the_users_own_file(tmp_path: Pat
         assert done.stdout.strip() == "[1.0]", done.stderr
 
 
-def test_calls_go_on_at_the_replica_when_a_server_is_killed() -> None:
+def test_calls_continue_at_the_replica_when_a_server_is_killed() -> None:
     with swarm.Node(listen="127.0.0.1:0") as node:
         start = (node.addresses[0], "--experts", "ffn.0", "--optimizer", "sgd", "--average-s", "0")
         with serving(*start) as one, serving(*start) as other:
@@ -153,5 +153,5 @@ def test_calls_go_on_at_the_replica_when_a_server_is_killed() -> None:
                     y.sum().backward()
                     assert x.grad is not None
                 except (NetworkError, PeerError):
-                    lost += 1  # of a forward pass that the killed one had answered
+                    lost += 1  # the backward pass of a forward pass that the killed server answered
             assert lost <= 1

@@ -1,5 +1,5 @@
-"""A training loop over sixteen experts on four server processes that are killed, frozen and restarted every
-few seconds goes on.
+"""Training with sixteen experts goes on while their four server processes are killed, stopped and restarted
+every few seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.chaos.processes import Worker
 pytestmark = pytest.mark.chaos
 
 WIDTH = 16
-EVERY_S = 2.5  # an event
+EVERY_S = 2.5  # between two failures
 WAIT_S = 120.0
 SERVER = """
 import json, sys
@@ -42,7 +42,9 @@ experts = {}
 for column in range(4):
     torch.manual_seed(4 * setup["row"] + column)
     module = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
-    experts[f"ffn.{setup['row']}.{column}"] = swarm.Expert(module, (torch.zeros(1, 16),), partial(torch.optim.Adam, lr=3e-3))
+    optimizer = partial(torch.optim.Adam, lr=3e-3)
+    name = f"ffn.{setup['row']}.{column}"
+    experts[name] = swarm.Expert(module, (torch.zeros(1, 16),), optimizer)
 config = swarm.ExpertServerConfig(checkpoints=Path(setup["folder"]), checkpoint_s=0.5)
 server = swarm.ExpertServer(node, experts, config=config)
 print(json.dumps(server.resumed), flush=True)
@@ -51,7 +53,7 @@ sys.stdin.readline()
 
 
 class Servers:
-    """One process per row of the grid; a process that is killed starts again from its checkpoints, under
+    """One server process per row of the grid. A killed process is restarted from its checkpoints, with
     another identity and address.
     """
 
@@ -96,7 +98,7 @@ def servers(trainer: swarm.Node, tmp_path: Path) -> Iterator[Servers]:
 
 @dataclass
 class Model:
-    """A mixture layer between two local ones, and a task: a fixed function of random inputs."""
+    """A mixture layer between two local layers, which learns a fixed function of random inputs."""
 
     layer: swarm.RemoteMixtureOfExperts
     losses: list[float] = field(default_factory=list)
@@ -135,7 +137,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seconds", [22.0, 150.0], ids=["short", "long"])
-def test_training_outlives_servers_that_are_killed_frozen_and_restarted(
+def test_training_survives_servers_that_are_killed_stopped_and_restarted(
     trainer: swarm.Node, servers: Servers, seconds: float
 ) -> None:
     rng = random.Random(7)
@@ -154,7 +156,7 @@ def test_training_outlives_servers_that_are_killed_frozen_and_restarted(
     events = itertools.cycle(["kill", "restart", "freeze", "thaw"])
     row, counts, event_s = 0, Counter[str](), begun_s + 1.0
     while time.monotonic() < begun_s + seconds:
-        model.step()  # none fails
+        model.step()  # no step fails
         if time.monotonic() > event_s:
             event_s = time.monotonic() + EVERY_S
             what = next(events)
@@ -177,7 +179,7 @@ def test_training_outlives_servers_that_are_killed_frozen_and_restarted(
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_with_nobody_left_a_layer_does_what_it_was_told(
+def test_a_layer_without_live_experts_follows_its_setting(
     trainer: swarm.Node, servers: Servers, allowed: bool
 ) -> None:
     layer = swarm.RemoteMixtureOfExperts(

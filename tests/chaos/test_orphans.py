@@ -1,5 +1,5 @@
-"""A trainer is killed while its DataLoader workers live on: they hold none of its connections, so that the
-others notice at once.
+"""A killed trainer is noticed at once although its DataLoader workers live on, because they hold none of its
+connections.
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ averager = swarm.Averager(node, [tensor], name="orphans", codec="float32", targe
 print(json.dumps([list(map(str, node.addresses)), str(node.peer_id)]), flush=True)
 for line in sys.stdin:
     tensor.fill_(float(setup["rank"]))
-    batches = iter(DataLoader(Numbers(), batch_size=8, num_workers=2))  # forked while all the connections of the round before stand
+    # the workers are forked while all connections of the previous round are open
+    batches = iter(DataLoader(Numbers(), batch_size=8, num_workers=2))
     next(batches)
     print(json.dumps("begun"), flush=True)
     result = averager.step(timeout_s=40.0, round_key=line.strip())
     left_out = {str(peer_id): why for peer_id, why in result.left_out.items()}
-    print(json.dumps([result.failed, result.reason, result.digest, tensor[0].item(), len(result.peers), left_out, time.time()]), flush=True)
+    mean, peers = tensor[0].item(), len(result.peers)
+    values = [result.failed, result.reason, result.digest, mean, peers, left_out, time.time()]
+    print(json.dumps(values), flush=True)
     del batches
 """
 
 
-def test_dataloader_workers_that_outlive_their_parent_hold_up_nobody() -> None:
+def test_orphaned_dataloader_workers_hold_up_no_peer() -> None:
     trainers = [Worker(TRAINER) for _ in range(RANKS)]
     try:
         bootstrap: list[str] = []

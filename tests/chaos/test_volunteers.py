@@ -1,4 +1,4 @@
-"""Volunteers as real processes, killed, left and joined while they train: the run goes on."""
+"""A run of volunteers in real processes goes on while some are killed, leave or join."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from swarm.cli.children import Child, Children
 
 LOOPBACK = ("--listen", "127.0.0.1:0", "--identity", "new")
-WAIT_S = 240.0  # for an event; generous, since a busy machine imports torch slowly
+WAIT_S = 240.0  # to wait for an event; long, because a busy machine imports torch slowly
 RUN = """
 name = "chaos"
 target_batch_size = 32
@@ -33,16 +33,16 @@ learning_rate = 3e-3
 
 
 class Swarm:
-    """Processes and everything they have said."""
+    """Volunteer processes and their events."""
 
     def __init__(self, children: Children, folder: Path) -> None:
         self._children = children
-        self.told: dict[str, list[Mapping[str, Any]]] = {}
+        self.events: dict[str, list[Mapping[str, Any]]] = {}
         self.ended: set[str] = set()
         self.run_file = folder / "run.toml"
         self.run_file.write_text(RUN)
 
-    def found(self, name: str, *bootstrap: str) -> None:
+    def create(self, name: str, *bootstrap: str) -> None:
         options = [option for address in bootstrap for option in ("--bootstrap", address)]
         self.start(name, "start", str(self.run_file), *options, "--device", "cpu", *LOOPBACK)
 
@@ -50,14 +50,14 @@ class Swarm:
         self.start(name, "join", address, "--yes", "--device", "cpu", *LOOPBACK, *options)
 
     def start(self, name: str, *arguments: str) -> None:
-        self.told[name] = []
+        self.events[name] = []
         self._children.start(name, *arguments)
 
     def process(self, name: str) -> Child:
         return self._children[name]
 
     def wait(self, what: str, done: Callable[[], Any]) -> Any:
-        """Read events until `done` is true; fails with what was said if that takes too long."""
+        """Read events until `done` returns a true value. Fail with the last events if that takes too long."""
         deadline_s = time.monotonic() + WAIT_S
         while not (result := done()):
             line = self._children.next_line(min(1.0, deadline_s - time.monotonic()))
@@ -66,17 +66,17 @@ class Swarm:
                 if event is None:
                     self.ended.add(name)
                 else:
-                    self.told[name].append(event)
-            assert time.monotonic() < deadline_s, f"{what} did not happen; last words: {self.last_words()}"
+                    self.events[name].append(event)
+            assert time.monotonic() < deadline_s, f"{what} did not happen; last events: {self.last_events()}"
         return result
 
-    def last_words(self) -> dict[str, Any]:
+    def last_events(self) -> dict[str, Any]:
         return {
-            name: (events[-1] if events else None, name in self.ended) for name, events in self.told.items()
+            name: (events[-1] if events else None, name in self.ended) for name, events in self.events.items()
         }
 
     def of(self, name: str, kind: str) -> list[Mapping[str, Any]]:
-        return [event for event in self.told[name] if event["event"] == kind]
+        return [event for event in self.events[name] if event["event"] == kind]
 
     def address(self, name: str) -> str:
         listening = self.wait(f"{name} listens", lambda: self.of(name, "listening"))
@@ -86,7 +86,7 @@ class Swarm:
         return max((event["epoch"] for event in self.of(name, "epoch")), default=0)
 
     def wait_epochs(self, names: list[str], more: int = 2, peers: int = 1) -> None:
-        """Until each of these completed so many epochs from now on, in rounds of so many peers."""
+        """Wait until each volunteer has completed `more` epochs in rounds of at least `peers` peers."""
         seen = {name: len(self.of(name, "epoch")) for name in names}
 
         def done() -> bool:
@@ -118,16 +118,15 @@ def gone(child: Child) -> bool:
     return not child.alive
 
 
-def test_a_volunteer_joins_trains_and_leaves_in_good_order(swarm: Swarm) -> None:
-    """The short one: two processes, one join, one goodbye."""
-    swarm.found("founder")
+def test_a_volunteer_joins_trains_and_leaves(swarm: Swarm) -> None:
+    swarm.create("founder")
     swarm.join("volunteer", swarm.address("founder"))
     swarm.wait_epochs(["founder", "volunteer"], more=2, peers=2)
     assert swarm.digests_agree(["founder", "volunteer"])
-    found = swarm.of("volunteer", "run")[0]
-    assert (found["name"], found["founded"], found["target_batch_size"]) == ("chaos", False, 32)
+    run = swarm.of("volunteer", "run")[0]
+    assert (run["name"], run["created"], run["target_batch_size"]) == ("chaos", False, 32)
     asked_s = time.monotonic()
-    swarm.process("volunteer").ask_to_leave()
+    swarm.process("volunteer").terminate()
     finished = swarm.wait("the volunteer finishes", lambda: swarm.of("volunteer", "finished"))[0]
     assert gone(swarm.process("volunteer"))
     assert time.monotonic() - asked_s < 3.0
@@ -137,8 +136,8 @@ def test_a_volunteer_joins_trains_and_leaves_in_good_order(swarm: Swarm) -> None
 
 
 @pytest.mark.chaos
-def test_a_killed_volunteer_stops_nobody_and_a_late_one_catches_up(swarm: Swarm) -> None:
-    swarm.found("founder")
+def test_a_run_survives_a_killed_volunteer_and_a_late_one_catches_up(swarm: Swarm) -> None:
+    swarm.create("founder")
     for name in ("one", "two"):
         swarm.join(name, swarm.address("founder"))
     swarm.wait_epochs(["founder", "one", "two"], more=2, peers=3)
@@ -152,8 +151,8 @@ def test_a_killed_volunteer_stops_nobody_and_a_late_one_catches_up(swarm: Swarm)
 
 
 @pytest.mark.chaos
-def test_the_founder_leaves_for_good_and_the_run_goes_on_and_can_be_joined(swarm: Swarm) -> None:
-    swarm.found("founder")
+def test_a_run_goes_on_and_can_be_joined_after_its_creator_left(swarm: Swarm) -> None:
+    swarm.create("founder")
     for name in ("one", "two"):
         swarm.join(name, swarm.address("founder"))
     swarm.wait_epochs(["founder", "one", "two"], more=2, peers=3)
@@ -168,8 +167,8 @@ def test_the_founder_leaves_for_good_and_the_run_goes_on_and_can_be_joined(swarm
 
 @pytest.mark.chaos
 def test_children_notice_the_death_of_their_parent(swarm: Swarm) -> None:
-    """Their standard input ends when the parent dies, however it dies; closing our end is the same to them."""
-    swarm.found("founder")
+    """When the parent dies, the standard input of its children ends. The test closes it instead."""
+    swarm.create("founder")
     swarm.wait_epochs(["founder"], more=1)
     stdin = swarm.process("founder").process.stdin
     assert stdin is not None

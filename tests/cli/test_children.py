@@ -1,5 +1,5 @@
-"""Child processes: listened to, asked to leave, ended for certain. `swarm bootstrap` serves as the child,
-since it needs no torch.
+"""Child processes are read, asked to leave, and always ended. The child is `swarm bootstrap`, which needs no
+torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def until_gone(child: Child, seconds: float = 3.0) -> float:
     return time.monotonic() - started_s
 
 
-def test_whatever_happens_in_the_body_no_child_survives() -> None:
+def test_no_child_survives_an_error_in_the_body() -> None:
     children = Children()
     child = children.start("entry", *ENTRY)
     listening(children)
@@ -43,11 +43,11 @@ def test_whatever_happens_in_the_body_no_child_survives() -> None:
     with pytest.raises(ZeroDivisionError), children:
         _ = 1 / 0
     assert not child.alive
-    assert child.process.returncode == 0  # it left when it was asked to
+    assert child.process.returncode == 0  # it left when asked to
     assert time.monotonic() - started_s < 3.0
 
 
-def test_what_a_child_keeps_goes_with_it() -> None:
+def test_the_files_of_a_child_are_deleted() -> None:
     with Children() as children:
         child = children.start("entry", "bootstrap", "--listen", "127.0.0.1:0")
         listening(children)
@@ -68,7 +68,7 @@ def test_a_child_leaves_when_its_parent_dies() -> None:
         assert child.process.returncode == 0
 
 
-def test_a_child_that_fails_says_why() -> None:
+def test_the_error_text_of_a_failed_child_is_its_last_line() -> None:
     with Children() as children:
         child = children.start("wrong", "bootstrap", "--listen", "nonsense", "--identity", "new")
         line = children.next_line(WAIT_S)
@@ -77,11 +77,11 @@ def test_a_child_that_fails_says_why() -> None:
         assert (line[0], line[1]["event"]) == ("wrong", "error")
         assert children.next_line(WAIT_S) == ("wrong", None)
         until_gone(child)
-        assert "nonsense" in child.complaint()
+        assert "nonsense" in child.error_text()
         assert child.process.returncode == 2
 
 
-def test_a_frozen_child_is_ended_too() -> None:
+def test_a_stopped_child_is_killed() -> None:
     if os.name != "posix":
         pytest.skip("stops a process with a POSIX signal")
     with Children() as children:
@@ -105,7 +105,7 @@ def test_one_signal_ends_a_command_cleanly(number: signal.Signals) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_end_of_the_demo_leaves_a_process(number: signal.Signals) -> None:
+def test_the_demo_leaves_no_process_after_a_signal(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "swarm.cli", "demo", "--json", "--volunteers", "2"]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     assert demo.stdout is not None
@@ -117,8 +117,7 @@ def test_no_end_of_the_demo_leaves_a_process(number: signal.Signals) -> None:
         children = psutil.Process(demo.pid).children(recursive=True)
         assert len(children) == 3
         demo.send_signal(number)
-        # after a kill -9 each child must notice by itself, which it cannot while torch's library is being
-        # loaded (the GIL is held)
+        # After kill -9 each child has to notice by itself, which it cannot while it loads torch.
         _, left = psutil.wait_procs(children, timeout=20.0 if number == signal.SIGKILL else 3.0)
         assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
         demo.wait(3.0)

@@ -1,4 +1,4 @@
-"""The command line: what it says when something is wrong, and that it says it at once."""
+"""Errors, help and exit codes of the command line."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ COMMANDS = (
 )
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed on standard error: one problem, no traceback."""
+def error_text(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the text on standard error, without a traceback."""
     text = capsys.readouterr().err
     assert "Traceback" not in text
     return text
@@ -102,7 +102,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    text = said(capsys)
+    text = error_text(capsys)
     assert sentence in text
     assert text.count("\n") == 1
 
@@ -124,10 +124,10 @@ def test_a_wrong_run_file_is_refused_before_anything_starts(
 ) -> None:
     run_file.write_text(RUN.replace(*change))
     assert main(["start", str(run_file), "--listen", "127.0.0.1:0"]) == 2
-    assert sentence in said(capsys)
+    assert sentence in error_text(capsys)
 
 
-def test_a_dead_bootstrap_is_told_with_the_cause_and_the_next_step(
+def test_a_dead_bootstrap_peer_is_reported_with_cause_and_next_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     started_s = time.monotonic()
@@ -140,7 +140,7 @@ def test_a_dead_bootstrap_is_told_with_the_cause_and_the_next_step(
     assert time.monotonic() - started_s < 10
 
 
-def test_identities_are_made_shown_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_identity_is_created_shown_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine"
     assert main(["identity", "--identity", str(path)]) == 2
     assert main(["identity", "--create", "--json", "--identity", str(path)]) == 0
@@ -152,7 +152,7 @@ def test_identities_are_made_shown_and_kept(tmp_path: Path, capsys: pytest.Captu
         assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_an_identity_in_use_is_told_with_the_way_out(
+def test_an_identity_in_use_is_reported_with_the_next_step(
     run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from swarm.core.identity import Identity
@@ -162,15 +162,16 @@ def test_an_identity_in_use_is_told_with_the_way_out(
         assert main(["start", str(run_file), "--listen", "127.0.0.1:0"]) == 2
     finally:
         held.close()
-    text = said(capsys)
+    text = error_text(capsys)
     assert "is using the identity file" in text
     assert "--identity new" in text
 
 
-def test_help_is_light_and_every_command_has_examples() -> None:
+def test_help_imports_nothing_heavy_and_lists_every_command() -> None:
     program = (
         "import sys; from swarm.cli import main; main(['--help']);"
-        "print(sorted({'torch', 'grpc', 'pydantic', 'rich', 'asyncio', 'uvloop', 'cryptography'} & set(sys.modules)))"
+        "heavy = {'torch', 'grpc', 'pydantic', 'rich', 'asyncio', 'uvloop', 'cryptography'};"
+        "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
@@ -181,21 +182,33 @@ def test_help_is_light_and_every_command_has_examples() -> None:
     }
 
 
+def test_the_help_of_every_command_imports_no_torch() -> None:
+    program = (
+        "import sys; from swarm.cli import main;"
+        f"codes = [main([command, '--help']) for command in {COMMANDS!r}];"
+        "print(sum(codes), sorted({'torch', 'grpc'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert "Examples:" in text
     assert "exit-with-parent" not in text
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     import swarm
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"swarm {swarm.__version__}\n"
 
 
-def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_shown_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "Commands:" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Asking a running command to pause: files that say who is there."""
+"""Running commands announce themselves in files and can be asked to pause."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from swarm.cli import main
 from swarm.cli.control import Control
 
 
-def test_a_running_command_is_found_asked_and_forgotten(tmp_path: Path) -> None:
+def test_a_running_command_can_be_paused_and_leaves_no_files(tmp_path: Path) -> None:
     control = Control(tmp_path / "live")
     assert control.running() == []
     with control.announced("tiny", "a" * 20, "12D3KooWx", ["/ip4/127.0.0.1/tcp/1"]):
         [one] = control.running()
         assert one.pid == os.getpid()
         for wanted in (None, "tiny", "tiny@" + "a" * 20, "a" * 20, "12D3KooWx", str(os.getpid())):
-            assert one.is_meant_by(wanted)
-        assert not one.is_meant_by("other")
+            assert one.matches(wanted)
+        assert not one.matches("other")
         assert not control.asked_to_pause()
         control.set_paused(one, True)
         assert control.asked_to_pause()
@@ -30,7 +30,7 @@ def test_a_running_command_is_found_asked_and_forgotten(tmp_path: Path) -> None:
     assert list((tmp_path / "live").iterdir()) == [], "nothing is left, not even the request"
 
 
-def test_what_dead_commands_left_and_nonsense_are_removed(tmp_path: Path) -> None:
+def test_files_of_dead_commands_and_invalid_files_are_deleted(tmp_path: Path) -> None:
     control = Control(tmp_path)
     dead = {
         "pid": os.getpid(),
@@ -47,7 +47,7 @@ def test_what_dead_commands_left_and_nonsense_are_removed(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pausing_nothing_is_told(
+def test_pause_fails_when_nothing_trains_and_works_when_something_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SWARM_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""`--device`: the same for every command, and checked before anything is opened, published or declared."""
+"""The option --device is the same for every command and checked before anything is opened or published."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that opens a node, or the file with this user's identity, fails the test."""
+    """Fail if a command opens a node or this user's identity."""
 
     def opened(*_: Any, **__: Any) -> None:
         raise AssertionError("something was opened before the device was checked")
@@ -57,7 +57,8 @@ def test_every_command_refuses_a_name_that_is_no_device(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_name_is_refused_before_torch_is_imported(command: str, tmp_path: Path) -> None:
-    program = f"import sys; from swarm.cli import main; print(main({arguments(command, tmp_path, 'gpu')!r}), 'torch' in sys.modules)"
+    given = arguments(command, tmp_path, "gpu")
+    program = f"import sys; from swarm.cli import main; print(main({given!r}), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -85,7 +86,7 @@ def test_a_device_that_is_missing_here_is_refused_before_anything_is_opened(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("no_node")
-def test_an_index_beyond_the_last_gpu_is_refused_with_those_there_are(
+def test_an_index_beyond_the_last_gpu_is_refused_with_the_valid_ones(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -103,7 +104,7 @@ def test_an_index_beyond_the_last_gpu_is_refused_with_those_there_are(
     ],
 )
 @pytest.mark.usefixtures("no_node")
-def test_a_run_for_cuda_alone_is_not_founded_on_a_machine_without(
+def test_a_run_that_requires_cuda_is_not_created_on_a_machine_without(
     device: str,
     sentence: str,
     tmp_path: Path,

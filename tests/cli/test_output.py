@@ -1,21 +1,23 @@
-"""What is printed: sentences and JSON lines without anything that could steer a terminal, sums that are
-right.
-"""
+"""Renderers print JSON lines and sentences without control characters; the demo computes its summary."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TextIO
 
 import pytest
+from rich.console import Console
 
 from swarm.cli.demo_state import DemoState
-from swarm.cli.render.demo import closing, headline
-from swarm.cli.render.live import sparkline
-from swarm.cli.render.output import JsonOutput, printable
-from swarm.cli.render.plain import PlainOutput, sentence, size
+from swarm.cli.render.demo import ChildEvent, DemoPresentation, DemoStatus, closing, headline
+from swarm.cli.render.live import LiveOutput
+from swarm.cli.render.output import JsonOutput, Output, PlainOutput, printable
+from swarm.cli.render.text import size, sparkline
+from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.run import events
 
 EPOCH = events.EpochDone(
@@ -48,13 +50,13 @@ FINISHED = events.Finished(
 )
 
 
-def test_what_a_stranger_wrote_cannot_steer_the_terminal() -> None:
+def test_printable_removes_control_characters() -> None:
     assert printable("a\x1b[31mred\x07\u202etxt\nb") == "a[31mredtxt\nb"
 
 
 def test_plain_lines_have_no_control_characters() -> None:
     stream = io.StringIO()
-    output = PlainOutput(stream)
+    output = PlainOutput(VolunteerPresentation(), stream)
     for event in (
         EPOCH,
         FINISHED,
@@ -70,7 +72,7 @@ def test_plain_lines_have_no_control_characters() -> None:
     assert "Loss 5.500 -> 2.500. Contributed 120 samples in 3 rounds; sent 3.6 MB." in text
 
 
-def test_json_lines_name_their_event_and_hold_only_json_numbers() -> None:
+def test_json_lines_name_their_event_and_contain_only_json_numbers() -> None:
     stream = io.StringIO()
     JsonOutput(stream).emit(
         events.TrainingProgress(
@@ -81,9 +83,13 @@ def test_json_lines_name_their_event_and_hold_only_json_numbers() -> None:
     assert (line["event"], line["loss"], line["swarm_samples_per_s"]) == ("progress", None, None)
 
 
-@pytest.mark.parametrize("output", [JsonOutput, PlainOutput])
-def test_a_line_is_written_in_one_piece_so_that_those_of_several_threads_do_not_mix(
-    output: type[JsonOutput | PlainOutput],
+@pytest.mark.parametrize(
+    "make",
+    [JsonOutput, lambda stream: PlainOutput(VolunteerPresentation(), stream)],
+    ids=["json", "plain"],
+)
+def test_a_line_is_one_write_so_that_lines_of_several_threads_do_not_mix(
+    make: Callable[[TextIO], Output],
 ) -> None:
     pieces: list[str] = []
 
@@ -92,28 +98,34 @@ def test_a_line_is_written_in_one_piece_so_that_those_of_several_threads_do_not_
             pieces.append(text)
             return len(text)
 
-    output(Recorded()).emit(events.Notice(text="one"))
+    make(Recorded()).emit(events.Notice(text="one"))
     assert len(pieces) == 1
     assert pieces[0].endswith("\n")
 
 
-def test_the_memory_that_was_taken_is_told_beside_the_estimate() -> None:
+def test_the_summary_shows_measured_memory_beside_the_estimate() -> None:
     taken = replace(FINISHED, memory_bytes=900_000_000, memory_peak_bytes=700_000_000)
-    assert sentence(taken).endswith("sent 3.6 MB. Memory: 700 MB at the peak, 900 MB estimated.")
+    assert (
+        VolunteerPresentation()
+        .sentence(taken)
+        .endswith("sent 3.6 MB. Memory: 700 MB at the peak, 900 MB estimated.")
+    )
     on_cuda = replace(
         taken,
         device_memory_bytes=3_000_000_000,
         device_memory_peak_bytes=2_500_000_000,
         device_memory_reserved_bytes=2_800_000_000,
     )
-    assert sentence(on_cuda).endswith(
-        "; of the CUDA device 2.5 GB (2.8 GB with torch's reserve), 3.0 GB estimated."
+    assert (
+        VolunteerPresentation()
+        .sentence(on_cuda)
+        .endswith("; of the CUDA device 2.5 GB (2.8 GB with torch's reserve), 3.0 GB estimated.")
     )
 
 
-def test_every_event_that_is_no_mere_progress_has_a_sentence() -> None:
+def test_progress_has_no_sentence_and_other_events_have_one() -> None:
     assert (
-        sentence(
+        VolunteerPresentation().sentence(
             events.TrainingProgress(
                 epoch=1, loss=1.0, samples_per_s=1.0, swarm_samples=3, swarm_samples_per_s=1.0, peers=1
             )
@@ -121,9 +133,41 @@ def test_every_event_that_is_no_mere_progress_has_a_sentence() -> None:
         == ""
     )
     assert (
-        sentence(events.Resynchronised(epoch=4, loaded=True, reason="fell behind", seconds=0.5))
+        VolunteerPresentation().sentence(
+            events.Resynchronised(epoch=4, loaded=True, reason="fell behind", seconds=0.5)
+        )
         == "resynchronised with epoch 4 in 0.50 s: fell behind"
     )
+
+
+def test_a_live_view_draws_progress_and_prints_other_events_above_it() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=200)
+    joined = events.Joined(
+        peer_id="p", run_id="r", join_line="swarm join x", device="cpu", data="text", start_s=1.0
+    )
+    with LiveOutput(VolunteerPresentation(), console) as output:
+        output.emit(EPOCH)
+        assert stream.getvalue() == "", "there is no picture before training begins"
+        output.emit(joined)
+        output.emit(EPOCH)
+        output.emit(FINISHED)
+    text = stream.getvalue()
+    assert text.index("training on cpu") < text.index("Ctrl-C leaves") < text.index("Loss 5.500 -> 2.500")
+    assert "epoch 3: loss" not in text, "epochs are only drawn"
+
+
+def test_the_demo_prints_its_status_every_few_seconds_and_json_shows_only_events() -> None:
+    status = DemoStatus(state=DemoState(["founder"]), elapsed_s=2.0)
+    child = ChildEvent(name="founder", fields={"event": "notice", "text": "hello"})
+    plain, lines = io.StringIO(), io.StringIO()
+    for output in (PlainOutput(DemoPresentation(), plain), JsonOutput(lines)):
+        for event in (status, child, status):
+            output.emit(event)
+    assert plain.getvalue().count("no epoch complete yet") == 1
+    assert [json.loads(line) for line in lines.getvalue().splitlines()] == [
+        {"from": "founder", "event": "notice", "text": "hello"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +185,7 @@ def test_sizes(count: float, text: str) -> None:
     assert size(count) == text
 
 
-def test_sparklines_show_the_whole_course() -> None:
+def test_sparklines_show_the_whole_series() -> None:
     assert sparkline([], 5) == ""
     assert sparkline([3.0], 5) == "▁"
     assert sparkline([1, 2, 3], 5) == "▁▅█" or sparkline([1, 2, 3], 5) == "▁▄█"
@@ -153,13 +197,13 @@ def line(event: events.Event) -> dict[str, object]:
     return value
 
 
-def test_the_demo_sums_up_what_its_peers_said() -> None:
+def test_the_summary_of_the_demo_is_computed_from_its_events() -> None:
     state = DemoState(["founder", "volunteer 2"])
     for name, loss, digest in (("founder", 2.0, "aa"), ("volunteer 2", 3.0, "aa")):
         state.apply(name, line(events.Listening(peer_id=f"12D3{name}", addresses=["/x"])))
         state.apply(name, {**line(EPOCH), "epoch": 1, "loss": 5.5, "digest": "first"})
         state.apply(name, {**line(EPOCH), "loss": loss, "digest": digest})
-    assert state.loss_course() == [5.5, 2.5]
+    assert state.loss_history() == [5.5, 2.5]
     summary = state.summary(12.0)
     assert (summary.loss_first, summary.loss_last, summary.epochs, summary.validation_loss) == (
         5.5,
@@ -174,7 +218,7 @@ def test_the_demo_sums_up_what_its_peers_said() -> None:
     assert headline(state).startswith("epoch 3: loss 2.500")
 
 
-def test_digests_that_differ_are_told() -> None:
+def test_different_digests_are_reported() -> None:
     state = DemoState(["founder", "volunteer 2"])
     state.apply("founder", line(EPOCH))
     state.apply("volunteer 2", {**line(EPOCH), "digest": "other"})
@@ -182,14 +226,14 @@ def test_digests_that_differ_are_told() -> None:
     assert "NOT EQUAL" in closing(state.summary(1.0))
 
 
-def test_a_child_that_fails_is_told_in_its_own_words_once() -> None:
+def test_a_failed_child_is_reported_once_with_its_own_error() -> None:
     state = DemoState(["founder", "volunteer 2"])
     state.apply("volunteer 2", {"event": "error", "text": "too little memory"})
     state.ended("volunteer 2", "swarm: too little memory")
     state.ended("founder", None)
-    state.ended("bootstrap", "it ended with exit code -9 and said nothing")
+    state.ended("bootstrap", "it ended with exit code -9 and printed no error")
     assert state.problems == [
         "volunteer 2: too little memory",
-        "bootstrap: it ended with exit code -9 and said nothing",
+        "bootstrap: it ended with exit code -9 and printed no error",
     ]
-    assert state.peers["volunteer 2"].doing == "failed"
+    assert state.peers["volunteer 2"].status == "failed"

@@ -14,7 +14,7 @@ from swarm.core.errors import SwarmError
 
 
 class FailingServer:
-    """Reports a failed device from the second look on."""
+    """A server whose device has failed at its second report."""
 
     failed: str | None = None
 
@@ -24,7 +24,7 @@ class FailingServer:
 
 
 def test_serving_ends_with_an_error_when_a_device_fails() -> None:
-    leaving = SimpleNamespace(requested=threading.Event())
-    view = SimpleNamespace(emit=lambda event: None)
-    with pytest.raises(SwarmError, match="cuda:1 cannot be used .* start `swarm serve` again"):
-        _watch(cast(Any, FailingServer()), cast(Any, leaving), view, 0.001)
+    shutdown = SimpleNamespace(requested=threading.Event())
+    output = SimpleNamespace(emit=lambda event: None)
+    with pytest.raises(SwarmError, match=r"cuda:1 cannot be used .* start `swarm serve` again"):
+        _watch(cast(Any, FailingServer()), cast(Any, shutdown), output, 0.001)

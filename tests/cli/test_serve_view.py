@@ -1,6 +1,4 @@
-"""What `swarm serve` shows: a snippet that can be copied, loads only when there is something to tell, nothing
-that steers a terminal.
-"""
+"""Presentation of `swarm serve`: lines of a log, JSON lines, and the live table."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ import json
 
 from rich.console import Console
 
-from swarm.cli.render.output import JsonOutput
-from swarm.cli.render.serve import ExpertLoad, Served, ServerLoad, _PlainView, _table
+from swarm.cli.render.output import JsonOutput, PlainOutput
+from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoad, load_table
 from swarm.run.events import Listening, Notice
 
 SERVED = Served(
@@ -40,23 +38,23 @@ def load(samples: int) -> ServerLoad:
     return ServerLoad(queued=4, wait_s=0.012, experts=[one])
 
 
-def test_lines_of_a_log() -> None:
+def test_a_log_shows_a_load_only_when_samples_were_computed() -> None:
     stream = io.StringIO()
-    view = _PlainView(stream)
-    view.emit(Listening(peer_id="12D", addresses=["/ip4/1.2.3.4/tcp/1"]))
-    view.emit(SERVED)
+    output = PlainOutput(ServePresentation(), stream)
+    output.emit(Listening(peer_id="12D", addresses=["/ip4/1.2.3.4/tcp/1"]))
+    output.emit(SERVED)
     for number in range(40):
-        view.emit(load(10 if number < 20 else 20))
-    view.emit(Notice(text="bad \x1b[31mred"))
+        output.emit(load(10 if number < 20 else 20))
+    output.emit(Notice(text="bad \x1b[31mred"))
     text = stream.getvalue()
     assert "serving 12 experts on cpu: ffn.0, ffn.1" in text
     assert "and 4 more; 1 resumed from a checkpoint" in text
-    assert "\n    node = swarm.Node(" in text  # in one piece, to be copied
-    assert text.count("4 requests queued, a new one waits 12 ms") == 2  # only what is new, and not each time
+    assert "\n    node = swarm.Node(" in text  # in one piece, so that it can be copied
+    assert text.count("4 requests queued, a new one waits 12 ms") == 2  # only new loads, and not each one
     assert "\x1b" not in text
 
 
-def test_json_lines() -> None:
+def test_a_load_is_a_json_line() -> None:
     stream = io.StringIO()
     JsonOutput(stream).emit(load(10))
     line = json.loads(stream.getvalue())
@@ -64,7 +62,7 @@ def test_json_lines() -> None:
     assert line["experts"][0]["busy"] == 0.25
 
 
-def test_the_live_table() -> None:
+def test_the_live_table_shows_the_busiest_experts() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
     many = [
         ExpertLoad(
@@ -75,7 +73,7 @@ def test_the_live_table() -> None:
         )
         for n in range(30)
     ]
-    console.print(_table(ServerLoad(queued=0, wait_s=0.0, experts=many)))
+    console.print(load_table(ServerLoad(queued=0, wait_s=0.0, experts=many)))
     text = console.export_text()
     assert "requests/batch" in text
     assert "25 %" in text

@@ -27,7 +27,7 @@ HOUR_US = 3_600_000_000
 
 def specification(version: int = 1, owner: Identity = OWNER, name: str = "tiny") -> SignedSpecification:
     table = {"name": name, "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
-    return sign(RunSpecification.from_table(table, "test"), owner, version=version, founded_s=0.0)
+    return sign(RunSpecification.from_table(table, "test"), owner, version=version, created_s=0.0)
 
 
 KEY = specification_key(specification().run_id)

@@ -1,5 +1,5 @@
-"""What the collector does with what it finds: dates that run ahead, totals of large runs, and whom it knocks
-at when nobody answers.
+"""The collector: times ahead of the clock, totals of large runs, and the peers that it tries when none
+answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm.monitor.collector import Collector
 from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.reading import donors_key, progress_key, read
 from swarm.testing.virtual_loop import VirtualClock, run_virtual
-from tests.monitor.telling import RUN, claim, heard, look, metrics, peer
+from tests.monitor.watched_run import RUN, metrics, peer, peer_records, report, snapshot
 
 ADDRESS = "/ip4/198.51.100.7/tcp/4000/tls/http"
 NOW_S = 1_000_000.0
@@ -44,7 +44,7 @@ def metrics_entry(number: int, at_s: float, issued_s: float = NOW_S) -> tuple[Ke
     return metrics_key(RUN.run_id, peer(number)), entry(number, metrics(at_s).encode(), issued_s)
 
 
-def test_nobody_dates_a_record_ahead_of_its_issue() -> None:
+def test_times_of_records_are_limited_to_their_issue() -> None:
     found = read(
         RUN.run_id, answers(metrics_entry(1, NOW_S + 1e6, NOW_S - 20.0), metrics_entry(2, NOW_S - 3.0)), NOW_S
     )
@@ -52,9 +52,9 @@ def test_nobody_dates_a_record_ahead_of_its_issue() -> None:
     assert found.peers[peer(2)].at_s == NOW_S - 3.0
 
 
-def test_what_is_malformed_is_counted_and_passed_over() -> None:
+def test_malformed_records_are_counted_and_skipped() -> None:
     bad = metrics_key(RUN.run_id, peer(3)), entry(3, {"at": "now"})
-    worse = progress_key(RUN.run_id), entry(4, {**claim(NOW_S).encode(), "total": [1, 2]})
+    worse = progress_key(RUN.run_id), entry(4, {**report(NOW_S).encode(), "total": [1, 2]})
     found = read(RUN.run_id, answers(metrics_entry(1, NOW_S), bad, worse), NOW_S)
     assert (set(found.peers), found.refused) == ({peer(1)}, 2)
 
@@ -89,24 +89,24 @@ def test_a_run_in_shards_shows_the_total_that_its_aggregators_agree_on() -> None
             bits=2,
         )
         return progress_key(RUN.run_id), entry(
-            number, {**claim(NOW_S, samples=0).encode(), "total": total.encode()}
+            number, {**report(NOW_S, samples=0).encode(), "total": total.encode()}
         )
 
-    told = [metrics_entry(number, NOW_S) for number in range(1, 20)]
+    entries = [metrics_entry(number, NOW_S) for number in range(1, 20)]
     found = read(
-        RUN.run_id, answers(*told, aggregator(1, 600.0), aggregator(2, 610.0), aggregator(3, 1e12)), NOW_S
+        RUN.run_id, answers(*entries, aggregator(1, 600.0), aggregator(2, 610.0), aggregator(3, 1e12)), NOW_S
     )
     assert found.total is not None
     model = Model(RUN)
-    model.on_look(look(found.peers, total=found.total), NOW_S)
+    model.on_snapshot(snapshot(found.peers, total=found.total), NOW_S)
     assert model.view(NOW_S).samples == 610.0
-    assert read(RUN.run_id, answers(*told, aggregator(1, 600.0)), NOW_S).total is None, (
+    assert read(RUN.run_id, answers(*entries, aggregator(1, 600.0)), NOW_S).total is None, (
         "one alone is not believed"
     )
 
 
 class Deaf:
-    """A DHT where nobody answers."""
+    """A DHT in which no peer answers."""
 
     def __init__(self) -> None:
         self.knocked: list[Contact] = []
@@ -124,7 +124,7 @@ class Deaf:
         self.knocked += contacts
 
 
-def test_it_knocks_at_peers_of_the_run_that_nothing_else_remembers() -> None:
+def test_the_collector_tries_peers_that_only_the_run_named() -> None:
     async def scenario() -> None:
         clock, dht = VirtualClock(), Deaf()
         now_s = clock.swarm_s()
@@ -132,19 +132,22 @@ def test_it_knocks_at_peers_of_the_run_that_nothing_else_remembers() -> None:
         collector = Collector(
             dht=dht, clock=clock, model=Model(RUN), entry=(way_in,), known=list, remembered=list
         )
-        trainer = progress_key(RUN.run_id), entry(1, {**claim(now_s).encode(), "addresses": [ADDRESS]}, now_s)
+        trainer = (
+            progress_key(RUN.run_id),
+            entry(1, {**report(now_s).encode(), "addresses": [ADDRESS]}, now_s),
+        )
         dht.found = answers(trainer)
-        await collector.look()
+        await collector.poll()
         assert collector.model.view(clock.swarm_s()).live
         dht.found = {}
-        await collector.look()
+        await collector.poll()
         assert collector.model.view(clock.swarm_s()).link.status == "lost"
         assert {contact.peer_id for contact in dht.knocked} == {peer(50), peer(1)}
 
     run_virtual(scenario())
 
 
-def test_an_empty_run_is_not_a_lost_one_while_somebody_answers() -> None:
+def test_an_empty_run_is_live_while_any_peer_answers() -> None:
     async def scenario() -> None:
         clock, dht = VirtualClock(), Deaf()
         way_in = Contact(peer(50), (Address.parse(ADDRESS),))
@@ -156,7 +159,7 @@ def test_an_empty_run_is_not_a_lost_one_while_somebody_answers() -> None:
             return True
 
         dht.ping = there  # type: ignore[method-assign]
-        await collector.look()
+        await collector.poll()
         view = collector.model.view(clock.swarm_s())
         assert (view.live, view.peers) == (True, ())
         assert not dht.knocked
@@ -164,12 +167,12 @@ def test_an_empty_run_is_not_a_lost_one_while_somebody_answers() -> None:
     run_virtual(scenario())
 
 
-def test_looks_follow_how_often_a_large_run_tells() -> None:
+def test_the_poll_interval_follows_the_publishing_interval_of_a_large_run() -> None:
     async def scenario() -> None:
         clock, dht = VirtualClock(), Deaf()
         collector = Collector(dht=dht, clock=clock, model=Model(RUN), entry=(), known=list, remembered=list)
 
-        def told(count: int, every_s: float) -> None:
+        def publish(count: int, every_s: float) -> None:
             fresh = [
                 (
                     metrics_key(RUN.run_id, peer(n)),
@@ -179,15 +182,15 @@ def test_looks_follow_how_often_a_large_run_tells() -> None:
             ]
             dht.found = answers(*fresh)
 
-        told(5, 2.0)
-        assert await collector.look() == 1.0
-        told(100, 15.0)
-        assert await collector.look() == 12.0
-        told(100, 600.0)
-        assert await collector.look() == 12.0, "nobody makes a monitor look away"
+        publish(5, 2.0)
+        assert await collector.poll() == 1.0
+        publish(100, 15.0)
+        assert await collector.poll() == 12.0
+        publish(100, 600.0)
+        assert await collector.poll() == 12.0, "claims cannot stop a monitor from polling"
 
     run_virtual(scenario())
 
 
-def test_heard_is_the_later_of_its_records() -> None:
-    assert heard(5.0).at_s == 5.0
+def test_the_time_of_records_is_that_of_the_later_one() -> None:
+    assert peer_records(5.0).at_s == 5.0

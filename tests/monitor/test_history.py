@@ -1,4 +1,4 @@
-"""What was seen outlives the monitor: tiers, gaps, restarts, and files that are somebody else's."""
+"""The history of charts outlives the monitor: tiers, gaps, restarts, and files that belong to others."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def event(number: int) -> MonitorEvent:
     )
 
 
-def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
+def test_a_restarted_monitor_finds_its_history(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.sqlite"
     first = ChartHistory(path, RUN.run_id)
     for second in range(0, 60, 2):
         first.add(view(START_S + second, loss=float(second)), [event(second + 1)])
     first.close()
     second = ChartHistory(path, RUN.run_id)
-    told = second.series(START_S - 100, START_S + 100)
-    assert told["at"] == [START_S + at for at in range(0, 60, 2)]
-    assert told["series"]["loss"] == [float(at) for at in range(0, 60, 2)]
-    assert told["series"]["peers"] == [2.0] * 30
+    found = second.series(START_S - 100, START_S + 100)
+    assert found["at"] == [START_S + at for at in range(0, 60, 2)]
+    assert found["series"]["loss"] == [float(at) for at in range(0, 60, 2)]
+    assert found["series"]["peers"] == [2.0] * 30
     assert [one.number for one in second.events(3)] == [55, 57, 59]
     log = EventLog()
     log.restore(second.events())
@@ -50,18 +50,18 @@ def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
     second.close()
 
 
-def test_what_is_not_fresh_leaves_a_gap() -> None:
+def test_a_view_that_is_not_live_leaves_a_gap() -> None:
     history = ChartHistory(None, RUN.run_id)
     history.add(view(START_S))
     history.add(view(START_S + 10, status="late"))
     history.add(view(START_S + 20, status="lost"))
     history.add(view(START_S + 30, loss=None))
-    told = history.series(START_S, START_S + 60)
-    assert told["at"] == [START_S, START_S + 30]
-    assert told["series"]["loss"] == [2.0, None]
+    found = history.series(START_S, START_S + 60)
+    assert found["at"] == [START_S, START_S + 30]
+    assert found["series"]["loss"] == [2.0, None]
 
 
-def test_a_view_is_kept_as_a_whole_or_not_at_all() -> None:
+def test_a_view_is_stored_as_a_whole_or_not_at_all() -> None:
     history = ChartHistory(None, RUN.run_id)
     with pytest.raises(sqlite3.Error):
         history.add(view(START_S), [event(1), replace(event(2), text=object())])  # type: ignore[arg-type]
@@ -75,13 +75,13 @@ def test_long_spans_come_from_coarse_buckets_and_hold_the_same_means() -> None:
     for second in range(0, 7200, 10):
         history.add(view(START_S + second, loss=float(second // 3600)))
     for points in (4, 60, 600):
-        told = history.series(START_S, START_S + 7200, points)
-        assert len(told["at"]) <= points + 2
-        assert told["series"]["loss"][1] == pytest.approx(0.0, abs=0.01)
-        assert told["series"]["loss"][-2] == pytest.approx(1.0, abs=0.01)
+        found = history.series(START_S, START_S + 7200, points)
+        assert len(found["at"]) <= points + 2
+        assert found["series"]["loss"][1] == pytest.approx(0.0, abs=0.01)
+        assert found["series"]["loss"][-2] == pytest.approx(1.0, abs=0.01)
 
 
-def test_it_never_grows_beyond_its_bounds() -> None:
+def test_the_history_stays_within_its_bounds() -> None:
     history = ChartHistory(
         None, RUN.run_id, tiers=(Tier(2.0, 100.0), Tier(30.0, 1000.0), Tier(600.0, 6000.0))
     )
@@ -99,13 +99,13 @@ def test_it_never_grows_beyond_its_bounds() -> None:
     from swarm.monitor.logic.view import OwnView
 
     history.add(
-        replace(before, own={name: OwnView(median=1.0, least=1.0, most=1.0, peers=1) for name in names})
+        replace(before, own={name: OwnView(median=1.0, minimum=1.0, maximum=1.0, peers=1) for name in names})
     )
     (count,) = history._connection.execute("SELECT count(DISTINCT name) FROM point").fetchone()
     assert count <= 48
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_files_of_others_are_refused_and_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     held = ChartHistory(path, RUN.run_id)
     with pytest.raises(UsageError, match="another monitor keeps its history"):
@@ -120,7 +120,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert text.read_text().startswith("these are my notes")
 
 
-def test_a_closed_history_takes_nothing_and_fails_nobody() -> None:
+def test_a_closed_history_ignores_calls() -> None:
     history = ChartHistory(None, RUN.run_id)
     history.close()
     history.add(view(START_S))

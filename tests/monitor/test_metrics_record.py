@@ -1,5 +1,5 @@
-"""The record of a peer's metrics: what is written can be read, what is too much is refused, and its keys are
-known to all replicas.
+"""The record of a peer's metrics: it is read as written, records out of bounds are refused, and peers are
+spread over its keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.records import Record, encode_value
 from swarm.metrics.record import SHARDS, Metrics, RoundReport, check_own, metrics_key, metrics_keys
-from tests.monitor.telling import metrics, peer, told
+from tests.monitor.watched_run import metrics, peer, round_report
 
 RUN_ID = "a" * 20
 FULL = metrics(
@@ -33,8 +33,8 @@ FULL = metrics(
     own={"accuracy": 0.5},
     broken=("loss",),
     rounds=(
-        told(1e9),
-        told(
+        round_report(1e9),
+        round_report(
             1e9,
             reason="deadline",
             detail="nobody came",
@@ -58,17 +58,17 @@ def refusal(value: Any, shard: int = 0) -> str | None:
     return Namespaces().refusal(record)
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_record_is_read_as_it_was_written() -> None:
     assert Metrics.decode(FULL.encode()) == FULL
     bare = metrics(1e9, loss=None, device="")
     assert Metrics.decode(bare.encode()) == bare
     assert refusal(FULL.encode()) is refusal(bare.encode()) is None
 
 
-def test_the_longest_record_that_can_be_made_fits() -> None:
+def test_the_longest_possible_record_fits() -> None:
     blame = tuple((str(peer(place)), "y" * 1000) for place in range(1, 20))
     rounds = tuple(
-        told(
+        round_report(
             1e9,
             detail="x" * 1000,
             reason="z" * 99,
@@ -102,25 +102,25 @@ def test_the_longest_record_that_can_be_made_fits() -> None:
         ({"own": {"x": math.nan}}, "own"),
         ({"own": [1]}, "own"),
         ({"rounds": [{}]}, "rounds"),
-        ({"rounds": [told(1e9).encode()] * 5}, "rounds"),
+        ({"rounds": [round_report(1e9).encode()] * 5}, "rounds"),
         ({"up": 1 << 61}, "up"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused_by_replicas_and_readers(change: dict[str, Any], word: str) -> None:
+def test_a_record_out_of_bounds_is_refused_by_replicas_and_readers(change: dict[str, Any], word: str) -> None:
     value = {**FULL.encode(), **change}
     with pytest.raises(PeerError, match=word):
         Metrics.decode(value)
     assert word in str(refusal(value))
 
 
-def test_nobody_steers_a_terminal() -> None:
+def test_control_characters_do_not_reach_a_terminal() -> None:
     nasty = "a\x1b[2J\u202eb\n"
     read = Metrics.decode(
         {
             **FULL.encode(),
             "name": nasty,
             "device": nasty,
-            "rounds": [{**told(1e9).encode(), "x": nasty, "r": "r"}],
+            "rounds": [{**round_report(1e9).encode(), "x": nasty, "r": "r"}],
         }
     )
     assert read.name == read.device == read.rounds[0].detail == "a[2Jb"
@@ -153,8 +153,8 @@ def test_own_metrics_are_numbers_with_names() -> None:
         check_own("one_more", 1.0, [f"m{place}" for place in range(16)])
 
 
-def test_texts_are_cut_where_they_are_made() -> None:
+def test_texts_are_cut_when_they_are_encoded() -> None:
     made = RoundReport.decode(
-        told(1e9, reason="round", detail="x" * 999, digest="d" * 64, group="e" * 64).encode()
+        round_report(1e9, reason="round", detail="x" * 999, digest="d" * 64, group="e" * 64).encode()
     )
     assert (len(made.detail), len(made.digest), len(made.group)) == (160, 16, 16)

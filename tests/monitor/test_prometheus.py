@@ -1,5 +1,5 @@
-"""Names, units and freshness of what Prometheus is told; the documentation and the dashboard name nothing
-else.
+"""Prometheus metrics: names, units and freshness; the documentation and the dashboard name exactly the
+exported ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swarm.monitor.logic.view import MonitorView
 from swarm.monitor.prometheus import RunCollector
-from tests.monitor.telling import Watching, peer, told
+from tests.monitor.watched_run import WatchedRun, peer, round_report
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -28,8 +28,8 @@ def exposed(view: MonitorView) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-def busy() -> Watching:
-    watching = Watching(
+def busy() -> WatchedRun:
+    watched = WatchedRun(
         3,
         own={"accuracy": 0.5},
         drift=1e-6,
@@ -37,18 +37,18 @@ def busy() -> Watching:
         contributed_at_s=1_000_000.0,
         contributed_epoch=7,
     )
-    watching.present[peer(1)] = {
+    watched.present[peer(1)] = {
         "name": 'eve "x"',
-        "rounds": (told(watching.now_s),),
+        "rounds": (round_report(watched.now_s),),
         "rounds_failed": 2,
         "bytes_up": 500,
     }
-    watching.look(2.0)
-    watching.model.on_dialed(peer(1), True)
-    return watching
+    watched.poll(2.0)
+    watched.model.on_dialed(peer(1), True)
+    return watched
 
 
-def test_a_live_run_is_told_in_base_units() -> None:
+def test_a_live_run_is_exported_in_base_units() -> None:
     found = exposed(busy().view())
     assert found["swarm_monitor_up"] == {(): 1.0}
     assert found["swarm_run_samples_per_second"] == {(): 300.0}
@@ -64,15 +64,15 @@ def test_a_live_run_is_told_in_base_units() -> None:
     )
 
 
-def test_nothing_stale_is_exported() -> None:
-    watching = busy()
-    watching.now_s += 100.0
-    found = exposed(watching.view())
+def test_stale_values_are_not_exported() -> None:
+    watched = busy()
+    watched.now_s += 100.0
+    found = exposed(watched.view())
     assert found["swarm_monitor_up"] == {(): 0.0}
     assert set(found) == {"swarm_monitor_up", "swarm_monitor_last_look_timestamp_seconds", "swarm_run_info"}
 
 
-def test_the_documentation_and_the_dashboard_name_what_there_is() -> None:
+def test_the_documentation_and_the_dashboard_name_the_exported_metrics() -> None:
     found = set(exposed(busy().view())) | {
         "swarm_run_epoch_progress_ratio",
         "swarm_run_epoch_remaining_seconds",

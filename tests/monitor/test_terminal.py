@@ -1,18 +1,18 @@
-"""The terminal view: whatever is in it, it fits, and keys do what they say."""
+"""The terminal view: it fits whatever it shows, and its keys work."""
 
 from __future__ import annotations
 
 import pytest
 
-from swarm.cli.render.monitor import Course, Ui, bar, screen
+from swarm.cli.render.monitor import ScreenState, Trends, bar, render_screen
 from swarm.monitor.logic.view import LinkView
-from tests.monitor.telling import Watching, peer, told
+from tests.monitor.watched_run import WatchedRun, peer, round_report
 
 
-def busy(peers: int = 30) -> Watching:
-    watching = Watching(peers, own={"accuracy": 0.5})
+def busy(peers: int = 30) -> WatchedRun:
+    watched = WatchedRun(peers, own={"accuracy": 0.5})
     for number in range(1, peers + 1):
-        watching.present[peer(number)] = {
+        watched.present[peer(number)] = {
             "name": f"volunteer with a long name {number:02}",
             "device": "cuda (NVIDIA GeForce RTX 4090)",
             "samples_per_s": 100.0 + number,
@@ -20,16 +20,16 @@ def busy(peers: int = 30) -> Watching:
             "bytes_up": 10**12,
             "drift": 1e-5,
         }
-        watching.present[peer(number)]["rounds"] = (
-            told(watching.now_s, reason="round", detail="x" * 160, group="ff"),
-            told(watching.now_s),
+        watched.present[peer(number)]["rounds"] = (
+            round_report(watched.now_s, reason="round", detail="x" * 160, group="ff"),
+            round_report(watched.now_s),
         )
-    watching.look(2.0)
-    return watching
+    watched.poll(2.0)
+    return watched
 
 
-def text(watching: Watching, ui: Ui, columns: int = 80, rows: int = 24) -> str:
-    lines = screen(watching.view(), ui, Course([2.0, None, 1.0] * 30, [1.0] * 90), columns, rows)
+def text(watched: WatchedRun, ui: ScreenState, columns: int = 80, rows: int = 24) -> str:
+    lines = render_screen(watched.view(), ui, Trends([2.0, None, 1.0] * 30, [1.0] * 90), columns, rows)
     assert len(lines) <= rows
     assert all(line.cell_len <= columns for line in lines)
     return "\n".join(line.plain for line in lines)
@@ -38,13 +38,13 @@ def text(watching: Watching, ui: Ui, columns: int = 80, rows: int = 24) -> str:
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (80, 23), (60, 15), (200, 60)])
 @pytest.mark.parametrize("section", ["rounds", "events", "experts"])
 @pytest.mark.parametrize("details", [False, True])
-def test_it_fits(columns: int, rows: int, section: str, details: bool) -> None:
-    text(busy(), Ui(section=section, details=details), columns, rows)
-    text(Watching(0), Ui(section=section, details=details), columns, rows)
+def test_the_screen_fits_any_terminal(columns: int, rows: int, section: str, details: bool) -> None:
+    text(busy(), ScreenState(section=section, details=details), columns, rows)
+    text(WatchedRun(0), ScreenState(section=section, details=details), columns, rows)
 
 
-def test_what_the_issue_lists_is_there_in_80_by_24() -> None:
-    seen = text(busy(), Ui())
+def test_all_required_values_are_shown_in_80_by_24() -> None:
+    seen = text(busy(), ScreenState())
     for word in (
         "tiny@",
         "live",
@@ -66,31 +66,31 @@ def test_what_the_issue_lists_is_there_in_80_by_24() -> None:
         assert word in seen, word
 
 
-def test_old_numbers_are_called_old() -> None:
-    watching = busy()
-    watching.now_s += 60.0
-    late = text(watching, Ui())
+def test_old_values_are_marked_as_old() -> None:
+    watched = busy()
+    watched.now_s += 60.0
+    late = text(watched, ScreenState())
     assert "LATE" in late
     assert "what is shown is old" in late
-    watching.model.on_link(LinkView(status="lost", text="Knocking at 3 peers met before"), watching.now_s)
-    assert "LOST" in text(watching, Ui())
+    watched.model.on_link(LinkView(status="lost", text="Trying 3 peers met before"), watched.now_s)
+    assert "LOST" in text(watched, ScreenState())
 
 
 def test_keys_choose_sort_and_open() -> None:
-    watching, ui = busy(), Ui()
-    assert text(watching, ui).count("›") == 1
+    watched, ui = busy(), ScreenState()
+    assert text(watched, ui).count("›") == 1
     for _ in range(40):
         ui.key("down", 30)
     assert ui.chosen == 29
     ui.key("enter", 30)
-    assert str(peer(1)) in text(watching, ui), "by pace the slowest comes last"
+    assert str(peer(1)) in text(watched, ui), "by pace the slowest comes last"
     ui.key("escape", 30)
     assert not ui.details
     ui.key("home", 30)
     ui.key("s", 30)
-    assert "by name" in text(watching, ui)
+    assert "by name" in text(watched, ui)
     ui.key("tab", 30)
-    assert "[events]" in text(watching, ui)
+    assert "[events]" in text(watched, ui)
     ui.key("q", 30)
     assert ui.quit
 

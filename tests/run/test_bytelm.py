@@ -1,6 +1,4 @@
-"""The built-in task: what it describes is what it builds, and what a volunteer draws depends on (run, epoch,
-peer) alone.
-"""
+"""The task `bytelm` describes the model that it builds, and its samples depend only on (run, epoch, peer)."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def test_the_first_loss_is_that_of_a_uniform_guess(data: ByteData) -> None:
     assert data.validation_loss(model) == pytest.approx(math.log(256), abs=0.1)
 
 
-def test_no_byte_sees_what_comes_after_it() -> None:
+def test_attention_is_causal() -> None:
     model = make_task("bytelm", SMALL).build_model(0)
     text = torch.arange(16)[None]
     changed = text.clone()
@@ -69,7 +67,7 @@ def test_no_byte_sees_what_comes_after_it() -> None:
     assert not torch.equal(before[:, 9:], after[:, 9:])
 
 
-def test_it_learns(data: ByteData) -> None:
+def test_the_loss_falls_in_training(data: ByteData) -> None:
     model = make_task("bytelm", SMALL).build_model(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = data.validation_loss(model)
@@ -80,12 +78,12 @@ def test_it_learns(data: ByteData) -> None:
     assert data.validation_loss(model) < before - 2
 
 
-def test_the_same_triple_draws_the_same_samples(texts: Path) -> None:
+def test_the_same_run_epoch_and_peer_draw_the_same_samples(texts: Path) -> None:
     peer = Identity.generate().peer_id
     draws = []
     for _ in range(2):
         data = ByteData(read_corpus(texts, bytes_max=1 << 20, sample_bytes=17), context=16, device=CPU)
-        data.batch(3)  # what was drawn before does not matter
+        data.batch(3)  # earlier draws do not matter
         data.start_epoch(Draw("run", 7, peer))
         draws.append(torch.cat([data.batch(4), data.batch(5)]))
     assert torch.equal(*draws)
@@ -101,7 +99,7 @@ def test_another_run_epoch_or_peer_draws_other_samples(data: ByteData) -> None:
 
 
 def test_a_seed_is_the_same_on_every_machine_and_version() -> None:
-    """Written down: a change of this number would make volunteers of two versions draw differently."""
+    """If this number changed, volunteers of different versions would draw different samples."""
     from swarm.core.ids import PeerId
 
     assert Draw("abc", 5, PeerId(bytes(32))).seed == 3835733727977001568
@@ -124,12 +122,12 @@ def test_one_long_file_gives_its_end_as_the_held_out_part(tmp_path: Path) -> Non
     assert (len(corpus.training), len(corpus.held_out)) == (9500, 500)
 
 
-def test_reading_stops_at_the_bound(texts: Path) -> None:
+def test_reading_stops_at_bytes_max(texts: Path) -> None:
     corpus = read_corpus(texts, bytes_max=20_000, sample_bytes=10)
     assert len(corpus.training) + len(corpus.held_out) == 20_000
 
 
-def test_folders_that_cannot_serve_are_refused_with_the_next_step(tmp_path: Path) -> None:
+def test_unusable_folders_are_refused_with_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a folder that can be read"):
         read_corpus(tmp_path / "absent", bytes_max=1000, sample_bytes=10)
     (tmp_path / "picture.png").write_bytes(b"x" * 10_000)
@@ -137,27 +135,27 @@ def test_folders_that_cannot_serve_are_refused_with_the_next_step(tmp_path: Path
         read_corpus(tmp_path, bytes_max=1000, sample_bytes=10)
 
 
-def test_the_standard_library_is_there() -> None:
+def test_the_standard_library_is_the_default_corpus() -> None:
     corpus = read_corpus(None, bytes_max=1 << 20, sample_bytes=129)
     assert corpus.files > 10
     assert len(corpus.held_out) > 129
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"width": 10, "heads": 3}, "width (10) must be a multiple of heads (3)"),
         ({"depth": 3}, "task.settings.depth is not a known key"),
         ({"layers": 0}, "task.settings.layers must be greater than or equal to 1"),
     ],
 )
-def test_wrong_settings_are_told(settings: dict[str, int], said: str) -> None:
+def test_wrong_settings_are_usage_errors_that_name_the_key(settings: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError) as error:
         ByteLanguageModel(settings)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_task_that_is_not_installed_is_told_with_those_that_are() -> None:
+def test_make_task_names_the_installed_tasks_when_one_is_missing() -> None:
     assert "bytelm" in available_tasks()
     with pytest.raises(UsageError, match=r"'poetry' is not installed .*\(installed: .*bytelm"):
         make_task("poetry", {})

@@ -1,4 +1,4 @@
-"""Finding runs: whoever stored what, only what proves itself counts; members keep copies, and few of them."""
+"""Runs are found by valid records only, and members renew them with few copies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import StoreResult
+from swarm.run.creation import create_run
 from swarm.run.directory import LISTING_KEY, RunDirectory, RunListing, choose
-from swarm.run.founding import found
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
 
 NOW_S = 1_000_000.0
@@ -37,7 +37,7 @@ class FakeEntry:
 
 
 class FakeDht:
-    """One shared store; `as_peer` is a peer's view of it."""
+    """A shared store of records; `as_peer` returns one peer's view of it."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[Key, PeerId, str | None], FakeEntry] = {}
@@ -87,10 +87,10 @@ def specification(name: str = "tiny", batch_size: int = 8) -> RunSpecification:
 
 
 def signed(owner: Identity, *, name: str = "tiny", version: int = 1) -> SignedSpecification:
-    return sign(specification(name), owner, version=version, founded_s=0.0)
+    return sign(specification(name), owner, version=version, created_s=0.0)
 
 
-def test_what_one_publishes_another_finds_without_a_name() -> None:
+def test_the_only_published_run_is_found_without_a_name() -> None:
     dht, owner = FakeDht(), Identity.generate()
     asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
     assert asyncio.run(dht.directory().find(None)) == signed(owner)
@@ -98,7 +98,7 @@ def test_what_one_publishes_another_finds_without_a_name() -> None:
         assert asyncio.run(dht.directory().find(wanted)) == signed(owner)
 
 
-def test_of_two_runs_none_is_guessed_and_a_wrong_name_is_answered_with_what_exists() -> None:
+def test_an_ambiguous_or_wrong_name_is_an_error_that_lists_the_runs() -> None:
     dht, owner = FakeDht(), Identity.generate()
     for name in ("one", "two"):
         asyncio.run(dht.directory(owner.peer_id).publish(signed(owner, name=name)))
@@ -110,14 +110,14 @@ def test_of_two_runs_none_is_guessed_and_a_wrong_name_is_answered_with_what_exis
         asyncio.run(FakeDht().directory().find(None))
 
 
-def test_two_runs_of_one_name_are_told_apart_by_their_ids() -> None:
+def test_two_runs_with_one_name_are_distinguished_by_their_ids() -> None:
     listings = [RunListing("tiny", "a" * 20), RunListing("tiny", "b" * 20)]
     with pytest.raises(UsageError, match="2 runs could be meant"):
         choose(listings, "tiny")
     assert choose(listings, f"tiny@{'b' * 20}") == listings[1]
 
 
-def test_a_listing_that_does_not_prove_its_id_is_not_shown() -> None:
+def test_a_listing_whose_id_does_not_fit_its_owner_and_name_is_ignored() -> None:
     dht, owner, attacker = FakeDht(), Identity.generate(), Identity.generate()
     asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
     run_id = signed(owner).run_id
@@ -132,7 +132,7 @@ def test_a_listing_that_does_not_prove_its_id_is_not_shown() -> None:
         assert asyncio.run(dht.directory().listings()) == [RunListing("tiny", run_id)]
 
 
-def test_forged_copies_are_passed_over_and_the_highest_version_counts() -> None:
+def test_forged_copies_are_ignored_and_the_highest_version_counts() -> None:
     dht, owner, attacker = FakeDht(), Identity.generate(), Identity.generate()
     run_id = signed(owner).run_id
     key = specification_key(run_id)
@@ -148,10 +148,10 @@ def test_forged_copies_are_passed_over_and_the_highest_version_counts() -> None:
     assert asyncio.run(dht.directory().specification(run_id)).version == 2
 
 
-def test_when_every_copy_is_forged_the_reasons_are_told() -> None:
+def test_the_error_names_the_reasons_when_every_copy_is_forged() -> None:
     dht, owner = FakeDht(), Identity.generate()
     run_id = signed(owner).run_id
-    with pytest.raises(PeerError, match="nobody stores it"):
+    with pytest.raises(PeerError, match="no peer stores it"):
         asyncio.run(dht.directory().specification(run_id))
     asyncio.run(
         dht.as_peer(owner.peer_id).store(
@@ -162,55 +162,57 @@ def test_when_every_copy_is_forged_the_reasons_are_told() -> None:
         asyncio.run(dht.directory().specification(run_id))
 
 
-def test_publishing_that_nobody_takes_is_an_error() -> None:
+def test_publish_raises_when_no_peer_stores_the_records() -> None:
     dht, owner = FakeDht(), Identity.generate()
     dht.refuses = True
     with pytest.raises(NetworkError, match="no peer stored"):
         asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
 
 
-def test_founding_again_keeps_version_and_time_unless_something_changed() -> None:
+def test_creating_a_run_again_keeps_version_and_time_unless_it_changed() -> None:
     dht, owner = FakeDht(), Identity.generate()
     directory = dht.directory(owner.peer_id)
-    first, new = asyncio.run(found(directory, specification(), owner, FixedClock()))
-    assert (first.version, first.founded_s, new) == (1, NOW_S, True)
-    again, new = asyncio.run(found(directory, specification(), owner, FixedClock()))
+    first, new = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+    assert (first.version, first.created_s, new) == (1, NOW_S, True)
+    again, new = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
     assert (again, new) == (first, False)
-    changed, new = asyncio.run(found(directory, specification(batch_size=4), owner, FixedClock()))
-    assert (changed.version, changed.founded_s, new) == (2, NOW_S, False)
+    changed, new = asyncio.run(create_run(directory, specification(batch_size=4), owner, FixedClock()))
+    assert (changed.version, changed.created_s, new) == (2, NOW_S, False)
 
 
-def test_members_keep_the_specification_when_its_founder_is_gone_but_not_all_of_them() -> None:
+def test_some_members_renew_the_specification_after_its_creator_left() -> None:
     dht, owner = FakeDht(), Identity.generate()
     for _ in range(9):
-        _keep_once(dht.directory(), signed(owner), [])
+        _renew_once(dht.directory(), signed(owner), [])
     assert dht.stores == 2, "the specification and the listing, by the first who looked"
     assert asyncio.run(dht.directory().find("tiny")) == signed(owner)
 
 
-def test_a_newer_version_is_taken_over_and_kept_instead() -> None:
+def test_a_newer_version_is_followed_and_renewed_instead() -> None:
     dht, owner = FakeDht(), Identity.generate()
     asyncio.run(dht.directory(owner.peer_id).publish(signed(owner, version=2)))
-    heard: list[SignedSpecification] = []
+    received: list[SignedSpecification] = []
     member = Identity.generate().peer_id
-    _keep_once(dht.directory(member), signed(owner), heard)
-    assert [one.version for one in heard] == [2]
+    _renew_once(dht.directory(member), signed(owner), received)
+    assert [one.version for one in received] == [2]
     assert dht.stores == 2, "it is kept already"
     dht.entries.clear()
-    _keep_once(dht.directory(member), signed(owner, version=2), heard)
+    _renew_once(dht.directory(member), signed(owner, version=2), received)
     assert (
         dht.entries[specification_key(signed(owner).run_id), member, None].value
         == signed(owner, version=2).blob
     )
 
 
-def _keep_once(directory: RunDirectory, one: SignedSpecification, heard: list[SignedSpecification]) -> None:
+def _renew_once(
+    directory: RunDirectory, one: SignedSpecification, received: list[SignedSpecification]
+) -> None:
     async def on_newer(newer: SignedSpecification) -> None:
-        heard.append(newer)
+        received.append(newer)
 
     async def once() -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):  # it sleeps until the next refresh, minutes away
-                await directory.keep(one, on_newer)
+            async with asyncio.timeout(0.01):  # it sleeps until the next renewal, minutes away
+                await directory.renew(one, on_newer)
 
     asyncio.run(once())

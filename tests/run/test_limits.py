@@ -1,4 +1,4 @@
-"""A volunteer's limits: hours of the day, memory, pauses, and which of them comes first."""
+"""Limits of a volunteer (hours of the day, memory, pauses) and the decision that follows from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide, p
 HOUR = 3600.0
 
 
-def moment(second_of_day: float = 12 * HOUR, memory_bytes: int = 0, **changes: bool) -> MachineStatus:
+def status(second_of_day: float = 12 * HOUR, memory_bytes: int = 0, **changes: bool) -> MachineStatus:
     return MachineStatus(second_of_day=second_of_day, memory_bytes=memory_bytes, **changes)
 
 
@@ -48,7 +48,7 @@ def test_hours_over_midnight_and_several() -> None:
 
 
 @given(st.integers(0, 23), st.integers(0, 23), st.floats(0, DAY_S - 1))
-def test_when_it_opens_it_is_open_and_not_before(begin: int, end: int, now: float) -> None:
+def test_hours_open_exactly_when_they_say(begin: int, end: int, now: float) -> None:
     hours = Hours.parse([f"{begin}-{end}"])
     wait_s = hours.opens_in_s(now)
     assert hours.open_at((now + wait_s) % DAY_S) or abs((now + wait_s) % HOUR) < 1e-6
@@ -56,28 +56,26 @@ def test_when_it_opens_it_is_open_and_not_before(begin: int, end: int, now: floa
 
 
 @pytest.mark.parametrize("text", ["", "22", "7-25", "9:60-12", "nine-five", "24:30-2", "-3-4"])
-def test_hours_that_are_none_are_told(text: str) -> None:
+def test_texts_that_are_no_hours_are_usage_errors(text: str) -> None:
     with pytest.raises(UsageError):
         Hours.parse([text])
 
 
-def test_a_day_of_a_volunteer_in_virtual_time() -> None:
-    """Every minute of a day: the hours say when it trains, a pause that was asked for and memory overrule
-    them.
-    """
+def test_decisions_over_a_day_follow_hours_pauses_and_memory() -> None:
+    """Check every minute of a day: a requested pause and the memory limit take precedence over the hours."""
     limits = VolunteerLimits(hours=Hours.parse(["22-7"]), memory_bytes_max=1000)
-    said = [decide(limits, moment(minute * 60.0))[0] for minute in range(24 * 60)]
-    assert said.count(Decision.TRAIN) == 9 * 60
-    assert set(said) == {Decision.TRAIN, Decision.PAUSE}
-    assert decide(limits, moment(23 * HOUR, asked_to_pause=True))[0] is Decision.PAUSE
-    assert decide(limits, moment(23 * HOUR, run_paused=True))[0] is Decision.REST
-    assert decide(limits, moment(12 * HOUR, run_paused=True))[0] is Decision.PAUSE, (
+    decisions = [decide(limits, status(minute * 60.0))[0] for minute in range(24 * 60)]
+    assert decisions.count(Decision.TRAIN) == 9 * 60
+    assert set(decisions) == {Decision.TRAIN, Decision.PAUSE}
+    assert decide(limits, status(23 * HOUR, asked_to_pause=True))[0] is Decision.PAUSE
+    assert decide(limits, status(23 * HOUR, run_paused=True))[0] is Decision.REST
+    assert decide(limits, status(12 * HOUR, run_paused=True))[0] is Decision.PAUSE, (
         "outside of its hours it is no donor either"
     )
-    say, why = decide(limits, moment(12 * HOUR, memory_bytes=2_000_000))
+    say, why = decide(limits, status(12 * HOUR, memory_bytes=2_000_000))
     assert say is Decision.LEAVE
     assert "takes 2 MB of memory" in why
-    assert decide(limits, moment(banned=True))[0] is Decision.LEAVE
+    assert decide(limits, status(banned=True))[0] is Decision.LEAVE
 
 
 def test_a_run_that_needs_more_memory_than_is_allowed_is_refused_before_it_begins() -> None:

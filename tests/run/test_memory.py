@@ -1,6 +1,4 @@
-"""What a volunteer is told about memory, without a run: the parts of the estimate, and a CUDA device told
-apart from the machine.
-"""
+"""The parts of the memory estimate, and its messages for a CUDA device. No run is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.run import events
-from swarm.run.memory import MemoryEstimate, estimate
+from swarm.run.memory import MemoryEstimate, estimate_memory
 from swarm.run.specification import RunSpecification, sign
 from swarm.run.task import TaskDescription
 from swarm.run.volunteer import Volunteer, VolunteerConfig
@@ -25,11 +23,11 @@ DEVICE_BYTES = 8_000_000_000
 
 def of(*, on_cuda: bool = False, saves: bool = False, **changes: Any) -> MemoryEstimate:
     table = {"name": "tiny", "target_batch_size": 16, "batch_size": 8, "task": {"name": "bytelm"}, **changes}
-    return estimate(RunSpecification.from_table(table, "test"), TASK, on_cuda=on_cuda, saves=saves)
+    return estimate_memory(RunSpecification.from_table(table, "test"), TASK, on_cuda=on_cuda, saves=saves)
 
 
 def per_parameter(one: MemoryEstimate, other: MemoryEstimate) -> tuple[float, float]:
-    """By how many bytes for each parameter `one` is above `other`: on the host, and on the device."""
+    """Return how many bytes per parameter `one` is above `other`, on the host and on the device."""
     host, device = one.host_bytes - other.host_bytes, one.device_bytes - other.device_bytes
     return host / PARAMETERS, device / PARAMETERS
 
@@ -37,7 +35,7 @@ def per_parameter(one: MemoryEstimate, other: MemoryEstimate) -> tuple[float, fl
 @pytest.mark.parametrize("codec", ["float16", "int8"])
 @pytest.mark.parametrize("mode", ["gradients", "local", "diloco"])
 def test_error_feedback_is_counted(mode: str, codec: str) -> None:
-    """Two float32 for each parameter on the sender's side, and for its shard on the reducer's."""
+    """The sender needs two float32 per parameter, and the reducer the same for its shard."""
     more, _ = per_parameter(of(mode=mode, codec=codec, error_feedback=True), of(mode=mode, codec=codec))
     assert more >= 8 + 4
     host, device = per_parameter(
@@ -48,7 +46,7 @@ def test_error_feedback_is_counted(mode: str, codec: str) -> None:
     assert 4 <= host < 8
 
 
-def test_each_mode_takes_what_it_keeps() -> None:
+def test_each_mode_adds_the_memory_of_its_buffers() -> None:
     local, diloco = of(mode="local", on_cuda=True), of(mode="diloco", on_cuda=True)
     assert per_parameter(diloco, local)[1] == pytest.approx(4.4), "the outer momentum"
     streaming = of(mode={"name": "diloco", "streaming": 4}, on_cuda=True)
@@ -61,7 +59,7 @@ def test_each_mode_takes_what_it_keeps() -> None:
     assert per_parameter(gradients, plain)[1] == pytest.approx(8.8), "AdamW's two statistics"
 
 
-def test_on_cuda_the_training_is_on_the_device_and_copies_of_the_state_are_on_the_host() -> None:
+def test_on_cuda_training_counts_for_the_device_and_state_copies_for_the_host() -> None:
     both, apart = of(), of(on_cuda=True)
     assert both.device_bytes == 0
     assert apart.device_bytes >= (4 + 4 + 8 + 4) * PARAMETERS
@@ -69,13 +67,13 @@ def test_on_cuda_the_training_is_on_the_device_and_copies_of_the_state_are_on_th
     assert per_parameter(of(on_cuda=True, saves=True), apart) == (pytest.approx(1.1 * 2 * 12), 0.0)
 
 
-def test_the_owner_may_ask_for_more() -> None:
+def test_the_required_memory_of_the_owner_is_a_lower_bound() -> None:
     assert of(requirements={"memory_mb": 1 << 20}).host_bytes == (1 << 20) * 1_000_000
 
 
 @pytest.fixture
 def second_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two GPUs of which the second is asked for, while the first is the current device."""
+    """Fake a machine with two GPUs, the first of which is the current device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -86,23 +84,25 @@ def second_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def volunteer(device: str, told: list[events.Event], **settings: Any) -> Volunteer:
+def volunteer(device: str, emitted: list[events.Event], **settings: Any) -> Volunteer:
     table = {
         "name": "tiny",
         "target_batch_size": 16,
         "batch_size": 8,
         "task": {"name": "bytelm", "settings": settings},
     }
-    signed = sign(RunSpecification.from_table(table, "test"), Identity.generate(), version=1, founded_s=0.0)
+    signed = sign(RunSpecification.from_table(table, "test"), Identity.generate(), version=1, created_s=0.0)
     nothing: Any = None
-    return Volunteer(nothing, signed, nothing, VolunteerConfig(device=device), told.append, threading.Event())
+    return Volunteer(
+        nothing, signed, nothing, VolunteerConfig(device=device), emitted.append, threading.Event()
+    )
 
 
 @pytest.mark.usefixtures("second_gpu")
-def test_device_and_machine_are_told_apart_for_a_cuda_device() -> None:
-    told: list[events.Event] = []
-    assert volunteer("cuda:1", told).choose_device() == torch.device("cuda", 1)
-    (notice,) = told
+def test_the_sentence_shows_device_and_host_memory_for_a_cuda_device() -> None:
+    emitted: list[events.Event] = []
+    assert volunteer("cuda:1", emitted).choose_device() == torch.device("cuda", 1)
+    (notice,) = emitted
     assert isinstance(notice, events.Notice)
     assert notice.text.startswith("on cuda:1: about ")
     assert "MB of its own memory, of which 8,000 MB are free, and about" in notice.text

@@ -1,6 +1,4 @@
-"""Steps whose samples do not fit into memory at once: the gradient is that of the full batch, in several
-pieces.
-"""
+"""Steps whose samples do not fit into memory at once: micro-batches give the gradient of the full batch."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class _FailsInBackward(torch.autograd.Function):
 
 
 class LittleMemory:
-    """Data on a device that has room for `fits` samples; `where` a larger batch fails."""
+    """Data on a device that has memory for `fits` samples. A larger batch fails in `where`."""
 
     summary = "random numbers"
 
@@ -65,9 +63,9 @@ class LittleMemory:
         return 0.0
 
 
-def made(data: LittleMemory) -> tuple[MicroBatches, torch.nn.Module, list[Event]]:
-    model, told = torch.nn.Linear(3, 1, dtype=torch.float64), []
-    return MicroBatches(model=model, data=data, device=CPU, emit=told.append), model, told
+def make_micro_batches(data: LittleMemory) -> tuple[MicroBatches, torch.nn.Module, list[Event]]:
+    model, emitted = torch.nn.Linear(3, 1, dtype=torch.float64), []
+    return MicroBatches(model=model, data=data, device=CPU, emit=emitted.append), model, emitted
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -80,7 +78,7 @@ def test_gradient_and_loss_in_micro_batches_equal_those_of_the_full_batch(
     seed: int, where: str, samples: int, fits: int, sizes: list[int]
 ) -> None:
     data = LittleMemory(seed, fits, where)
-    micro_batches, model, _ = made(data)
+    micro_batches, model, _ = make_micro_batches(data)
     losses = micro_batches.backward(samples, model.zero_grad)
     assert [count for count, _ in losses] == sizes
 
@@ -94,14 +92,14 @@ def test_gradient_and_loss_in_micro_batches_equal_those_of_the_full_batch(
     assert sum(count * float(one) for count, one in losses) / samples == pytest.approx(loss.item())
 
 
-def test_the_next_step_begins_with_the_size_that_fitted() -> None:
+def test_the_next_step_starts_with_the_size_that_fitted() -> None:
     data = LittleMemory(0, 3)
-    micro_batches, model, told = made(data)
+    micro_batches, model, emitted = make_micro_batches(data)
     micro_batches.backward(8, model.zero_grad)
     drawn = len(data.batches)
     micro_batches.backward(8, model.zero_grad)
     assert [len(batch) for batch in data.batches[drawn:]] == [2, 2, 2, 2]
-    assert [event.text for event in told if event.kind == "notice"] == [  # type: ignore[attr-defined]
+    assert [event.text for event in emitted if event.kind == "notice"] == [  # type: ignore[attr-defined]
         "a step does not fit into the memory of cpu: training with 4 samples at a time instead of 8",
         "a step does not fit into the memory of cpu: training with 2 samples at a time instead of 4",
     ]
@@ -112,7 +110,7 @@ def test_activations_and_gradients_of_the_failed_attempt_are_freed_before_the_ne
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = LittleMemory(0, 4, where)
-    micro_batches, model, _ = made(data)
+    micro_batches, model, _ = make_micro_batches(data)
     model.weight.grad = torch.ones_like(model.weight)
     alive: list[object] = []
 
@@ -121,7 +119,7 @@ def test_activations_and_gradients_of_the_failed_attempt_are_freed_before_the_ne
         alive.extend(parameter.grad for parameter in model.parameters())
 
     monkeypatch.setattr("swarm.run.microbatches.release_cached_memory", released)
-    gc.disable()  # freed by itself, not by a collection that happens to come
+    gc.disable()  # memory must be freed without a garbage collection
     try:
         micro_batches.backward(8, model.zero_grad)
     finally:
@@ -130,7 +128,7 @@ def test_activations_and_gradients_of_the_failed_attempt_are_freed_before_the_ne
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error_with_what_to_do() -> None:
-    micro_batches, model, _ = made(LittleMemory(0, 0))
+    micro_batches, model, _ = make_micro_batches(LittleMemory(0, 0))
     with pytest.raises(
         SwarmError,
         match="does not fit into the memory of cpu, even with one sample at a time: close other programs",
@@ -138,13 +136,13 @@ def test_a_single_sample_that_does_not_fit_is_an_error_with_what_to_do() -> None
         micro_batches.backward(4, model.zero_grad)
 
 
-def test_other_errors_of_a_task_are_not_taken_for_memory() -> None:
-    micro_batches, model, told = made(
+def test_other_errors_of_a_task_are_not_treated_as_out_of_memory() -> None:
+    micro_batches, model, emitted = make_micro_batches(
         LittleMemory(0, 1, error=lambda: RuntimeError("shapes cannot be multiplied"))
     )
     with pytest.raises(RuntimeError, match="shapes"):
         micro_batches.backward(4, model.zero_grad)
-    assert told == []
+    assert emitted == []
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "mps"])
@@ -154,8 +152,8 @@ def test_the_cache_of_the_device_that_ran_out_is_emptied(
     emptied: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("cuda"))
     monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append("mps"))
-    micro_batches, _, told = made(LittleMemory(0, 1))
+    micro_batches, _, emitted = make_micro_batches(LittleMemory(0, 1))
     micro_batches.device = torch.device(device)
     micro_batches.shrink(4, "a step")
     assert emptied == [device.partition(":")[0]]
-    assert device in told[0].text  # type: ignore[attr-defined]
+    assert device in emitted[0].text  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Specifications: written by hand, signed, forged, tampered with, downgraded, oversized."""
+"""Specifications: parsing, signing, and refusal of forged, changed, outdated and oversized ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from averaging.reduction import lowrank
 from averaging.reduction.lowrank import PowerSgd
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
-from swarm.run.following import restart_needed
-from swarm.run.outlook import round_bytes
+from swarm.run.changes import restart_needed
+from swarm.run.estimate import round_bytes
 from swarm.run.specification import (
     SPECIFICATION_BYTES_MAX,
     RunSpecification,
@@ -63,7 +63,7 @@ def test_the_demo_trains_what_the_example_trains() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("target_batch_size = ", "not valid TOML"),
         (MINIMAL.replace("64", "0"), "run.toml: target_batch_size must be greater than or equal to 1, not 0"),
@@ -73,7 +73,8 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         (MINIMAL + "colour = 3\n", "run.toml: task.colour is not a known key (misspelt?)"),
         (
             'codec = "zip"\n' + MINIMAL,
-            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int2', 'sign', 'topk' or 'adaptive', not '",
+            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int2', "
+            "'sign', 'topk' or 'adaptive', not '",
         ),
         ('codec = "int2"\n' + MINIMAL, "run.toml: the file: codec int2 needs error_feedback = true"),
         (
@@ -123,16 +124,16 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         ),
     ],
 )
-def test_mistakes_are_told_by_key_in_plain_words(text: str, said: str) -> None:
+def test_mistakes_are_reported_by_key_in_plain_words(text: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         RunSpecification.from_toml(text, "run.toml")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "pydantic" not in str(error.value)
     assert "type=" not in str(error.value)
 
 
 @pytest.mark.parametrize("codec", ["int2", "sign", "topk", "int8"])
-def test_error_feedback_is_a_term_of_the_run(codec: str) -> None:
+def test_error_feedback_is_part_of_the_specification(codec: str) -> None:
     found = RunSpecification.from_toml(f'codec = "{codec}"\nerror_feedback = true\n{MINIMAL}', "run.toml")
     assert found.error_feedback
     assert found.table()["error_feedback"] is True
@@ -147,7 +148,7 @@ def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
     text = MINIMAL + '[mode]\nname = "diloco"\nouter_lr = 0.5\nstreaming = 4\n'
     written = RunSpecification.from_toml(text, "run.toml")
     assert written.mode.build() == Diloco(outer_lr=0.5, streaming=4)
-    signed = sign(written, owner, version=1, founded_s=0.0)
+    signed = sign(written, owner, version=1, created_s=0.0)
     assert verified(signed.blob).specification == written
     for name in ("gradients", "local", "diloco", "gossip"):
         built = specification(mode=name).mode
@@ -155,7 +156,7 @@ def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
         traits = built.build().build(parts).traits
         assert built.role == traits.role
         assert built.state_sync_epochs == (traits.state_sync_epochs if traits.canonical else None), (
-            "as outlook.py takes it"
+            "as estimate.py computes it"
         )
 
 
@@ -168,7 +169,7 @@ def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
         ("gossip", 4e6),
     ],
 )
-def test_the_traffic_that_is_foretold_follows_the_mode(mode: object, expected: float) -> None:
+def test_the_estimated_traffic_follows_the_mode(mode: object, expected: float) -> None:
     assert round_bytes(specification(mode=mode), described(parameters=1_000_000), 4) == pytest.approx(
         expected, rel=1e-3
     )
@@ -180,7 +181,7 @@ def described(**parts: Any) -> TaskDescription:
 
 def test_a_strategy_by_name_and_as_a_table(owner: Identity) -> None:
     assert specification().strategy is None
-    assert specification().travels == "float16"
+    assert specification().wire_format == "float16"
     named = RunSpecification.from_toml('strategy = "powersgd"\n' + MINIMAL, "run.toml")
     assert named.strategy is not None
     assert named.strategy.build() == PowerSgd()
@@ -189,15 +190,15 @@ def test_a_strategy_by_name_and_as_a_table(owner: Identity) -> None:
     )
     assert written.strategy is not None
     assert written.strategy.build() == PowerSgd(rank=8, saving_min=1.5)
-    assert written.travels == "powersgd of rank 8 in float16"
-    assert verified(sign(written, owner, version=1, founded_s=0.0).blob).specification == written
+    assert written.wire_format == "powersgd of rank 8 in float16"
+    assert verified(sign(written, owner, version=1, created_s=0.0).blob).specification == written
     assert restart_needed(named, written), "members cannot change it while they train"
     assert RANK_MAX == lowrank.RANK_MAX
     assert specification(strategy="powersgd", mode="diloco", codec="adaptive").strategy is not None
 
 
-def test_the_traffic_of_factors_is_foretold_from_shapes() -> None:
-    """(1000 + 500) · 4 numbers for a matrix, all of what does not shrink; the state as without a strategy."""
+def test_the_traffic_of_factors_is_estimated_from_shapes() -> None:
+    """A matrix is sent as (1000 + 500) · 4 numbers, other tensors and the state as without a strategy."""
     shapes = ((1000, 500), (10, 5, 10), (300,))
     whole = described(parameters=500_000 + 500 + 300, shapes=shapes)
     state = 12 * whole.parameters / 10
@@ -208,9 +209,9 @@ def test_the_traffic_of_factors_is_foretold_from_shapes() -> None:
     assert round_bytes(specification(strategy=strategy, codec="float32"), whole, 4) == int(
         1.5 * (4 * (1500 * 4 + 60 * 4 + 300) + state)
     )
-    untold = described(parameters=whole.parameters)
-    assert round_bytes(specification(strategy=strategy), untold, 4) == round_bytes(
-        specification(), untold, 4
+    without_shapes = described(parameters=whole.parameters)
+    assert round_bytes(specification(strategy=strategy), without_shapes, 4) == round_bytes(
+        specification(), without_shapes, 4
     ), "at the most"
 
 
@@ -237,10 +238,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_signing_and_reading_give_the_same_back(owner: Identity) -> None:
     written = RunSpecification.from_file(ROOT / "examples" / "bytelm.toml")
-    signed = sign(written, owner, version=3, founded_s=1.5e9)
+    signed = sign(written, owner, version=3, created_s=1.5e9)
     read = verified(signed.blob, signed.run_id)
     assert read == signed
-    assert (read.specification, read.version, read.founded_s, read.owner) == (
+    assert (read.specification, read.version, read.created_s, read.owner) == (
         written,
         3,
         1.5e9,
@@ -252,7 +253,7 @@ def test_signing_and_reading_give_the_same_back(owner: Identity) -> None:
 def test_the_same_specification_gives_the_same_bytes(owner: Identity) -> None:
     one = specification(task={"name": "t", "settings": {"a": 1, "b": {"y": 2.5, "x": [1, "z"]}}})
     other = specification(task={"settings": {"b": {"x": [1, "z"], "y": 2.5}, "a": 1}, "name": "t"})
-    assert sign(one, owner, version=1, founded_s=0).blob == sign(other, owner, version=1, founded_s=0).blob
+    assert sign(one, owner, version=1, created_s=0).blob == sign(other, owner, version=1, created_s=0).blob
 
 
 def test_run_ids_depend_on_owner_and_name(owner: Identity) -> None:
@@ -263,9 +264,9 @@ def test_run_ids_depend_on_owner_and_name(owner: Identity) -> None:
 
 
 def test_a_forged_owner_is_refused(owner: Identity) -> None:
-    """An attacker signs with a key of its own but claims the owner's: the signature gives it away."""
+    """An attacker signs with its own key and claims the owner's: the signature does not fit."""
     attacker = Identity.generate()
-    signed = sign(specification(), attacker, version=9, founded_s=0)
+    signed = sign(specification(), attacker, version=9, created_s=0)
     body, signature = msgpack.unpackb(signed.blob)
     table = {**msgpack.unpackb(body), "owner": owner.peer_id.to_bytes()}
     forged = msgpack.packb([msgpack.packb(table), signature])
@@ -273,9 +274,9 @@ def test_a_forged_owner_is_refused(owner: Identity) -> None:
         verified(forged)
 
 
-def test_another_owners_specification_is_not_this_runs(owner: Identity) -> None:
-    mine = sign(specification(), owner, version=1, founded_s=0)
-    others = sign(specification(), Identity.generate(), version=2, founded_s=0)
+def test_a_specification_of_another_owner_is_refused(owner: Identity) -> None:
+    mine = sign(specification(), owner, version=1, created_s=0)
+    others = sign(specification(), Identity.generate(), version=2, created_s=0)
     with pytest.raises(PeerError, match=f"not to {mine.run_id}"):
         verified(others.blob, mine.run_id)
 
@@ -300,7 +301,7 @@ def test_deep_nesting_is_refused_both_ways(owner: Identity) -> None:
     for _ in range(50):
         settings = {"a": settings}
     with pytest.raises(UsageError, match="nests deeper"):
-        sign(specification(task={"name": "t", "settings": settings}), owner, version=1, founded_s=0)
+        sign(specification(task={"name": "t", "settings": settings}), owner, version=1, created_s=0)
     bomb = b"\x91" * 5000
     with pytest.raises(PeerError):
         verified(msgpack.packb([bomb, owner.sign(b"swarm run specification 1\0" + bomb)]))
@@ -309,32 +310,32 @@ def test_deep_nesting_is_refused_both_ways(owner: Identity) -> None:
 def test_an_oversized_specification_is_refused_by_writer_and_reader(owner: Identity) -> None:
     large = specification(task={"name": "t", "settings": {"text": "x" * SPECIFICATION_BYTES_MAX}})
     with pytest.raises(UsageError, match="shorten"):
-        sign(large, owner, version=1, founded_s=0)
+        sign(large, owner, version=1, created_s=0)
     with pytest.raises(PeerError, match="allowed"):
         verified(b"x" * (SPECIFICATION_BYTES_MAX + 1))
 
 
 def test_the_highest_version_counts_whatever_the_order(owner: Identity) -> None:
-    versions = [sign(specification(), owner, version=version, founded_s=0) for version in (1, 3, 2)]
+    versions = [sign(specification(), owner, version=version, created_s=0) for version in (1, 3, 2)]
     assert newest(versions) == versions[1]
     assert newest(versions[::-1]) == versions[1]
     assert newest([]) is None
 
 
 def test_two_specifications_of_one_version_are_decided_the_same_way_everywhere(owner: Identity) -> None:
-    one = sign(specification(batch_size=1), owner, version=2, founded_s=0)
-    other = sign(specification(batch_size=2), owner, version=2, founded_s=0)
+    one = sign(specification(batch_size=1), owner, version=2, created_s=0)
+    other = sign(specification(batch_size=2), owner, version=2, created_s=0)
     assert newest([one, other]) == newest([other, one])
 
 
 @pytest.mark.parametrize("version", [0, -1, True, "2", 1 << 40])
-def test_odd_versions_are_refused(owner: Identity, version: object) -> None:
+def test_invalid_versions_are_refused(owner: Identity, version: object) -> None:
     blob = _signed_table(owner, {**_table(owner), "version": version})
     with pytest.raises(PeerError, match="version"):
         verified(blob)
 
 
-def test_a_genuine_specification_from_the_future_is_told_apart(owner: Identity) -> None:
+def test_a_valid_signature_over_unknown_settings_is_reported_as_such(owner: Identity) -> None:
     with pytest.raises(PeerError, match="update swarm"):
         verified(_signed_table(owner, {**_table(owner), "format": "swarm.run/9"}))
     table = _table(owner)
@@ -344,7 +345,7 @@ def test_a_genuine_specification_from_the_future_is_told_apart(owner: Identity) 
 
 
 def _table(owner: Identity) -> dict[str, object]:
-    body, _ = msgpack.unpackb(sign(specification(), owner, version=1, founded_s=0).blob)
+    body, _ = msgpack.unpackb(sign(specification(), owner, version=1, created_s=0).blob)
     table: dict[str, object] = msgpack.unpackb(body)
     return table
 
@@ -355,4 +356,4 @@ def _signed_table(owner: Identity, table: object) -> bytes:
     return blob
 
 
-_SIGNED = sign(specification(), Identity.generate(), version=1, founded_s=12.0)
+_SIGNED = sign(specification(), Identity.generate(), version=1, created_s=12.0)

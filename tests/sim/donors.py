@@ -1,19 +1,19 @@
-"""Donors of a state and a joiner on a simulated network: what tests of the transfer have in common."""
+"""Donors of a state and a joiner on a simulated network: shared parts of the tests of the transfer."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
 
 from averaging.optim.exchange import RunExchange
-from averaging.optim.state.donor import Donor, DonorConfig, DonorServices
+from averaging.optim.state.donor import Donor, DonorConfig
 from averaging.optim.state.download import Download, DownloadConfig
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from averaging.optim.state.training_state import TrainingState
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.simulated_node import SimulatedNode
 from swarm.testing.virtual_loop import run_virtual
 
 RUN = "run"
@@ -37,14 +37,8 @@ class _NoDht:
 
 
 def donor(peer: SimulatedPeer, state: TrainingState, wrap: type[Donor] = Donor, **config: Any) -> Donor:
-    services = DonorServices(
-        own=lambda: peer.contact,
-        dht=_NoDht(),  # type: ignore[arg-type]
-        clock=peer.clock,
-        loop=asyncio.get_running_loop(),
-        pool=None,  # type: ignore[arg-type]
-    )
-    made = wrap(services, RUN, state, DonorConfig(**config))
+    node = SimulatedNode(lambda: peer.contact, peer.clock, _NoDht())
+    made = wrap(node, RUN, state, DonorConfig(**config))
     made.start()
     RunExchange(peer.handlers.unary, peer.handlers.stream).add(RUN, None, made)  # type: ignore[arg-type]
     return made

@@ -192,7 +192,7 @@ def test_goodbyes_for_others_are_refused_and_calls_alone_gain_no_place() -> None
 
 def specification(owner: Identity, version: int = 1) -> SignedSpecification:
     table = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
-    return sign(RunSpecification.from_table(table, "test"), owner, version=version, founded_s=0.0)
+    return sign(RunSpecification.from_table(table, "test"), owner, version=version, created_s=0.0)
 
 
 def directory_of(network: SimulatedNetwork, service: DhtService) -> RunDirectory:

@@ -1,5 +1,5 @@
-"""Swarms larger than a group, with the real service and messages: exact when all is well, sound when not, and
-as large as the swarm.
+"""Swarms larger than a group, with the real service and messages: exact without faults, sound with them, at
+sizes of the whole swarm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def swarm_of(seed: int, peers: int, target_group_size: int, link: LinkConfig | N
 
 
 def sizes(found: list[Group | SearchFailed]) -> list[int]:
-    """Of all groups, small ones first."""
+    """Return the sizes of all groups, small ones first."""
     return sorted(
         len(group.members)
         for group in {one.group_id: one for one in found if isinstance(one, Group)}.values()
@@ -34,7 +34,7 @@ def sizes(found: list[Group | SearchFailed]) -> list[int]:
 
 @pytest.mark.parametrize(("group_size", "rounds"), [(2, 3), (3, 2), (3, 3), (4, 2), (2, 5), (8, 2)])
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "unkeyed"])
-def test_everybody_holds_the_exact_mean_after_d_rounds(group_size: int, rounds: int, keyed: bool) -> None:
+def test_all_peers_hold_the_exact_mean_after_d_rounds(group_size: int, rounds: int, keyed: bool) -> None:
     async def scenario(seed: int) -> None:
         averaging = swarm_of(seed, group_size**rounds, group_size)
         mean, rng = averaging.mean(), averaging.swarm.rng
@@ -54,9 +54,9 @@ def test_everybody_holds_the_exact_mean_after_d_rounds(group_size: int, rounds: 
     ("peers", "group_size"),
     [(5, 4), (11, 4), (30, 4), (17, 16), pytest.param(50, 16, marks=pytest.mark.slow)],
 )
-def test_any_number_of_peers_meets_at_once_and_keeps_the_mean(peers: int, group_size: int) -> None:
-    """Known peers find their groups in milliseconds whatever their number: nobody is waited for who does not
-    come.
+def test_any_number_of_known_peers_meets_at_once_and_keeps_the_mean(peers: int, group_size: int) -> None:
+    """Known peers find their groups in milliseconds whatever their number: a search does not wait for absent
+    peers.
     """
 
     async def scenario() -> None:
@@ -78,11 +78,11 @@ def test_any_number_of_peers_meets_at_once_and_keeps_the_mean(peers: int, group_
     run_virtual(scenario())
 
 
-def test_messages_follow_the_group_and_not_the_swarm() -> None:
+def test_messages_per_peer_grow_with_the_group_and_not_with_the_swarm() -> None:
     few, many = (measure(peers, 4, rounds=3) for peers in (16, 64))
     for one, other in zip(few.messages, many.messages, strict=True):
         assert other < 1.25 * one
-        # Seeks to the others, a Join, three hosts told three times; a reply for each
+        # queries to the others, a Join, three reports to each of three hosts; a reply for each
         assert one < 2 * (3 + 1 + 9) * 1.25
     assert many.deviations[2] < 1e-12
     assert few.deviations[1] < 1e-12
@@ -93,9 +93,9 @@ SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_churn_leaves_nobody_searching_and_the_values_come_nearer(seed: int) -> None:
-    """In every round some die, leave or come, some rounds break, messages get lost: who finds no group is
-    told so, and all still mix.
+def test_churn_leaves_nobody_searching_and_the_values_converge(seed: int) -> None:
+    """In every round some peers die, leave or come, some rounds break, and messages get lost: a search
+    without a group ends, and the values still mix.
     """
 
     async def scenario() -> None:
@@ -117,7 +117,7 @@ def test_churn_leaves_nobody_searching_and_the_values_come_nearer(seed: int) -> 
             waited += sum(isinstance(one, SearchFailed) and one.reason != "passed" for one in found)
             await asyncio.sleep(1.0)
         assert met > 0.92 * searches
-        # the last of a round, when those whom it can ask did not complete it either
+        # the last peer of a round, when the peers that it can ask did not complete it either
         assert waited < 0.02 * searches
         assert averaging.deviation() < 0.03 * first
         await averaging.swarm.close()
@@ -149,8 +149,8 @@ def test_the_grid_follows_the_swarm_up_and_down(seed: int) -> None:
             for number in range(5):
                 found = await averaging.step(late_s=lambda: 0.1 * rng.random())
                 await asyncio.sleep(3.0)
-                # the first round after a change may leave more out; where all cells are full, one finds no
-                # place at times
+                # the first round after a change may leave more out; where all cells are full, one peer
+                # sometimes finds no place
                 if number:
                     assert sum(isinstance(one, Group) for one in found) >= target - (target > 4)
             # a peer out of turn tries another cell each round until it hits the one with a gap
@@ -164,9 +164,9 @@ def test_the_grid_follows_the_swarm_up_and_down(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_who_finds_its_cell_empty_meets_others_to_whom_the_same_happened(seed: int) -> None:
-    """Sixteen peers in eight cells of two; one of each cell dies without a word: those who are left meet each
-    other within seconds.
+def test_peers_whose_cells_are_empty_meet_in_the_lobby(seed: int) -> None:
+    """Sixteen peers in eight cells of two, of which one in each cell dies without leaving: the remaining
+    peers meet each other within seconds.
     """
 
     async def scenario() -> None:
@@ -188,8 +188,8 @@ def test_who_finds_its_cell_empty_meets_others_to_whom_the_same_happened(seed: i
     run_virtual(scenario())
 
 
-def test_peers_that_never_step_together_mix_all_the_same() -> None:
-    """No keys, everybody at its own pace: whoever is in a cell meets."""
+def test_peers_at_different_paces_mix() -> None:
+    """Without keys, and every peer at its own pace, the peers that are in a cell at the same time meet."""
 
     async def scenario() -> None:
         averaging = swarm_of(5, 20, 4)
@@ -221,9 +221,9 @@ def test_peers_that_never_step_together_mix_all_the_same() -> None:
     run_virtual(scenario())
 
 
-def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
-    """Keys of all shapes, and of none, said to everybody all the time: the others take at most the finer of
-    those that suit.
+def test_a_liar_cannot_impose_a_shape_that_does_not_suit_the_swarm() -> None:
+    """A liar sends keys of all shapes, and of none, to all peers all the time: the others adopt at most the
+    finer of those that suit.
     """
 
     async def scenario() -> None:
@@ -234,7 +234,7 @@ def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
         async def shout() -> None:
             while True:
                 place = f"4.{rng.choice([2, 3, 8, 4096, 99999999])}.{rng.randrange(2)}"
-                seek = LookForGroup(
+                query = LookForGroup(
                     contact=liar.peer.contact,
                     round_key=key_at("0", place),
                     schema=SCHEMA,
@@ -243,7 +243,7 @@ def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
                     can_lead=True,
                 )
                 for volunteer in honest:
-                    volunteer.service.on_seek(seek, announced=False)
+                    volunteer.service.on_query(query, announced=False)
                     assert volunteer.service.cells.grid.shape.cells in (1, 3)
                 await asyncio.sleep(0.05)
 
@@ -259,9 +259,9 @@ def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
     run_virtual(scenario())
 
 
-def test_hosts_that_lie_or_are_dead_cost_time_and_no_more() -> None:
-    """A third of the swarm, as hosts of cells' lists, names nobody, or invents peers; those who search still
-    meet.
+def test_hosts_that_lie_or_are_dead_only_cost_time() -> None:
+    """A third of the swarm, as hosts of cells' lists, reports no members or invented ones; peers that search
+    still meet.
     """
 
     async def scenario() -> None:
@@ -272,9 +272,9 @@ def test_hosts_that_lie_or_are_dead_cost_time_and_no_more() -> None:
             averaging.swarm.network.peers[peer.peer_id].up = False
         for number, volunteer in enumerate(averaging.live()):
             if number % 3 == 0:
-                mates = strangers if number % 2 else ()
-                volunteer.service.cells.on_meet = lambda meet, mates=mates: CellLookupReply(
-                    mates=mates, home="", passed=True
+                members = strangers if number % 2 else ()
+                volunteer.service.cells.on_cell_lookup = lambda meet, members=members: CellLookupReply(
+                    members=members, home="", passed=True
                 )  # type: ignore[method-assign,misc]
         met = 0
         for _ in range(6):

@@ -1,4 +1,4 @@
-"""Groups in a simulated swarm, whatever arrives when."""
+"""Matchmaking in a simulated swarm, with arrivals, losses and failures in any order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from averaging.matchmaking.logic.group import Group
 from averaging.matchmaking.logic.messages import SearchFailed
-from averaging.matchmaking.service.refusals import SHUNNED_S
+from averaging.matchmaking.service.blocklist import BLOCK_AFTER_LIE_S
 from swarm.testing.group_swarm import SimulatedVolunteer, Swarm, check_groups
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual
@@ -25,7 +25,7 @@ def test_aligned_peers_end_in_one_group(seed: int, peers: int) -> None:
         found = await swarm.all([swarm.rng.random() * 0.03 for _ in range(peers)])
         [group] = check_groups(swarm, found)
         assert len(group.members) == peers
-        # a look at the records (0.05), then Seek and Join; a first leader may turn out not to be the best
+        # one read of the records (0.05), then query and Join; a first leader may turn out not to be the best
         assert asyncio.get_running_loop().time() - began_s < 0.03 + 0.05 + 4 * 0.05
         await swarm.close()
 
@@ -51,7 +51,7 @@ def test_known_peers_meet_in_two_round_trips(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_more_peers_than_a_group_holds_form_several(seed: int) -> None:
+def test_more_peers_than_fit_into_a_group_form_several(seed: int) -> None:
     async def scenario() -> None:
         swarm = Swarm(seed)
         for _ in range(12):
@@ -65,9 +65,9 @@ def test_more_peers_than_a_group_holds_form_several(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_anything_at_any_time_ends_well(seed: int) -> None:
-    """Random arrivals, windows, keys, crashes, freezes and losses: groups agree, nobody is late, nobody waits
-    in a circle.
+def test_random_faults_never_break_agreement_or_deadlines(seed: int) -> None:
+    """Random arrivals, windows, keys, crashes, freezes and losses: groups agree, no search exceeds its
+    deadline, and peers never wait in a circle.
     """
 
     async def scenario() -> None:
@@ -122,7 +122,7 @@ def test_a_leader_that_dies_is_replaced(seed: int, how: str) -> None:
         for _ in range(4):
             swarm.add(target_group_size=8)
         leader, *others = swarm.volunteers
-        slow = others.pop()  # everybody waits for it
+        slow = others.pop()  # all others wait for it
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(leader.find(window_s=9.0))
@@ -186,9 +186,9 @@ def test_a_late_peer_is_waited_for(late_s: float) -> None:
     run_virtual(scenario())
 
 
-def test_a_peer_that_is_late_once_too_often_is_known_to_be_late() -> None:
-    """Four seconds is more than a stranger is given: the first round goes without it, later ones wait as long
-    as it takes.
+def test_a_peer_that_was_late_once_is_waited_for_in_later_rounds() -> None:
+    """Four seconds exceed the grace period of an unknown peer: the first round goes without it, later ones
+    wait for it.
     """
 
     async def scenario() -> None:
@@ -208,12 +208,13 @@ def test_a_peer_that_is_late_once_too_often_is_known_to_be_late() -> None:
     run_virtual(scenario())
 
 
-def test_rounds_follow_one_another_without_losing_who_is_early() -> None:
-    """A peer that is done early and looks for round n+1 meets those who still finish round n, with and
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "unkeyed"])
+def test_an_early_peer_meets_the_others_in_the_next_round(keyed: bool) -> None:
+    """A peer that is done early and looks for round n+1 meets those that still finish round n, with and
     without keys.
     """
 
-    async def scenario(keyed: bool) -> None:
+    async def scenario() -> None:
         swarm = Swarm(4)
         for _ in range(4):
             swarm.add(target_group_size=8)
@@ -234,11 +235,10 @@ def test_rounds_follow_one_another_without_losing_who_is_early() -> None:
             assert len(group.members) == 4
         await swarm.close()
 
-    run_virtual(scenario(True))
-    run_virtual(scenario(False))
+    run_virtual(scenario())
 
 
-def test_a_cut_makes_two_groups() -> None:
+def test_a_network_partition_makes_two_groups() -> None:
     async def scenario() -> None:
         swarm = Swarm(5)
         for _ in range(6):
@@ -254,7 +254,7 @@ def test_a_cut_makes_two_groups() -> None:
     run_virtual(scenario())
 
 
-def test_who_cannot_be_dialed_joins_others() -> None:
+def test_peers_that_cannot_be_dialed_join_others() -> None:
     async def scenario() -> None:
         swarm = Swarm(9)
         for dialable in (False, True, False, True):
@@ -266,7 +266,7 @@ def test_who_cannot_be_dialed_joins_others() -> None:
     run_virtual(scenario())
 
 
-def test_gathered_metadata_reaches_everybody_in_group_order() -> None:
+def test_gathered_metadata_reaches_all_members_in_group_order() -> None:
     async def scenario() -> None:
         swarm = Swarm(10)
         one, other = swarm.add(), swarm.add()
@@ -305,8 +305,8 @@ def test_a_search_that_is_cancelled_leaves_nobody_waiting() -> None:
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "unkeyed"])
 @pytest.mark.parametrize("seed", range(20))
 def test_nobody_is_left_out_because_messages_overtake_one_another(seed: int, keyed: bool) -> None:
-    """Everybody steps within milliseconds, round after round, and what a peer says arrives in any order: one
-    group each time.
+    """All peers step within milliseconds, round after round, and messages arrive in any order: one group each
+    time.
     """
 
     async def scenario() -> None:
@@ -327,14 +327,14 @@ def test_nobody_is_left_out_because_messages_overtake_one_another(seed: int, key
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_who_is_banned_is_in_no_group(seed: int) -> None:
-    """Everybody has heard of it; the banned peer itself goes on searching."""
+def test_a_banned_peer_is_in_no_group(seed: int) -> None:
+    """All peers know the banned one, which itself goes on searching."""
 
     async def scenario() -> None:
         swarm = Swarm(seed)
         banned, *others = [swarm.add(target_group_size=8) for _ in range(4)]
         for volunteer in others:
-            volunteer.exchange.refusals.ban("r", frozenset({banned.peer.peer_id}))
+            volunteer.exchange.blocklist.ban("r", frozenset({banned.peer.peer_id}))
         alone, *found = await swarm.all([swarm.rng.random() * 0.2 for _ in range(4)])
         assert isinstance(alone, SearchFailed)
         assert all(
@@ -347,7 +347,7 @@ def test_who_is_banned_is_in_no_group(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_who_was_proved_to_lie_is_shunned_for_a_while(seed: int) -> None:
+def test_a_peer_that_was_proved_to_lie_is_blocked_for_a_while(seed: int) -> None:
     async def scenario() -> None:
         swarm = Swarm(seed)
         liar, *others = [swarm.add(target_group_size=8) for _ in range(3)]
@@ -364,7 +364,7 @@ def test_who_was_proved_to_lie_is_shunned_for_a_while(seed: int) -> None:
         ), found
         for volunteer in others:
             volunteer.service.round_over(committed=True)
-        await asyncio.sleep(SHUNNED_S)
+        await asyncio.sleep(BLOCK_AFTER_LIE_S)
         [group] = check_groups(swarm, await swarm.all([0.0] * 3))
         assert len(group.members) == 3
         await swarm.close()

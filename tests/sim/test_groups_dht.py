@@ -1,6 +1,4 @@
-"""Groups whose members find one another through a simulated DHT: presence records, newcomers, deaths and
-goodbyes.
-"""
+"""Matchmaking through a simulated DHT: presence records, newcomers, deaths and departures."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ async def volunteer(network: SimulatedNetwork, bootstrap: SimulatedPeer | None) 
         dht=dht, name=NAME, own=lambda: peer.contact, schema=SCHEMA, config=PresenceConfig()
     )
     renewing = peer.supervisor.spawn("presence", presence.renew)
-    await presence.declared(2.0)
+    await presence.wait_until_declared(2.0)
     groups = GroupService(
         exchange=GroupExchange(
             handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock
@@ -77,13 +75,13 @@ async def everybody(volunteers: list[Volunteer]) -> tuple[list[Group | SearchFai
 
 
 def members(found: list[Group | SearchFailed]) -> int:
-    """How many peers are in the one group that everybody is in."""
+    """Assert that all peers are in one group, and return its size."""
     assert all(isinstance(one, Group) for one in found), found
     [group] = {one.group_id: one for one in found if isinstance(one, Group)}.values()
     return len(group.members)
 
 
-def test_peers_come_die_and_say_goodbye() -> None:
+def test_groups_follow_peers_that_come_die_and_leave() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=1)
         volunteers = [await volunteer(network, None)]
@@ -107,7 +105,7 @@ def test_peers_come_die_and_say_goodbye() -> None:
         assert members(found) == 4
         assert took_s < 0.5
 
-        leaver = volunteers.pop(0)  # the one whom the others joined by
+        leaver = volunteers.pop(0)  # the one that the others joined by
         leaver.renewing.cancel()
         await leaver.presence.withdraw()
         leaver.groups.close()
@@ -116,7 +114,7 @@ def test_peers_come_die_and_say_goodbye() -> None:
         assert took_s < 0.5
 
         await asyncio.sleep(120.0)  # records are renewed, that of the dead peer has expired
-        assert set(await volunteers[0].presence.look(5.0)) == {one.peer.peer_id for one in volunteers}
+        assert set(await volunteers[0].presence.read(5.0)) == {one.peer.peer_id for one in volunteers}
         found, took_s = await everybody(volunteers)
         assert members(found) == 3
         assert took_s < 0.5

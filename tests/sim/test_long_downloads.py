@@ -1,4 +1,4 @@
-"""A donor copies what is read for long beside the download, so that whoever writes does not have to."""
+"""A donor copies a state during a long download, so that the next writer does not have to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.sim.test_state_transfer import donor, joining, play, state_of
 @pytest.mark.parametrize(
     ("copy_after_s", "copy_worth_s", "copied"), [(0.5, 0.2, True), (0.5, 5.0, False), (60.0, 0.2, False)]
 )
-def test_a_long_download_is_served_from_a_copy_made_beside_it(
+def test_a_long_download_is_served_from_a_concurrent_copy(
     copy_after_s: float, copy_worth_s: float, copied: bool
 ) -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
@@ -21,11 +21,11 @@ def test_a_long_download_is_served_from_a_copy_made_beside_it(
         download = joining(
             joiner,
             state_of(2),
-            on_progress=lambda *_: settled.extend(lease.view.settled for lease in giving._leases.values()),
+            on_progress=lambda *_: settled.extend(lease.view.is_copied for lease in giving._leases.values()),
         )
         fetched = await download.fetch([peers[0].contact], 60)
         assert not settled[0]
-        assert settled[-1] == copied, "whoever writes has nothing left to copy, if it was worth it"
+        assert settled[-1] == copied, "the next writer has nothing left to copy, if the copy was worth it"
         assert fetched.digest == giving._state.snapshot().digest
 
     play(scenario, donors=1)

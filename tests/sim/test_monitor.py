@@ -1,5 +1,5 @@
-"""A monitor and what it watches, on a simulated network: its way in dies, everybody goes, somebody lies, and
-it says what it sees.
+"""A monitor and the run that it watches on a simulated network: its entry peer dies, all peers die, peers
+lie, and the view reports it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ RUN = RunView(run_id="a" * 20, name="tiny", version=1, target=1000)
 
 @dataclass
 class Trainer:
-    """A peer that tells metrics and progress, as an optimizer would."""
+    """A peer that publishes metrics and progress, as an optimizer would."""
 
     service: DhtService
     rate: float = 100.0
-    told: int = 0
+    published: int = 0
     own: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> Metrics:
-        self.told += 1
+        self.published += 1
         now_s = self.service.clock.swarm_s()
         return Metrics(
             at_s=now_s,
@@ -84,7 +84,7 @@ class Trainer:
 
 
 class Stage:
-    """A bootstrap peer, trainers, and a monitor that came in by the bootstrap."""
+    """A bootstrap peer, trainers, and a monitor that joined by the bootstrap peer."""
 
     def __init__(
         self, network: SimulatedNetwork, services: list[DhtService], group: asyncio.TaskGroup
@@ -141,7 +141,7 @@ def on_stage(act: Any, trainers: int = 5, seed: int = 1) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_everybody_who_tells_is_seen_and_called(seed: int) -> None:
+def test_all_publishing_peers_are_seen_and_dialed(seed: int) -> None:
     async def act(stage: Stage) -> None:
         await asyncio.sleep(10.0)
         view = stage.view
@@ -156,7 +156,7 @@ def test_everybody_who_tells_is_seen_and_called(seed: int) -> None:
     on_stage(act, seed=seed)
 
 
-def test_the_way_in_dies_and_the_monitor_goes_on_and_says_so() -> None:
+def test_the_monitor_continues_and_reports_when_its_entry_peer_dies() -> None:
     async def act(stage: Stage) -> None:
         await stage.crash(stage.bootstrap)
         await asyncio.sleep(30.0)
@@ -175,7 +175,7 @@ def test_the_way_in_dies_and_the_monitor_goes_on_and_says_so() -> None:
     on_stage(act)
 
 
-def test_when_nobody_answers_nothing_looks_fresh_and_one_that_comes_back_is_enough() -> None:
+def test_no_value_is_fresh_while_no_peer_answers_and_one_returning_peer_suffices() -> None:
     async def act(stage: Stage) -> None:
         peers = [peer_of(stage.network, trainer.service) for trainer in stage.trainers]
         everybody = [peer_of(stage.network, stage.bootstrap), *peers]
@@ -200,7 +200,7 @@ def test_when_nobody_answers_nothing_looks_fresh_and_one_that_comes_back_is_enou
     on_stage(act)
 
 
-def test_all_but_one_volunteer_die_and_the_monitor_finds_the_one() -> None:
+def test_the_monitor_finds_the_only_volunteer_that_survives() -> None:
     async def act(stage: Stage) -> None:
         await asyncio.sleep(5.0)
         for service in [stage.bootstrap, *(trainer.service for trainer in stage.trainers[1:])]:
@@ -214,7 +214,7 @@ def test_all_but_one_volunteer_die_and_the_monitor_finds_the_one() -> None:
     on_stage(act)
 
 
-def test_who_says_goodbye_is_seen_to_have_left() -> None:
+def test_a_peer_that_leaves_is_shown_as_left() -> None:
     async def act(stage: Stage) -> None:
         leaver: PeerId = stage.trainers[2].service.peer_id
         for place in (2, 7):
@@ -228,7 +228,7 @@ def test_who_says_goodbye_is_seen_to_have_left() -> None:
     on_stage(act)
 
 
-def test_what_breaks_the_schema_is_kept_by_nobody() -> None:
+def test_records_that_break_the_schema_are_stored_by_no_replica() -> None:
     async def act(stage: Stage) -> None:
         liar = stage.trainers[0].service
         for value in (
@@ -253,7 +253,7 @@ def test_what_breaks_the_schema_is_kept_by_nobody() -> None:
     on_stage(act)
 
 
-def test_large_runs_tell_less_often() -> None:
+def test_peers_of_large_runs_publish_less_often() -> None:
     config = MetricsConfig()
     assert config.period_s(1) == config.period_s(8) == 2.0
     assert 2.0 < config.period_s(30) < config.period_s(1000) == 15.0
@@ -261,12 +261,12 @@ def test_large_runs_tell_less_often() -> None:
         MetricsConfig(every_s=20.0)
 
 
-def test_who_does_not_want_to_tell_tells_nothing() -> None:
+def test_a_peer_with_metrics_disabled_publishes_nothing() -> None:
     async def act(stage: Stage) -> None:
         quiet = Trainer(service_of(stage.network.peer()))
         await quiet.service.join([stage.bootstrap.own()])
         await quiet.reporter(publish=False).run()
-        assert quiet.told == 0
+        assert quiet.published == 0
 
     on_stage(act, trainers=2)
 

@@ -1,4 +1,4 @@
-"""Tests of the simulated network: what it delivers, what it loses, and that a seed repeats a run."""
+"""The simulated network itself: deliveries, losses, and repetition of a run from its seed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def echo(caller: PeerId, request: WireContact) -> WireContact:
     return WireContact(peer_id=caller.to_bytes(), addresses=request.addresses)
 
 
-def test_calls_are_delivered_and_raise_the_transports_errors() -> None:
+def test_calls_are_delivered_and_errors_are_those_of_the_transport() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=1, config=LinkConfig(delay_s=0.05, jitter=0.0))
         one, two = network.peer(), network.peer()
@@ -71,7 +71,7 @@ def test_calls_are_delivered_and_raise_the_transports_errors() -> None:
     run_virtual(scenario())
 
 
-def test_streams_keep_the_order_of_messages_and_end_or_break() -> None:
+def test_streams_keep_order_and_end_or_break() -> None:
     async def double(stream: Stream) -> None:
         while (message := await stream.receive()) is not None:
             if message == b"refuse":
@@ -162,7 +162,7 @@ def test_a_duplicated_request_is_handled_twice_and_answered_once() -> None:
     run_virtual(scenario())
 
 
-def test_messages_can_overtake_one_another() -> None:
+def test_messages_arrive_out_of_order() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=6, config=LinkConfig(jitter=0.0, reorder=0.2, reorder_s=0.5))
         one, two = network.peer(), network.peer()
@@ -186,7 +186,7 @@ def test_messages_can_overtake_one_another() -> None:
     run_virtual(scenario())
 
 
-def test_a_partition_can_be_one_way_and_heals_by_itself() -> None:
+def test_a_partition_may_be_one_way_and_heals_by_itself() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=7)
         peers = [network.peer() for _ in range(3)]
@@ -219,7 +219,7 @@ def test_a_partition_can_be_one_way_and_heals_by_itself() -> None:
     run_virtual(scenario())
 
 
-def test_a_dead_peer_can_be_silent() -> None:
+def test_a_crashed_peer_may_be_silent() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=8, config=LinkConfig(dead_are_silent=True))
         one, two = network.peer(), network.peer()
@@ -278,7 +278,9 @@ print(run_scenario(config).digest)
 
 
 async def exchange() -> str:
-    """Exchange a few hundred messages under every adversity, between handlers that do nothing."""
+    """Return the digest of a few hundred messages with all kinds of faults, between handlers that do
+    nothing.
+    """
     network = SimulatedNetwork(seed=11, config=LinkConfig(loss=0.1, duplication=0.1, reorder=0.1))
     peers = [network.peer() for _ in range(8)]
     for peer in peers:
@@ -314,7 +316,7 @@ def test_the_hash_seed_does_not_change_a_trace() -> None:
     assert digests[0].split()[0] == run_virtual(exchange()) == EXCHANGE_DIGEST
 
 
-def test_random_choices_are_the_same_on_every_python() -> None:
+def test_random_draws_are_the_same_on_every_python() -> None:
     chance = Chance(7, "pinned")
     drawn = [
         chance.below(100),
@@ -329,7 +331,7 @@ def test_random_choices_are_the_same_on_every_python() -> None:
     assert Chance(7, "pinned").random() != Chance(7, "other").random()
 
 
-def test_a_scenario_that_would_hang_ends_in_virtual_time() -> None:
+def test_virtual_time_reports_a_deadlock() -> None:
     async def hang() -> None:
         await asyncio.Event().wait()
 

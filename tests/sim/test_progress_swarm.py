@@ -1,5 +1,5 @@
-"""Swarms of progress machines under a virtual clock: claims travel late, get lost, or lie. A failing case is
-its seed.
+"""Swarms of progress machines under a virtual clock: reports arrive late, get lost, or lie. A failing case
+is its seed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Trainer:
 
 
 class Swarm:
-    """Trainers of different speed; claims reach the others after random delays. Who sees the epoch full
-    begins the next for all.
+    """Trainers of different speed. Reports reach the others after random delays; the peer that sees the
+    epoch full begins the next for all.
     """
 
     def __init__(self, seed: int, peers: int, target: int) -> None:
@@ -43,10 +43,10 @@ class Swarm:
         )
         return Trainer(progress, batch=8, step_s=step_s, next_step_s=self.now_s + step_s)
 
-    def tell(self, sender: PeerId, claim: ProgressReport) -> None:
+    def tell(self, sender: PeerId, report: ProgressReport) -> None:
         for peer, trainer in self.trainers.items():
             if peer != sender and self.rng.random() > 0.1:  # one in ten is lost
-                trainer.inbox.append((self.now_s + self.rng.uniform(0.01, 0.6), sender, claim))
+                trainer.inbox.append((self.now_s + self.rng.uniform(0.01, 0.6), sender, report))
 
     def run(self, seconds: float) -> None:
         end_s = self.now_s + seconds
@@ -58,19 +58,21 @@ class Swarm:
     def _move(self, peer: PeerId, trainer: Trainer) -> None:
         for message in [m for m in trainer.inbox if m[0] <= self.now_s]:
             trainer.inbox.remove(message)
-            trainer.progress.on_claim(message[1], message[2], self.now_s)
+            trainer.progress.on_report(message[1], message[2], self.now_s)
         if self.now_s >= trainer.next_step_s:
             trainer.next_step_s += trainer.step_s
             trainer.samples += trainer.batch
-            trainer.progress.report(trainer.samples, trainer.batch / trainer.step_s, self.now_s)
-            self.tell(peer, trainer.progress.claim)
+            trainer.progress.update_own(trainer.samples, trainer.batch / trainer.step_s, self.now_s)
+            self.tell(peer, trainer.progress.own_report)
         if trainer.progress.is_full(self.now_s):
             self.close(peer)
 
     def close(self, leader: PeerId) -> None:
         epoch = self.trainers[leader].progress.epoch
         self.unbelieved += sum(
-            not t.progress.believes(epoch, self.now_s) for peer, t in self.trainers.items() if peer != leader
+            not t.progress.is_plausibly_full(epoch, self.now_s)
+            for peer, t in self.trainers.items()
+            if peer != leader
         )
         self.closed.append((self.now_s, sum(t.samples for t in self.trainers.values())))
         for trainer in self.trainers.values():
@@ -85,7 +87,7 @@ def test_epochs_close_near_the_target(seed: int) -> None:
     assert len(swarm.closed) >= 3
     for _, samples in swarm.closed:
         assert 0.85 * 2000 <= samples <= 1.2 * 2000, f"seed {seed}"
-    assert swarm.unbelieved == 0, "whoever begins an epoch is believed by all"
+    assert swarm.unbelieved == 0, "all peers believe the one that begins an epoch"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -140,7 +142,7 @@ def test_a_dead_peer_stops_counting(seed: int) -> None:
     swarm.run(20.0)
     dead = next(iter(swarm.trainers))
     del swarm.trainers[dead]
-    swarm.run(ProgressConfig().claim_ttl_s + 1.0)
+    swarm.run(ProgressConfig().report_ttl_s + 1.0)
     assert all(dead not in trainer.progress.others(swarm.now_s) for trainer in swarm.trainers.values())
     closed = len(swarm.closed)
     swarm.run(60.0)

@@ -1,5 +1,5 @@
 """Trackers of a run of several shards on virtual time: epochs go on, liars do not move them, and the run is
-divided and joined again.
+split and merged.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def test_ninety_peers_make_four_shards_and_their_epochs_keep_to_the_target() -> 
 def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch(
     monkeypatch: pytest.MonkeyPatch, members: int
 ) -> None:
-    """Every fifth member claims a thousand times what it has; or one of the three aggregators of every shard
-    makes its sums up.
+    """Every fifth member reports a thousand times its samples, or one of the three aggregators of every
+    shard invents its sums.
     """
     liars: set[Any] = set()
-    climb = Tree._climb
+    climb = Tree._publish_sums
 
     async def lying(self: Tree, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
         if self._own not in liars:
@@ -70,7 +70,7 @@ def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch
             None if told is None else replace(told, samples=1e11, epoch=told.epoch + 3, peers=10**6, bits=9)
         )
 
-    monkeypatch.setattr(Tree, "_climb", lying)
+    monkeypatch.setattr(Tree, "_publish_sums", lying)
 
     async def scenario(run: ProgressRun, group: asyncio.TaskGroup) -> None:
         trainers = [

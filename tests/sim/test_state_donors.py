@@ -1,4 +1,4 @@
-"""A donor of a state: what it keeps for those who download, and whom it refuses."""
+"""A donor of a state: what it keeps for downloads, and which requests it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
             await asyncio.sleep(0.8)
             with state.lock, torch.no_grad():
                 state.parameters[0].add_(1.0)
-                state.moved(6)
+                state.mark_changed(6)
             request = state_pb2.OpenRequest(run=RUN)
             with pytest.raises(PeerError, match="earlier epochs"):
                 await made.on_open(joiner.peer_id, request)
@@ -48,7 +48,7 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
     play(scenario, donors=1)
 
 
-def test_a_lease_is_its_openers_and_requests_are_checked() -> None:
+def test_a_lease_belongs_to_its_opener_and_requests_are_checked() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         from averaging.optim import exchange as runexchange
 

@@ -1,5 +1,5 @@
-"""Donors and a joiner on a simulated network: who lies, dies or stalls is named, and the state arrives all
-the same.
+"""Donors and a joiner on a simulated network: a donor that lies, dies or stalls is named, and the state
+still arrives.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from averaging.optim.exchange import chunk_head, parse_chunks_request
 from averaging.optim.state.donor import Donor
-from averaging.optim.state.download import Download, DownloadConfig, Fetched
+from averaging.optim.state.download import Download, DownloadConfig, DownloadedState
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
@@ -22,7 +22,7 @@ from swarm.wire import state_pb2
 from tests.sim.donors import CHUNKS, donor, joining, play, state_of
 
 
-def test_chunks_come_from_all_who_hold_the_same() -> None:
+def test_chunks_come_from_all_donors_of_the_same_state() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donors = [donor(peer, state_of(1)) for peer in peers]
         told: list[tuple[int, int]] = []
@@ -35,18 +35,18 @@ def test_chunks_come_from_all_who_hold_the_same() -> None:
         assert not fetched.failures
         assert told[-1] == (len(fetched.blob), len(fetched.blob))
         assert not any(one._leases for one in donors), "leases are closed when the download is over"
-        assert not any(one._fresh for one in donors), "and the copies are let go"
+        assert not any(one._latest for one in donors), "and the copies are let go"
 
     play(scenario)
 
 
 class _Slow(Donor):
-    """Behind a link of 50 Mbit/s: each chunk waits until those before it have passed."""
+    """A donor behind a link of 50 Mbit/s: each chunk waits until those before it have passed."""
 
     free_s = 0.0
 
-    async def _message(self, view: StateView, index: int) -> bytes:
-        chunk = await super()._message(view, index)
+    async def _chunk_message(self, view: StateView, index: int) -> bytes:
+        chunk = await super()._chunk_message(view, index)
         now_s = asyncio.get_running_loop().time()
         self.free_s = max(self.free_s, now_s) + len(chunk) / (50e6 / 8)
         await asyncio.sleep(self.free_s - now_s)
@@ -78,7 +78,7 @@ def test_three_slow_donors_are_two_and_a_half_times_as_fast_as_one() -> None:
 
 
 class _Liar(Donor):
-    """Declares the same state as the others and sends something else."""
+    """A donor that declares the same state as the others and sends other bytes."""
 
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
         request = first
@@ -92,7 +92,7 @@ class _Liar(Donor):
 
 
 class _Quitter(Donor):
-    """Sends two chunks and stops."""
+    """A donor that sends two chunks and stops."""
 
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
         lease = self._leases[first.lease]
@@ -130,7 +130,7 @@ def test_a_donor_that_dies_half_way_costs_only_its_unsent_chunks() -> None:
             task = group.create_task(
                 joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60)
             )
-        fetched: Fetched = task.result()
+        fetched: DownloadedState = task.result()
         assert gone.peer_id in fetched.failures
         assert sum(fetched.donors.values()) == len(fetched.blob), "no chunk was downloaded twice"
         assert fetched.donors[gone.peer_id] > 0
@@ -139,7 +139,7 @@ def test_a_donor_that_dies_half_way_costs_only_its_unsent_chunks() -> None:
     play(scenario)
 
 
-def test_a_frozen_donor_holds_nothing_up() -> None:
+def test_a_frozen_donor_delays_nothing() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         for peer in peers[:2]:
             donor(peer, state_of(1))
@@ -165,7 +165,7 @@ def test_a_frozen_donor_holds_nothing_up() -> None:
     play(scenario)
 
 
-def test_a_donor_that_is_alone_and_frozen_is_given_up() -> None:
+def test_a_download_from_a_single_frozen_donor_fails() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1))
         download = joining(
@@ -186,8 +186,8 @@ def test_a_donor_that_is_alone_and_frozen_is_given_up() -> None:
 
 
 def test_after_a_break_nothing_is_fetched_again() -> None:
-    """The joiner's cable is out for ten seconds, while the swarm goes on to another epoch: the donors hold
-    what was leased.
+    """The joiner's cable is out for ten seconds, while the swarm goes on to another epoch: donors keep
+    leased states.
     """
 
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
@@ -202,9 +202,9 @@ def test_after_a_break_nothing_is_fetched_again() -> None:
             for state in states:
                 with state.lock, torch.no_grad():
                     state.parameters[0].add_(1.0)
-                    state.moved(6)
+                    state.mark_changed(6)
             await asyncio.sleep(10.0)
-            assert 0 < len(download.part.have) < CHUNKS if download.part else False
+            assert 0 < len(download.partial.have) < CHUNKS if download.partial else False
             network.heal()
 
         async with asyncio.TaskGroup() as group:
@@ -213,7 +213,7 @@ def test_after_a_break_nothing_is_fetched_again() -> None:
         fetched = task.result()
         assert fetched.digest == digest
         assert download.received_bytes == len(fetched.blob), "every chunk once"
-        assert not any(one._leases for one in donors if one._drop_idle() is None), (
+        assert not any(one._leases for one in donors if one._end_idle_leases() is None), (
             "the leases of before the break are closed, too"
         )
         mine = state_of(2)
@@ -223,7 +223,7 @@ def test_after_a_break_nothing_is_fetched_again() -> None:
     play(scenario)
 
 
-def test_what_a_download_in_vain_received_serves_the_next() -> None:
+def test_chunks_of_a_failed_download_serve_the_next() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1))
         download = joining(joiner, state_of(2), config=DownloadConfig(chunk_timeout_s=1.0, resume_s=1.0))
@@ -239,7 +239,7 @@ def test_what_a_download_in_vain_received_serves_the_next() -> None:
         before = download.received_bytes
         assert before > 0
         donor(peers[1], state_of(1))
-        again = joining(joiner, state_of(2), part=download.part)
+        again = joining(joiner, state_of(2), partial=download.partial)
         fetched = await again.fetch([peers[1].contact], 60)
         assert again.received_bytes == len(fetched.blob) - before
         state_of(2).load(fetched.blob)
@@ -261,7 +261,7 @@ def test_a_donor_that_fails_is_replaced_by_one_that_was_not_asked() -> None:
     play(scenario)
 
 
-def test_what_most_hold_is_taken() -> None:
+def test_the_state_of_most_donors_is_taken() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(7))
         for peer in peers[1:]:
@@ -275,10 +275,10 @@ def test_what_most_hold_is_taken() -> None:
 @pytest.mark.parametrize(
     ("seeds", "taken"), [((1, 1, 2), 1), ((2, 1, 1), 1), ((1, 2), None), ((1, 2, 3), None), ((4,), 4)]
 )
-def test_with_majority_only_what_most_of_those_who_answer_hold_is_taken(
+def test_with_majority_only_the_state_of_most_answering_donors_is_taken(
     seeds: tuple[int, ...], taken: int | None
 ) -> None:
-    """However high an epoch the others claim."""
+    """The majority's state is taken even if other donors claim a higher epoch."""
 
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         for place, seed in enumerate(seeds):
@@ -296,7 +296,7 @@ def test_with_majority_only_what_most_of_those_who_answer_hold_is_taken(
     play(scenario)
 
 
-def test_offers_that_cannot_be_right_are_refused_by_name() -> None:
+def test_impossible_offers_are_refused_by_name() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1, epoch=10**9))
         donor(peers[1], state_of(1, epoch=2))
@@ -320,12 +320,12 @@ def test_offers_that_cannot_be_right_are_refused_by_name() -> None:
     play(scenario)
 
 
-def test_it_ends_by_its_deadline() -> None:
+def test_a_download_ends_by_its_deadline() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1))
         with pytest.raises(DeadlineExceeded, match="not downloaded within 1 s"):
             await joining(joiner, state_of(2)).fetch([peers[0].contact], 1.0)
-        with pytest.raises(NotEnoughPeers, match="nobody declares"):
+        with pytest.raises(NotEnoughPeers, match="no peer declares"):
             await joining(joiner, state_of(2)).fetch([], 1.0)
 
     play(scenario, donors=1)

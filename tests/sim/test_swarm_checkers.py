@@ -11,10 +11,10 @@ from swarm.dht.logic.records import Entry, Record, encode_value, signed
 from swarm.testing.checkers import (
     Authorship,
     CheckLimits,
+    ConnectedSwarm,
     Deadlines,
     Expiry,
     Ledger,
-    OneSwarm,
     RecordedWrite,
     Survival,
     Violations,
@@ -112,7 +112,7 @@ def test_a_record_lost_before_its_expiration_is_detected(repair_s: float, broken
         await asyncio.sleep(100.0)
         for _ in range(2):
             survival.check(swarm.live, loop.time())
-        assert (violations.count, survival.unlucky) == ((1, 0) if broken else (0, 1)), "reported once"
+        assert (violations.count, survival.lost_with_holders) == ((1, 0) if broken else (0, 1)), "told once"
         await swarm.network.close()
 
     run_virtual(scenario())
@@ -180,7 +180,7 @@ def test_unbounded_growth_is_detected() -> None:
 def test_islands_are_counted() -> None:
     async def scenario() -> None:
         swarm = await swarm_of(6)
-        one = OneSwarm(Violations())
+        one = ConnectedSwarm(Violations())
         assert one.parts(swarm.members) == 1
         left = swarm.members[:3]
         for member in left:

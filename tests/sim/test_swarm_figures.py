@@ -11,7 +11,7 @@ import pytest
 from benchmarks import report, simulated_dht, simulated_rounds
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, Overview
-from swarm.testing.hostile import near
+from swarm.testing.hostile import nearest_identities
 from swarm.testing.network import SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 
@@ -52,8 +52,8 @@ def test_a_lazy_swarm_creates_peers_when_they_are_asked() -> None:
     run_virtual(scenario())
 
 
-def test_identities_generated_near_a_key_are_nearest() -> None:
-    sought = near(12345, 3, 200, "x")
+def test_identities_near_a_key_are_nearest() -> None:
+    sought = nearest_identities(12345, 3, 200, "x")
     assert len(sought) == 3
     others = Overview([])
     assert others.nearest(0, 5) == []

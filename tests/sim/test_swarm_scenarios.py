@@ -27,7 +27,7 @@ def test_a_scenario_breaks_no_promise(name: str, seed: int) -> None:
     report = run_scenario(config)
     assert report.audited
     assert report.heal_s
-    assert report.tally.reads > 20
+    assert report.counts.reads > 20
     assert report.messages > 1000
 
 
@@ -52,7 +52,7 @@ def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as broken:
         # Claims to store what it discards.
         broken.setattr(Storage, "store", lambda self, *args, **kwargs: None)
-        with pytest.raises(ScenarioFailed, match="is held by nobody") as caught:
+        with pytest.raises(ScenarioFailed, match="no peer holds entry") as caught:
             run_scenario(config)
     assert str(caught.value).splitlines()[-1] == "replay: make sim SEED=3 PEERS=6 HOURS=0.01 SCENARIO=calm"
     run_scenario(config)

@@ -1,4 +1,4 @@
-"""What `step` reports of gradients that are found to be of no use only after they were taken, as it is on a
+"""Reports of `step` about gradients that are found not to be finite only after they were accepted, as on a
 GPU.
 """
 
@@ -26,7 +26,7 @@ def node() -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A mode that takes the CPU for a device whose flags come late."""
+    """A mode that treats the CPU as a device whose flags arrive late."""
 
     settings: ModeSettings
     name: str = "on a device"
@@ -36,7 +36,7 @@ class OnDevice:
 
 
 def train(node: Node, mode: Any, target: int, offload: bool) -> tuple[list[StepReport], torch.Tensor]:
-    """Train until an epoch is completed; the gradients of the second step are of no use."""
+    """Train until an epoch is completed; the gradients of the second step are not finite."""
     net, reports = build(), []
     options: dict[str, Any] = {
         "batch_size_per_step": BATCH,
@@ -62,7 +62,7 @@ def train(node: Node, mode: Any, target: int, offload: bool) -> tuple[list[StepR
     ids=lambda one: f"{one!r:.40}",
 )
 @pytest.mark.parametrize("offload", [False, True])
-def test_samples_are_taken_back_by_the_step_that_learns_of_it(
+def test_samples_are_subtracted_by_the_step_that_finds_them_non_finite(
     node: Node, settings: Any, offload: bool
 ) -> None:
     late, parameters = train(node, OnDevice(settings), TARGET, offload)

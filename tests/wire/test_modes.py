@@ -38,7 +38,7 @@ ATTEMPTS_MAX = 4
 
 @contextmanager
 def trained(count: int, run: str, train: Callable[[Peer], object], **options: Any) -> Iterator[list[Peer]]:
-    """Peers after their training, all of whose rounds had everybody in them: on a busy machine some go on
+    """Return peers after a training in which every round had all of them: on a busy machine some proceed
     without a peer.
     """
     for attempt in range(ATTEMPTS_MAX):
@@ -57,8 +57,8 @@ def trained(count: int, run: str, train: Callable[[Peer], object], **options: An
 def plain_diloco(
     epochs: int, peers: list[Peer], lr: float, momentum: float, newcomer: int = -1
 ) -> list[torch.Tensor]:
-    """All peers' local steps in sequence, and an outer step of torch's SGD on the mean by samples; the
-    parameters after that.
+    """Make all peers' local steps in sequence, and an outer step of torch's SGD on the mean by samples.
+    Return the parameters.
     """
     nets = {peer.number: build() for peer in peers}
     inner = {number: adam(net) for number, net in nets.items()}
@@ -110,7 +110,7 @@ def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: st
 
     def train(peer: Peer) -> None:
         while peer.opt.epoch < 7:
-            seen.append(peer.opt.in_flight)
+            seen.append(peer.opt.has_background_round)
             peer.train_once()
 
     with trained(
@@ -122,7 +122,7 @@ def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: st
             done = [report for report in peer.reports if report.stepped]
             assert [report.epoch for report in done] == list(range(1, 8))
             assert all(report.dropped == 0 for report in peer.reports)
-            launched = peer.opt._loop._launched
+            launched = peer.opt._loop._background
             rest = peer.reports[-1].accumulated + (launched.contributed if launched is not None else 0)
             assert sum(report.contributed for report in done) + rest == BATCH * len(peer.reports), (
                 "every sample counts once"
@@ -154,7 +154,7 @@ def test_delayed_gradients_train_as_in_sequence() -> None:
         noted[peer.number] = []
         while peer.opt.epoch < 5:
             seed, epoch = 1000 * peer.number + peer.steps, peer.opt.epoch
-            noted[peer.number].append((epoch, epoch + peer.opt.in_flight, seed))
+            noted[peer.number].append((epoch, epoch + peer.opt.has_background_round, seed))
             peer.train_once()
 
     with trained(2, "delayed", train, mode=Gradients(delayed=True)) as peers:
@@ -191,7 +191,7 @@ def test_delayed_gradients_train_as_in_sequence() -> None:
         assert_close(peers[0].net, net)
 
 
-def test_gossip_is_held_in_pairs_that_change() -> None:
+def test_gossip_rounds_are_in_changing_pairs() -> None:
     with swarm_of(4, "gossip", mode="gossip") as peers:
         together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
         partners: dict[int, set[object]] = {}
@@ -217,7 +217,7 @@ def test_gossip_is_held_in_pairs_that_change() -> None:
             swarm_of(1, "coarse gossip", mode=Gossip(), codec="int4").__enter__()
 
 
-def test_who_finds_no_partner_goes_on_by_itself() -> None:
+def test_a_peer_without_a_partner_proceeds_alone() -> None:
     with swarm_of(3, "odd one out", mode="gossip") as peers:
         together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
         done = [report for peer in peers for report in peer.reports if report.stepped]
@@ -227,7 +227,7 @@ def test_who_finds_no_partner_goes_on_by_itself() -> None:
 
 
 @pytest.mark.parametrize("mode", [Diloco(), Diloco(streaming=2)], ids=["plain", "streaming"])
-def test_a_late_joiner_takes_base_and_momentum_and_counts_from_its_second_round_on(mode: Diloco) -> None:
+def test_a_late_joiner_loads_base_and_momentum_and_counts_from_its_second_round(mode: Diloco) -> None:
     run = f"late {mode.streaming}"
     with swarm_of(2, run, mode=mode) as peers, ExitStack() as stack:
         together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
@@ -236,8 +236,8 @@ def test_a_late_joiner_takes_base_and_momentum_and_counts_from_its_second_round_
         everybody = [*peers, late]
         assert len({peer.opt.state_digest() for peer in everybody}) == 1
         weights: list[float] = []
-        prepare = late.opt._training.prepare
-        late.opt._training.prepare = lambda epoch: (weights.append(prepare(epoch)[0]), prepare(epoch))[1]  # type: ignore[method-assign,func-returns-value]
+        prepare = late.opt._mode.prepare
+        late.opt._mode.prepare = lambda epoch: (weights.append(prepare(epoch)[0]), prepare(epoch))[1]  # type: ignore[method-assign,func-returns-value]
         together([lambda peer=peer: peer.train_to(6) for peer in everybody])  # type: ignore[misc]
         assert len({peer.opt.state_digest() for peer in everybody}) == 1
         assert weights[0] == 0.0
@@ -247,25 +247,25 @@ def test_a_late_joiner_takes_base_and_momentum_and_counts_from_its_second_round_
         )
 
 
-def test_a_frozen_peer_adds_what_it_had_learned_to_the_base_that_it_missed() -> None:
+def test_a_frozen_peer_adds_its_progress_to_the_base_that_it_missed() -> None:
     with swarm_of(3, "left out", mode="diloco") as peers:
         together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
         late, others = peers[2], peers[:2]
         late.train_once()
-        learner = late.opt._training.learner
+        learner = late.opt._mode.learner
         progress = learner.progress()  # type: ignore[attr-defined]
         thaw = threading.Event()
         late.node.network.loop.call_soon_threadsafe(thaw.wait, 60)
         together([lambda peer=peer: peer.train_to(4) for peer in others])  # type: ignore[misc]
         thaw.set()
         carried: list[list[torch.Tensor]] = []
-        follow = learner.follow  # type: ignore[attr-defined]
+        set_weights = learner.set_weights  # type: ignore[attr-defined]
 
         def noted(what: list[torch.Tensor] | None) -> None:
-            follow(what)
+            set_weights(what)
             carried.append([p.detach().clone() for p in late.net.parameters()] if what is not None else [])
 
-        learner.follow = noted  # type: ignore[attr-defined]
+        learner.set_weights = noted  # type: ignore[attr-defined]
         report = late.train_once()
         while report.resynchronised is None:
             report = late.train_once()
@@ -296,13 +296,13 @@ def test_peers_that_began_with_different_weights_become_equal() -> None:
         assert all(any(report.drift for report in peer.reports) for peer in peers)
 
 
-def test_a_round_that_fails_for_everybody_is_made_up_for_by_the_next() -> None:
+def test_a_round_that_fails_for_all_is_covered_by_the_next() -> None:
     failing = threading.Event()
     failing.set()
     with swarm_of(2, "failing", mode="diloco") as peers:
         originals = {}
         for peer in peers:
-            averager_rounds = peer.opt._rounds
+            averager_rounds = peer.opt._averager
             originals[peer.number] = begin = averager_rounds.begin
 
             def broken(*args: object, begin: object = begin) -> object:
@@ -352,14 +352,14 @@ def test_peers_with_other_settings_do_not_meet() -> None:
 def test_modes_by_name_and_by_settings() -> None:
     with swarm_of(1, "named", mode=Local()) as [peer]:
         assert peer.opt.mode == "local"
-        assert isinstance(peer.opt._training, DilocoMode)
+        assert isinstance(peer.opt._mode, DilocoMode)
         assert "mode local" in repr(peer.opt)
     with swarm_of(1, "named", mode="gradients") as [peer]:
-        assert isinstance(peer.opt._training, GradientsMode)
+        assert isinstance(peer.opt._mode, GradientsMode)
 
 
 @pytest.mark.parametrize("name", ["gradients", "diloco-streaming"])
-def test_peers_of_different_speed_give_nearly_the_sum_of_their_speeds(name: str) -> None:
+def test_peers_of_different_speed_reach_nearly_the_sum_of_their_speeds(name: str) -> None:
     reached, (fast, middle, slow) = unequal_speeds.share(unequal_speeds.MODES[name], epochs=2, epoch_s=1.5)
     assert reached > 0.6, "0.9 and more on a quiet machine: make bench ARGS='--only slowdown'"
     assert fast > middle > slow, "nobody waits for the slowest to make as many steps"

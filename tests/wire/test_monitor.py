@@ -1,4 +1,4 @@
-"""`swarm monitor` on a real run: what scripts get, what stays on disk, what Prometheus reads."""
+"""`swarm monitor` on a real run: its JSON for scripts, its files on disk, and its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def until(seen: Any, what: str) -> Any:
     return found
 
 
-def told(run: list[Node]) -> None:
-    """Both trainers have told metrics that hold a round."""
+def wait_for_metrics(run: list[Node]) -> None:
+    """Wait until both trainers have published metrics with a round."""
 
     def everybody() -> bool:
         answers = run[0].dht.get_many(metrics_keys(run_id()), max_age_s=0).answers
@@ -61,7 +61,7 @@ def run_id() -> str:
 def test_once_json_is_one_line_that_holds_the_run(
     run: list[Node], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told(run)
+    wait_for_metrics(run)
     assert main(["monitor", run[0].addresses[0], "--run", NAME, "--once", "--json"]) == 0
     (line,) = capsys.readouterr().out.strip().splitlines()
     view = json.loads(line)
@@ -72,7 +72,7 @@ def test_once_json_is_one_line_that_holds_the_run(
     )
     assert view["validation_loss"] == 1.5
     assert view["loss"] > 0
-    assert view["own"]["accuracy"] == {"median": 0.9, "least": 0.9, "most": 0.9, "peers": 2}
+    assert view["own"]["accuracy"] == {"median": 0.9, "minimum": 0.9, "maximum": 0.9, "peers": 2}
     assert view["samples_per_s"] > 0
     assert any(
         round["members"] == 2 and round["digest"] and round["digests"] == 1 for round in view["rounds"]
@@ -155,14 +155,14 @@ def test_prometheus_reads_a_live_run(run: list[Node]) -> None:
         (["--run", NAME, "--prometheus", "127.0.0.1:99999"], 2, "--prometheus takes HOST:PORT"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(
+def test_mistakes_are_reported_in_a_sentence(
     run: list[Node], options: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["monitor", run[0].addresses[0], "--once", *options]) == code
     assert sentence in capsys.readouterr().err
 
 
-def test_nobody_at_the_address_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_a_peer_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with Node(listen="127.0.0.1:0") as gone:
         address = gone.addresses[0]
     assert main(["monitor", address, "--once"]) == 1

@@ -69,7 +69,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Page:
-    """What a test asks of an open page."""
+    """Access of a test to an open page."""
 
     def __init__(self, browser: Any) -> None:
         self.browser = browser

@@ -1,4 +1,4 @@
-"""Checkpoints that a monitor keeps of a run which two others train: agreed on, loadable, pruned."""
+"""Checkpoints by a monitor of a run that two peers train: agreed on, loadable, pruned."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from swarm.monitor.watching import Watch, WatchConfig
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.task import make_task
-from tests.wire.test_run_steering import HERE, Trained, founded, texts
+from tests.wire.test_run_steering import HERE, VolunteerThread, created_run, texts
 from tests.wire.watched_run import NAME, watched_run
 
 __all__ = ["texts"]  # a fixture
 _WAIT_S = 40.0
 
 
-def test_a_monitor_saves_what_the_donors_agree_on(texts: Path, tmp_path: Path) -> None:
+def test_a_monitor_saves_the_state_that_the_donors_agree_on(texts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    with founded() as (founder, _, signed), Node(bootstrap=founder.addresses, listen=HERE) as node:
+    with created_run() as (founder, _, signed), Node(bootstrap=founder.addresses, listen=HERE) as node:
         assert node.wait_joined(10)
-        first = Trained(founder, signed, new=True, data=texts)
+        first = VolunteerThread(founder, signed, new=True, data=texts)
         first.wait(events.EpochDone)
-        second = Trained(node, signed, new=False, data=texts)
+        second = VolunteerThread(node, signed, new=False, data=texts)
         second.wait(events.EpochDone, lambda event: event.peers == 2)
         entry = (Contact.parse(node.addresses[0]),)
         try:

@@ -1,6 +1,4 @@
-"""Optimizers on real sockets: several peers in one process, each with a node of its own, trained from
-threads.
-"""
+"""Optimizers on real sockets: several peers in one process, each with its own node, trained from threads."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from swarm.core.errors import UsageError
 from swarm.node import Node
 
 FEATURES, TARGET, BATCH = 6, 48, 4
-QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
+QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
 
 
 def build(seed: int = 0) -> torch.nn.Module:
@@ -118,7 +116,7 @@ def one_more(
 
 
 def together(work: list[Callable[[], Any]], timeout_s: float = 90.0) -> None:
-    """Run all in threads of their own; the first error of any is raised here."""
+    """Run all functions in their own threads and raise the first error of any."""
     errors: list[BaseException] = []
 
     def guarded(one: Callable[[], Any]) -> None:
@@ -138,7 +136,7 @@ def together(work: list[Callable[[], Any]], timeout_s: float = 90.0) -> None:
 
 
 def oracle(epochs: int, taken: list[tuple[int, int]]) -> torch.nn.Module:
-    """One machine that trains on the union of the batches that all peers contributed."""
+    """Train one machine on the union of the batches that all peers contributed."""
     net = build()
     inner = adam(net)
     scheduler = halving(inner)
@@ -158,7 +156,7 @@ def assert_close(one: torch.nn.Module, other: torch.nn.Module, tolerance: float 
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def test_alone_it_is_a_large_batch() -> None:
+def test_a_lone_peer_trains_with_a_large_batch() -> None:
     with swarm_of(1, "alone") as [peer]:
         peer.train_to(3)
         assert len(peer.taken) == 3 * TARGET // BATCH, "an epoch ends exactly at the target"
@@ -219,7 +217,7 @@ def test_the_state_is_averaged_and_drift_reported() -> None:
         assert len({peer.opt.state_digest() for peer in peers}) == 1
 
 
-def test_one_peer_leaves_and_the_others_go_on() -> None:
+def test_when_one_peer_leaves_the_others_continue() -> None:
     with swarm_of(3, "leaving") as peers:
         together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
         peers[2].opt.close()
@@ -230,7 +228,7 @@ def test_one_peer_leaves_and_the_others_go_on() -> None:
             peers[2].opt.step()
 
 
-def test_a_frozen_peer_stops_nobody_and_falls_back_in_line() -> None:
+def test_a_frozen_peer_stops_nobody_and_resynchronises() -> None:
     with swarm_of(3, "frozen") as peers:
         together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
         thaw = threading.Event()
@@ -244,7 +242,7 @@ def test_a_frozen_peer_stops_nobody_and_falls_back_in_line() -> None:
         assert any(report.resynchronised and report.resynchronised.loaded for report in peers[2].reports)
 
 
-def test_who_was_alone_until_now_averages_the_state_with_a_newcomer_in_the_next_epoch() -> None:
+def test_a_lone_peer_averages_the_state_with_a_newcomer_in_the_next_epoch() -> None:
     with swarm_of(1, "sync early", state_sync_epochs=2) as peers, ExitStack() as stack:
         peers[0].train_to(1)
         late = stack.enter_context(one_more(peers, "sync early", 3, seed=4, state_sync_epochs=2))
@@ -255,11 +253,13 @@ def test_who_was_alone_until_now_averages_the_state_with_a_newcomer_in_the_next_
         assert len({peer.opt.state_digest() for peer in [*peers, late]}) == 1
 
 
-def test_who_has_loaded_the_state_is_known_to_all_at_once() -> None:
-    """Seen: the founder, who looked at the DHT seldom, closed the epoch alone in the second after a newcomer
-    had joined it.
+def test_a_peer_that_loaded_the_state_is_known_to_all_at_once() -> None:
+    """Regression test: a founder that read the DHT seldom closed the epoch alone in the second after a
+    newcomer had joined it.
     """
-    seldom = OptimizerConfig(no_donor_s=0.2, progress=ProgressConfig(refresh_s_min=9.0, refresh_s_max=9.0))
+    seldom = OptimizerConfig(
+        no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_min=9.0, refresh_s_max=9.0)
+    )
     with swarm_of(1, "known", config=seldom) as peers, ExitStack() as stack:
         peers[0].train_to(1)
         late = stack.enter_context(one_more(peers, "known", 3, seed=4, config=seldom))
@@ -377,7 +377,7 @@ def test_non_finite_gradients_are_dropped_and_reported() -> None:
         assert all(bool(p.isfinite().all()) for p in peer.net.parameters())
 
 
-def test_it_is_a_torch_optimizer() -> None:
+def test_the_optimizer_is_a_torch_optimizer() -> None:
     with swarm_of(1, "torch", target_batch_size=2 * BATCH) as [peer]:
         opt, net = peer.opt, peer.net
         assert isinstance(opt, torch.optim.Optimizer)
@@ -403,7 +403,7 @@ def test_it_is_a_torch_optimizer() -> None:
             opt.add_param_group({"params": []})
 
 
-def test_resuming_within_an_epoch_is_as_if_nothing_had_happened() -> None:
+def test_resuming_within_an_epoch_changes_nothing() -> None:
     with swarm_of(1, "resume") as [peer]:
         for _ in range(17):
             peer.train_once()
@@ -418,7 +418,7 @@ def test_resuming_within_an_epoch_is_as_if_nothing_had_happened() -> None:
             assert resumed.opt.state_digest() == peer.opt.state_digest()
 
 
-def test_mistakes_of_the_caller() -> None:
+def test_mistakes_of_the_caller_raise_usage_error() -> None:
     with Node(listen="127.0.0.1:0") as node:
         net = build()
 

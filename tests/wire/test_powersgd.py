@@ -17,7 +17,7 @@ from swarm.core.errors import UsageError
 from swarm.node import Node
 from tests.wire.test_optimizer import together
 
-QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
+QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
 
 
 def test_averagers_agree_before_they_meet_and_hold_the_same_afterwards() -> None:

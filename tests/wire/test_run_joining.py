@@ -1,5 +1,5 @@
-"""Runs over real sockets: what one node publishes another finds, and what `swarm join` says when it cannot
-take part.
+"""Runs over real sockets: a published run is found by other nodes, and `swarm join` explains why it cannot
+join.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from swarm.cli import main
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 from swarm.node import Node
+from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
-from swarm.run.founding import found
 from swarm.run.specification import RunSpecification, specification_key
 
 HERE = "127.0.0.1:0"
@@ -34,12 +34,13 @@ def directory(node: Node) -> RunDirectory:
 def publish(node: Node, name: str = "tiny", **changes: object) -> str:
     table = {"name": name, "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}, **changes}
     signed, _ = node.network.run(
-        found(directory(node), RunSpecification.from_table(table, "test"), node.identity, node.clock), 30.0
+        create_run(directory(node), RunSpecification.from_table(table, "test"), node.identity, node.clock),
+        30.0,
     )
     return signed.run_id
 
 
-def test_a_run_is_found_through_any_peer_also_when_its_founder_is_gone() -> None:
+def test_a_run_is_found_through_any_peer_after_its_creator_left() -> None:
     with Node(listen=HERE) as entry:
         with Node(bootstrap=entry.addresses, listen=HERE) as founder:
             assert founder.wait_joined(10)
@@ -51,12 +52,12 @@ def test_a_run_is_found_through_any_peer_also_when_its_founder_is_gone() -> None
             assert (signed.run_id, signed.owner, signed.name) == (run_id, owner, "tiny")
 
 
-def test_a_forged_specification_does_not_hide_the_true_one(founder: Node) -> None:
+def test_a_forged_specification_does_not_hide_the_valid_one(founder: Node) -> None:
     run_id = publish(founder)
     with Node(bootstrap=founder.addresses, listen=HERE) as attacker:
         assert attacker.wait_joined(10)
         forged, _ = attacker.network.run(
-            found(
+            create_run(
                 directory(attacker),
                 RunSpecification.from_table(_TABLE, "test"),
                 attacker.identity,
@@ -89,7 +90,7 @@ _TABLE = {"name": "evil", "target_batch_size": 64, "batch_size": 8, "task": {"na
         ({"requirements": {"device": "cuda"}}, ["--device", "cpu"], 2, "is trained on CUDA devices only"),
     ],
 )
-def test_why_a_volunteer_cannot_take_part_is_one_sentence(
+def test_join_fails_with_one_sentence_when_the_volunteer_cannot_take_part(
     changes: dict[str, object],
     options: list[str],
     code: int,
@@ -106,15 +107,15 @@ def test_why_a_volunteer_cannot_take_part_is_one_sentence(
     assert json.loads(captured.out.splitlines()[-1])["text"] in captured.err
 
 
-def test_a_swarm_without_a_run_says_so(founder: Node, capsys: pytest.CaptureFixture[str]) -> None:
+def test_join_fails_when_the_swarm_has_no_run(founder: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["join", founder.addresses[0], "--yes"]) == 2
     assert (
-        "this swarm announces no run: found one with `swarm start RUN.toml --bootstrap ADDRESS`"
+        "this swarm announces no run: create one with `swarm start RUN.toml --bootstrap ADDRESS`"
         in capsys.readouterr().err
     )
 
 
-def test_what_is_told_before_training_is_complete(
+def test_the_run_event_is_complete_before_training_begins(
     founder: Node, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "note.txt").write_text("too short")
@@ -124,9 +125,9 @@ def test_what_is_told_before_training_is_complete(
         == 2
     )
     captured = capsys.readouterr()
-    told = next(event for event in map(json.loads, captured.out.splitlines()) if event["event"] == "run")
-    assert told["parameters"] > 200_000
-    assert told["memory_bytes"] > 300_000_000
-    assert told["round_bytes"] > 2 * told["parameters"]
-    assert (told["peers"], told["traffic_bytes_per_hour"], told["version"]) == (0, None, 1)
+    run = next(event for event in map(json.loads, captured.out.splitlines()) if event["event"] == "run")
+    assert run["parameters"] > 200_000
+    assert run["memory_bytes"] > 300_000_000
+    assert run["round_bytes"] > 2 * run["parameters"]
+    assert (run["peers"], run["traffic_bytes_per_hour"], run["version"]) == (0, None, 1)
     assert "holds too little text" in captured.err

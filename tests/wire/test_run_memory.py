@@ -1,4 +1,4 @@
-"""A volunteer whose device runs out of memory or fails, over real sockets and by the real command."""
+"""Volunteers whose device runs out of memory or fails, over real sockets and with the real command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm.node import Node
 from swarm.run import events
 from swarm.run import volunteer as volunteer_module
 from swarm.run.directory import RunDirectory
-from swarm.run.outlook import look
+from swarm.run.estimate import estimate_run
 from swarm.run.specification import End, RunSpecification, sign
 from swarm.run.task import Task, TaskData, make_task
 from swarm.run.volunteer import VolunteerConfig
@@ -34,11 +34,14 @@ settings = {width = 16, layers = 1, heads = 2, context = 16, data_bytes = 65536}
 [end]
 epochs = 3
 """
-FAILURE = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API call"
+FAILURE = (
+    "CUDA error: device-side assert triggered\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call"
+)
 
 
 class StandIn:
-    """A task whose batches are looked at before they are computed."""
+    """A task that calls a function before it computes a batch."""
 
     def __init__(self, task: Task, look: Callable[[int], None]) -> None:
         self._task, self._look = task, look
@@ -60,7 +63,7 @@ class StandIn:
 
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], None]:
-    """Call it with what is to be done before each batch, given its number of samples."""
+    """Set the function that is called before each batch with its number of samples."""
 
     def install(look: Callable[[int], None]) -> None:
         monkeypatch.setattr(
@@ -82,7 +85,7 @@ def events_of(capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]],
     return [json.loads(line) for line in captured.out.splitlines()], captured.err
 
 
-def test_a_volunteer_with_little_memory_trains_on_in_smaller_micro_batches(
+def test_a_volunteer_that_runs_out_of_memory_trains_in_smaller_micro_batches(
     command: list[str], looked_at: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = []
@@ -94,14 +97,14 @@ def test_a_volunteer_with_little_memory_trains_on_in_smaller_micro_batches(
 
     looked_at(room_for_two)
     assert main(command) == 0
-    told, complaints = events_of(capsys)
-    assert complaints == ""
-    notices = [event["text"] for event in told if event["event"] == "notice"]
+    emitted, errors = events_of(capsys)
+    assert errors == ""
+    notices = [event["text"] for event in emitted if event["event"] == "notice"]
     assert [text for text in notices if "does not fit" in text] == [
         "a step does not fit into the memory of cpu: training with 4 samples at a time instead of 8",
         "a step does not fit into the memory of cpu: training with 2 samples at a time instead of 4",
     ]
-    finished = next(event for event in told if event["event"] == "finished")
+    finished = next(event for event in emitted if event["event"] == "finished")
     assert finished["samples"] == sum(sizes) == 3 * 32
 
 
@@ -113,8 +116,8 @@ def test_a_volunteer_without_memory_for_one_sample_ends_with_a_sentence(
 
     looked_at(no_room)
     assert main(command) == 1
-    _, complaint = events_of(capsys)
-    assert complaint == (
+    _, error = events_of(capsys)
+    assert error == (
         "swarm: a step does not fit into the memory of cpu, even with one sample at a time: "
         "close other programs that use it, or volunteer with a device that has more memory\n"
     )
@@ -132,12 +135,13 @@ def test_a_failed_device_ends_the_command_with_a_sentence_and_nothing_saved(
 
     looked_at(fails_in_the_seventh_step)
     assert main(command) == 1
-    told, complaint = events_of(capsys)
-    assert complaint == (
-        "swarm: cpu failed, and this process cannot use it any more (CUDA error: device-side assert triggered): start again; "
+    emitted, error = events_of(capsys)
+    assert error == (
+        "swarm: cpu failed, and this process cannot use it any more "
+        "(CUDA error: device-side assert triggered): start again; "
         "if it fails again, give another --device and look at the driver's messages (`nvidia-smi`, `dmesg`)\n"
     )
-    assert [event["event"] for event in told if event["event"] in ("epoch", "finished", "error")] == [
+    assert [event["event"] for event in emitted if event["event"] in ("epoch", "finished", "error")] == [
         "epoch",
         "error",
     ]
@@ -145,8 +149,8 @@ def test_a_failed_device_ends_the_command_with_a_sentence_and_nothing_saved(
 
 
 @pytest.mark.parametrize("mode", ["gradients", "diloco"])
-def test_a_volunteer_whose_device_fails_says_goodbye(mode: str, looked_at: Callable[..., None]) -> None:
-    """Its record of progress, which lives for half a minute when a peer just dies, is withdrawn at once."""
+def test_a_volunteer_whose_device_fails_leaves_the_run(mode: str, looked_at: Callable[..., None]) -> None:
+    """Its progress report, which would otherwise live for half a minute, is withdrawn at once."""
     failing = threading.Event()
 
     def may_fail(samples: int) -> None:
@@ -159,7 +163,7 @@ def test_a_volunteer_whose_device_fails_says_goodbye(mode: str, looked_at: Calla
     )
     with Node(listen=HERE) as entry, Node(bootstrap=entry.addresses, listen=HERE) as node:
         assert node.wait_joined(10)
-        signed = sign(specification, node.identity, version=1, founded_s=0.0)
+        signed = sign(specification, node.identity, version=1, created_s=0.0)
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         seen = []
 
@@ -167,7 +171,7 @@ def test_a_volunteer_whose_device_fails_says_goodbye(mode: str, looked_at: Calla
             if isinstance(event, events.EpochDone) and event.epoch == 2:
                 seen.append(
                     entry.network.run(
-                        look(entry.dht.service, signed.run_id, entry.peer_id, entry.clock), 10.0
+                        estimate_run(entry.dht.service, signed.run_id, entry.peer_id, entry.clock), 10.0
                     ).peers
                 )
                 failing.set()
@@ -180,6 +184,8 @@ def test_a_volunteer_whose_device_fails_says_goodbye(mode: str, looked_at: Calla
             volunteer.train(torch.device("cpu"), new=True)
         assert seen == [1]
         assert (
-            entry.network.run(look(entry.dht.service, signed.run_id, entry.peer_id, entry.clock), 10.0).peers
+            entry.network.run(
+                estimate_run(entry.dht.service, signed.run_id, entry.peer_id, entry.clock), 10.0
+            ).peers
             == 0
         )

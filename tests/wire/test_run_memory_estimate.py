@@ -1,5 +1,5 @@
-"""The memory that a volunteer was told about before it joined is held against what its process took, in a
-real run of two processes.
+"""The memory estimate of a volunteer is compared with the peak of its process, in a real run of two
+processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# 22.6 MB: large enough that what an idle process takes does not hide what the estimate adds for each of them
+# 22.6 MB: large enough to stand out from the memory of an idle process
 PARAMETERS = 5_651_968
 RUN = """
 name = "memory"
@@ -27,12 +27,12 @@ batch_size = 2
 state_sync_epochs = 2
 task = {name = "bytelm", settings = {width = 256, layers = 7, heads = 4, context = 32, data_bytes = 1048576}}
 """
-TOGETHER = 3  # epochs of both: with rounds over gradients or differences, and one over the state
+TOGETHER = 3  # epochs of both volunteers: rounds over gradients or differences, and one over the state
 TIMEOUT_S = 120.0
 
 
 class Volunteer:
-    """A `swarm` command in a process of its own, and the events that it prints."""
+    """A `swarm` command in another process, and the events that it prints."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         command = [
@@ -74,7 +74,7 @@ class Volunteer:
                 return event
 
     def end(self) -> dict[str, Any]:
-        """Ask it to leave, and return its report."""
+        """Ask the volunteer to leave, and return its summary."""
         self.process.terminate()
         finished = self.wait("finished")
         self.process.wait(30)
@@ -82,8 +82,8 @@ class Volunteer:
 
 
 @contextmanager
-def two_volunteers(folder: Path, terms: str) -> Iterator[tuple[Volunteer, Volunteer]]:
-    (folder / "run.toml").write_text(terms + RUN)
+def two_volunteers(folder: Path, settings: str) -> Iterator[tuple[Volunteer, Volunteer]]:
+    (folder / "run.toml").write_text(settings + RUN)
     started = [
         Volunteer(
             folder / "home",
@@ -110,15 +110,15 @@ def two_volunteers(folder: Path, terms: str) -> Iterator[tuple[Volunteer, Volunt
 
 
 @pytest.mark.parametrize(
-    "terms",
+    "settings",
     [
         pytest.param('mode = "gradients"', id="gradients"),
         pytest.param('mode = "diloco"', id="diloco"),
         pytest.param('mode = "gradients"\ncodec = "int8"\nerror_feedback = true', id="error feedback"),
     ],
 )
-def test_peak_of_a_process_stays_below_its_estimate_which_is_not_absurd(terms: str, tmp_path: Path) -> None:
-    with two_volunteers(tmp_path, terms) as volunteers:
+def test_the_peak_of_a_process_is_below_its_estimate_but_not_far_below(settings: str, tmp_path: Path) -> None:
+    with two_volunteers(tmp_path, settings) as volunteers:
         for one in volunteers:
             for _ in range(TOGETHER):
                 one.wait("epoch", peers=2)

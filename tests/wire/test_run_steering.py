@@ -1,5 +1,5 @@
-"""Two volunteers on real sockets while their owner changes the run, one pauses, is banned, and the founder
-resumes a checkpoint; what a run's file asks of rounds.
+"""Two volunteers on real sockets: the owner changes the run, one pauses or is banned, one resumes a
+checkpoint, and a run uses PowerSGD.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from averaging.optim.optimizer import Optimizer
 from swarm.core.identity import Identity
 from swarm.node import Node
 from swarm.run import events
+from swarm.run.changes import Change, send_version, sign_change
+from swarm.run.checkpoints import CheckpointConfig
+from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
+from swarm.run.estimate import read_members, round_bytes
 from swarm.run.exporting import export, newest_checkpoint
-from swarm.run.following import Change, changed, tell
-from swarm.run.founding import found
-from swarm.run.outlook import members, round_bytes
-from swarm.run.saving import CheckpointConfig
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.task import make_task
 from swarm.run.volunteer import Volunteer, VolunteerConfig
@@ -39,18 +39,18 @@ TABLE = {
 }
 
 
-class Trained:
-    """A volunteer in a thread, and what it told."""
+class VolunteerThread:
+    """A volunteer in a thread, and its events."""
 
     def __init__(self, node: Node, signed: SignedSpecification, *, new: bool, **config: Any) -> None:
         self.node, self.stop = node, threading.Event()
-        self.told: list[events.Event] = []
-        self._news = threading.Condition()
+        self.events: list[events.Event] = []
+        self._changed = threading.Condition()
         self.paused = threading.Event()
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         self.directory = directory
         config = {"device": "cpu", "asked_to_pause": self.paused.is_set, **config}
-        self.volunteer = Volunteer(node, signed, directory, VolunteerConfig(**config), self._tell, self.stop)
+        self.volunteer = Volunteer(node, signed, directory, VolunteerConfig(**config), self._emit, self.stop)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(new,), daemon=True)
         self._thread.start()
@@ -60,44 +60,44 @@ class Trained:
             self.volunteer.train(torch.device("cpu"), new=new)
         except BaseException as error:
             self.error = error
-            with self._news:
-                self._news.notify_all()
+            with self._changed:
+                self._changed.notify_all()
 
-    def _tell(self, event: events.Event) -> None:
-        with self._news:
-            self.told.append(event)
-            self._news.notify_all()
+    def _emit(self, event: events.Event) -> None:
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
 
     def wait(
         self, kind: type[events.Event], fits: Callable[[Any], bool] = lambda event: True, since: int = 0
     ) -> int:
-        """Until it told this; returns the place of it, from which to wait for what follows."""
+        """Wait for an event of this kind at index `since` or later. Return its index."""
         deadline_s = time.monotonic() + 60
-        with self._news:
+        with self._changed:
             while True:
-                for place in range(since, len(self.told)):
-                    if isinstance(self.told[place], kind) and fits(self.told[place]):
+                for place in range(since, len(self.events)):
+                    if isinstance(self.events[place], kind) and fits(self.events[place]):
                         return place
                 if self.error is not None:
                     raise self.error
-                assert self._news.wait(deadline_s - time.monotonic()), (
-                    f"no {kind.__name__}; it told {self.told[since:][-5:]}"
+                assert self._changed.wait(deadline_s - time.monotonic()), (
+                    f"no {kind.__name__}; the last events were {self.events[since:][-5:]}"
                 )
 
     def end(self) -> events.Finished:
         self._thread.join(30)
-        finished = self.told[self.wait(events.Finished)]
+        finished = self.events[self.wait(events.Finished)]
         assert isinstance(finished, events.Finished)
         return finished
 
 
 @contextmanager
-def founded(**changes: Any) -> Iterator[tuple[Node, Identity, SignedSpecification]]:
+def created_run(**changes: Any) -> Iterator[tuple[Node, Identity, SignedSpecification]]:
     owner = Identity.generate()
     with Node(listen=HERE, identity=owner) as node:
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         specification = RunSpecification.from_table({**TABLE, **changes}, "test")
-        signed, _ = node.network.run(found(directory, specification, owner, node.clock), 30.0)
+        signed, _ = node.network.run(create_run(directory, specification, owner, node.clock), 30.0)
         yield node, owner, signed
 
 
@@ -112,23 +112,21 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def tell_all(node: Node, signed: SignedSpecification) -> SignedSpecification:
-    """What `swarm change` does, from a node of nobody's."""
+def publish_to_members(node: Node, signed: SignedSpecification) -> SignedSpecification:
+    """Publish a version as `swarm change` does, from another node."""
     with Node(bootstrap=node.addresses, listen=HERE) as visitor:
         assert visitor.wait_joined(10)
         directory = RunDirectory(visitor.dht.service, visitor.peer_id, clock=visitor.clock)
         visitor.network.run(directory.publish(signed), 30.0)
-        contacts = visitor.network.run(members(visitor.dht.service, signed.run_id), 10.0)
-        following = visitor.network.run(tell(visitor.channels, signed, contacts), 10.0)
+        contacts = visitor.network.run(read_members(visitor.dht.service, signed.run_id), 10.0)
+        following = visitor.network.run(send_version(visitor.channels, signed, contacts), 10.0)
     assert set(following.values()) <= {signed.version}
     assert following
     return signed
 
 
-def insists(node: Node, signed: SignedSpecification) -> None:
-    """A banned peer that does not follow the specification is refused as a joiner, and whatever it says of
-    its progress.
-    """
+def check_banned_peer_is_refused(node: Node, signed: SignedSpecification) -> None:
+    """Check that a banned peer cannot download the state or report progress, even if it ignores the ban."""
     parameter = torch.nn.Parameter(torch.ones(3))
     inner = torch.optim.SGD([parameter], lr=0.1)
     with Optimizer(
@@ -140,46 +138,46 @@ def insists(node: Node, signed: SignedSpecification) -> None:
 
 
 def test_the_owner_changes_pauses_bans_and_ends_a_running_run(texts: Path) -> None:
-    with founded() as (node, owner, signed), Node(bootstrap=node.addresses, listen=HERE) as other:
+    with created_run() as (node, owner, signed), Node(bootstrap=node.addresses, listen=HERE) as other:
         assert other.wait_joined(10)
-        one = Trained(node, signed, new=True, data=texts)
+        one = VolunteerThread(node, signed, new=True, data=texts)
         one.wait(events.Contributed)
-        two = Trained(other, signed, new=False, data=texts)
+        two = VolunteerThread(other, signed, new=False, data=texts)
         two.wait(events.Contributed)
-        signed = tell_all(node, changed(signed, Change(target_batch_size=48), owner))
+        signed = publish_to_members(node, sign_change(signed, Change(target_batch_size=48), owner))
         for trained in (one, two):
             place = trained.wait(events.RunChanged, lambda event: event.version == 2)
             trained.wait(events.EpochDone, since=place)
-            assert trained.volunteer._training is not None
-            assert trained.volunteer._training.optimizer.progress.target == 48
-        signed = tell_all(node, changed(signed, Change(paused=True), owner))
+            assert trained.volunteer.training is not None
+            assert trained.volunteer.training.optimizer.progress.target == 48
+        signed = publish_to_members(node, sign_change(signed, Change(paused=True), owner))
         two.wait(events.Paused, lambda event: event.member)
         place = one.wait(events.Paused, lambda event: event.member)
-        signed = tell_all(node, changed(signed, Change(paused=False), owner))
+        signed = publish_to_members(node, sign_change(signed, Change(paused=False), owner))
         place = one.wait(events.Resumed, since=place)
         one.wait(events.EpochDone, lambda event: event.peers == 2, since=place)
-        signed = tell_all(node, changed(signed, Change(ban=(str(other.peer_id),)), owner))
+        signed = publish_to_members(node, sign_change(signed, Change(ban=(str(other.peer_id),)), owner))
         assert two.end().reason == "the owner of this run has banned this peer"
         place = one.wait(events.RunChanged, lambda event: event.version == 5)
         place = one.wait(events.EpochDone, since=place)
-        insists(other, signed)
-        assert one.volunteer._training is not None
-        assert list(one.volunteer._training.optimizer.progress.peers) == [node.peer_id]
+        check_banned_peer_is_refused(other, signed)
+        assert one.volunteer.training is not None
+        assert list(one.volunteer.training.optimizer.progress.peers) == [node.peer_id]
         one.wait(events.EpochDone, lambda event: event.peers in (0, 1), since=place + 1)
-        signed = tell_all(node, changed(signed, Change(ended=True), owner))
+        signed = publish_to_members(node, sign_change(signed, Change(ended=True), owner))
         assert one.end().reason == "the run's owner ended it"
 
 
-def test_who_pauses_leaves_the_others_alone_and_catches_up(texts: Path) -> None:
-    with founded() as (node, _, signed), Node(bootstrap=node.addresses, listen=HERE) as other:
+def test_a_paused_volunteer_holds_up_nobody_and_catches_up(texts: Path) -> None:
+    with created_run() as (node, _, signed), Node(bootstrap=node.addresses, listen=HERE) as other:
         assert other.wait_joined(10)
-        one = Trained(node, signed, new=True, data=texts)
+        one = VolunteerThread(node, signed, new=True, data=texts)
         one.wait(events.Contributed)
-        two = Trained(other, signed, new=False, data=texts)
+        two = VolunteerThread(other, signed, new=False, data=texts)
         two.wait(events.Contributed)
         two.paused.set()
         paused = two.wait(events.Paused, lambda event: not event.member)
-        seen = one.wait(events.EpochDone, lambda event: event.peers == 1, since=len(one.told))
+        seen = one.wait(events.EpochDone, lambda event: event.peers == 1, since=len(one.events))
         one.wait(events.EpochDone, lambda event: event.peers == 1, since=seen + 1)
         two.paused.clear()
         place = two.wait(events.Resumed, since=paused)
@@ -190,20 +188,20 @@ def test_who_pauses_leaves_the_others_alone_and_catches_up(texts: Path) -> None:
         assert two.end().failed_rounds == 0
 
 
-def test_the_founder_goes_on_from_its_checkpoint_and_exports_the_model(texts: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint_and_the_model_can_be_exported(texts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    with founded() as (node, _, signed):
-        one = Trained(
-            node, signed, new=True, data=texts, saving=CheckpointConfig(folder=folder, every_s=0.01)
+    with created_run() as (node, _, signed):
+        one = VolunteerThread(
+            node, signed, new=True, data=texts, checkpoints=CheckpointConfig(folder=folder, every_s=0.01)
         )
         one.wait(events.Saved)
         one.stop.set()
         last = one.end().epoch
-    with founded() as (node, _, signed):
-        saving = CheckpointConfig(folder=folder, every_s=0.01, resume=True)
-        one = Trained(node, signed, new=True, data=texts, saving=saving)
+    with created_run() as (node, _, signed):
+        checkpoints = CheckpointConfig(folder=folder, every_s=0.01, resume=True)
+        one = VolunteerThread(node, signed, new=True, data=texts, checkpoints=checkpoints)
         place = one.wait(events.EpochDone)
-        first = one.told[place]
+        first = one.events[place]
         assert isinstance(first, events.EpochDone)
         assert first.epoch == last + 1
         one.stop.set()
@@ -219,14 +217,14 @@ def test_the_founder_goes_on_from_its_checkpoint_and_exports_the_model(texts: Pa
     )
 
 
-def test_a_run_whose_file_asks_for_factors_averages_by_factors(texts: Path) -> None:
-    """Both hold the same bytes after each epoch, for about as much traffic as was foretold."""
-    with founded(strategy={"name": "powersgd", "rank": 1}, state_sync_epochs=1000) as (node, _, signed):
+def test_a_run_with_powersgd_sends_factors(texts: Path) -> None:
+    """Both volunteers have the same digests, and the traffic is about as much as estimated."""
+    with created_run(strategy={"name": "powersgd", "rank": 1}, state_sync_epochs=1000) as (node, _, signed):
         with Node(bootstrap=node.addresses, listen=HERE) as other:
             assert other.wait_joined(10)
-            one = Trained(node, signed, new=True, data=texts)
+            one = VolunteerThread(node, signed, new=True, data=texts)
             one.wait(events.Contributed)
-            two = Trained(other, signed, new=False, data=texts)
+            two = VolunteerThread(other, signed, new=False, data=texts)
             place = two.wait(events.EpochDone, lambda event: event.peers == 2)
             for _ in range(2):
                 place = two.wait(events.EpochDone, lambda event: event.peers == 2, since=place + 1)
@@ -235,7 +233,7 @@ def test_a_run_whose_file_asks_for_factors_averages_by_factors(texts: Path) -> N
             one.end()
             two.end()
         mine, others = (
-            {event.epoch: event for event in of.told if isinstance(event, events.EpochDone)}
+            {event.epoch: event for event in of.events if isinstance(event, events.EpochDone)}
             for of in (one, two)
         )
         shared = [
@@ -244,8 +242,8 @@ def test_a_run_whose_file_asks_for_factors_averages_by_factors(texts: Path) -> N
         assert len(shared) >= 2
         specification = signed.specification
         described = make_task("bytelm", specification.task.settings).describe(4)
-        foretold = round_bytes(specification, described, 2)
-        assert 10 * foretold < round_bytes(specification.model_copy(update={"strategy": None}), described, 2)
-        for epoch in sorted(shared)[1:]:  # to the first one the newcomer's download may have been added
+        expected = round_bytes(specification, described, 2)
+        assert 10 * expected < round_bytes(specification.model_copy(update={"strategy": None}), described, 2)
+        for epoch in sorted(shared)[1:]:  # the first one may include the download of the joining peer
             assert mine[epoch].digest == others[epoch].digest is not None
-            assert mine[epoch].sent_bytes + others[epoch].sent_bytes == pytest.approx(2 * foretold, rel=0.1)
+            assert mine[epoch].sent_bytes + others[epoch].sent_bytes == pytest.approx(2 * expected, rel=0.1)

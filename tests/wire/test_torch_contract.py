@@ -1,7 +1,7 @@
-"""`swarm.Optimizer` is a torch optimizer, in every mode: each habit of a training loop against the same loop
-in plain torch.
+"""`swarm.Optimizer` as a torch optimizer, in every mode: each habit of a training loop against the same
+loop in plain torch.
 
-One peer, alone: what others add is in test_modes.py. The plain side is a sequential implementation of each
+There is one peer, alone; test_modes.py has several. The plain side is a sequential implementation of each
 mode, of a few lines.
 """
 
@@ -110,7 +110,7 @@ def test_grad_scaler_and_autocast_and_an_overflow(node: Node, mode: str) -> None
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_unscaled_gradients_that_ran_over_are_reported_by_the_step_itself(
+def test_unscaled_gradients_that_overflowed_are_reported_by_the_step_itself(
     node: Node, mode: str, fused: bool
 ) -> None:
     """The recipe with clipping: unscale, clip, step without the scaler, update it."""
@@ -235,8 +235,8 @@ def test_hooks(node: Node, mode: str) -> None:
 
 
 class Tied(torch.nn.Module):
-    """An embedding whose weight is the output layer's, a layer that is frozen, and one that no gradient
-    reaches.
+    """A model whose embedding shares its weight with the output layer, with a frozen layer, and one that no
+    gradient reaches.
     """
 
     def __init__(self) -> None:
@@ -327,7 +327,7 @@ def test_a_fused_optimizer(node: Node, mode: str) -> None:
 def test_offloading_changes_nothing_but_the_place(node: Node, mode: str) -> None:
     with Both(node, mode, offload=True) as both:
         both.train()
-        assert all(tensor.device.type == "cpu" for tensor in both.opt._training.tensors())
+        assert all(tensor.device.type == "cpu" for tensor in both.opt._mode.tensors())
 
 
 def test_joining_never_changes_weights_by_itself(node: Node, mode: str) -> None:

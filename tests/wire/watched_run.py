@@ -1,4 +1,4 @@
-"""A small real run to watch: a node of its own for each of two trainers in threads, until it is over."""
+"""A small real run for tests of the monitor: two trainers in threads, each with its own node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = "127.0.0.1:0"
 NAME = "watched"
 _CONFIG = OptimizerConfig(
     round_timeout_s=20.0,
-    no_donor_s=0.2,
+    no_donor_wait_s=0.2,
     progress=ProgressConfig(refresh_s_max=0.5),
     metrics=MetricsConfig(every_s=0.5, every_s_max=1.0),
 )
@@ -51,7 +51,7 @@ def _train(node: Node, stop: threading.Event, rounds: threading.Event) -> None:
 
 @contextlib.contextmanager
 def watched_run() -> Iterator[list[Node]]:
-    """Yields once the two have had a round together: the bootstrap's node, then theirs."""
+    """Yield the bootstrap node and the nodes of the two trainers, once these have completed a round."""
     stop, rounds = threading.Event(), [threading.Event(), threading.Event()]
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(Node(listen=HERE))]

@@ -1,1 +1,1 @@
-"""How peers form groups, as state machines and values without I/O."""
+"""State machines and values of matchmaking, without I/O, clock or randomness of their own."""

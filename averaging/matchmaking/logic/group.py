@@ -1,5 +1,5 @@
-"""What the peers of one averaging round agree on before any tensor moves: who takes part, in which order, and
-on what terms.
+"""The group: what the peers of one averaging round agree on before any tensor moves, namely its members,
+their order and the codec.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from swarm.core.ids import Contact, PeerId
 GROUP_ID_BYTES = 32
 GROUP_MEMBERS_MAX = 256
 GATHERED_BYTES_MAX = 16 << 10  # per member: a round's metadata is a few numbers and names, not a payload
-# samples of one round; far above any honest claim, far below where float32 sums of weights lose whole samples
-# to infinity
+# samples of one round: far above any honest claim, far below the point where float32 sums of weights overflow
 WEIGHT_MAX = 1e12
 
 
@@ -23,10 +22,13 @@ class Member:
     """One peer of a group, as it described itself when it joined."""
 
     contact: Contact
-    weight: float  # its share in the average before normalisation, usually samples; 0: it only receives
-    # bytes/s that it sends: shares and parts follow; 0.0: it cannot be dialed and reduces nothing (a client)
+    weight: (
+        float  # share in the average before normalisation, usually a number of samples; 0: it only receives
+    )
+    # bytes/s that it can send; the size of its shard follows from it. 0.0: it cannot be dialed and reduces
+    # nothing (a client)
     bandwidth: float
-    auxiliary: bool = False  # it reduces and contributes nothing of its own
+    auxiliary: bool = False  # it reduces, and contributes no values of its own
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and 0.0 <= self.weight <= WEIGHT_MAX):
@@ -44,20 +46,24 @@ class Member:
 
 
 def can_dial(member: Member) -> bool:
-    """Can the others open connections to this member? Who cannot be dialed cannot reduce."""
+    """Return whether other peers can open connections to this member. A member that cannot be dialed cannot
+    reduce.
+    """
     return member.bandwidth > 0.0 and bool(member.contact.addresses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The outcome of matchmaking, the same on every member. Spans, sums and successors follow the order of
-    the members.
+    """Result of matchmaking, the same on every member. Shards, sums and successors follow the order of the
+    members.
     """
 
-    group_id: bytes  # 32 random bytes of the leader: names the round in every message of the data plane
+    group_id: (
+        bytes  # 32 random bytes chosen by the leader; names the round in every message of the data plane
+    )
     members: tuple[Member, ...]  # group order
-    codec: str  # how tensors travel: the name of a codec of swarm.compression
-    # per member, in group order: msgpack of what it passed as `gather` (b"" for nothing)
+    codec: str  # name of the codec of swarm.compression in which tensors are sent
+    # per member, in group order: msgpack of the value that it passed as `gather` (b"" for none)
     gathered: tuple[bytes, ...]
 
     def __post_init__(self) -> None:
@@ -77,7 +83,7 @@ class Group:
         return tuple(member.peer_id for member in self.members)
 
     def index(self, peer_id: PeerId) -> int:
-        """The place of `peer_id` in group order; UsageError when it is not a member."""
+        """Return the place of `peer_id` in group order. Raise UsageError when it is not a member."""
         for place, member in enumerate(self.members):
             if member.peer_id == peer_id:
                 return place
@@ -85,12 +91,14 @@ class Group:
 
 
 def mismatch(group: Group, *, leader: PeerId, own: Member, gathered: bytes, codec: str) -> str:
-    """What is wrong with a group that `leader` announces to the member `own`; "" for nothing."""
+    """Check a group that `leader` announced to the member `own`. Return a description of the first
+    contradiction, or "" when there is none.
+    """
     if leader not in group.peer_ids or own.peer_id not in group.peer_ids:
         return "it announced a group without itself or without this peer"
     place = group.index(own.peer_id)
     if group.members[place] != own or group.gathered[place] != gathered:
-        return "it announced a group that tells something else about this peer than it had said"
+        return "it announced a group with other values of this peer than this peer had sent"
     if group.codec != codec:
         return f"it announced a group with codec {group.codec!r}, not {codec!r}"
     return ""

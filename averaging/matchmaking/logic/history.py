@@ -1,5 +1,5 @@
-"""What an averager remembers from one search for a group to the next: who holds it, who did not answer, which
-rounds are over.
+"""State that an averager keeps from one search for a group to the next: the known holders, peers that did not
+answer, and finished rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swarm.core.ids import PeerId
 _PASSED_KEYS_MAX = 64
 _UNREACHABLE_MAX = 1024
 _HOLDERS_MAX = 4096
-_ROUND_GAIN = 0.25  # of the newest round in the running mean of their lengths
+_ROUND_GAIN = 0.25  # weight of the newest round in the running mean of round lengths
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Round:
 
 
 class PassedRounds:
-    """Keys of rounds that were committed here; the oldest are forgotten. An empty key names no round."""
+    """Keys of rounds that this peer committed. The oldest are forgotten; an empty key names no round."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, None] = OrderedDict()
@@ -46,32 +46,37 @@ class PassedRounds:
 
 
 class RoundHistory:
-    def __init__(self, *, patience: GracePeriod, unreachable_s: float, now_s: float) -> None:
-        self.patience = patience
-        # counts our changes of standing; one who restarts goes on above where it was
+    """Memory of one averager across its searches and rounds. All times are monotonic seconds."""
+
+    def __init__(self, *, grace_period: GracePeriod, unreachable_s: float, now_s: float) -> None:
+        self.grace_period = grace_period
+        # counts this peer's changes of status; taken from the clock so that a restarted peer continues above
+        # its earlier values
         self.turn = max(int(now_s * 1e6), 0)
         self.holders: dict[PeerId, Holder] = {}
-        self.view_s = -math.inf  # when the presence records were read
+        self.records_read_s = -math.inf  # when the presence records were read
         self._unreachable_s = unreachable_s
         self._unreachable: OrderedDict[PeerId, float] = OrderedDict()
         self.passed = PassedRounds()
         self._round: _Round | None = None
-        self._usual_round_s = 1.0
+        self._mean_round_s = 1.0
 
     @property
     def in_round(self) -> bool:
         return self._round is not None and not self._round.over
 
     def next_turn(self) -> int:
-        """We stand elsewhere from now on."""
+        """Increment the turn, because this peer's status changed, and return it."""
         self.turn += 1
         return self.turn
 
-    def saw_holders(self, holders: Mapping[PeerId, Holder], now_s: float) -> None:
-        self.holders, self.view_s = dict(holders), now_s
+    def set_holders(self, holders: Mapping[PeerId, Holder], now_s: float) -> None:
+        self.holders, self.records_read_s = dict(holders), now_s
 
-    def met(self, holder: Holder) -> None:
-        """A holder introduced itself: it is expected from now on, and by the records when they are read next."""
+    def add_holder(self, holder: Holder) -> None:
+        """Add a holder that introduced itself. The next read of the presence records replaces the whole
+        table.
+        """
         if len(self.holders) < _HOLDERS_MAX:
             self.holders[holder.contact.peer_id] = holder
 
@@ -82,34 +87,36 @@ class RoundHistory:
         self._round = _Round(round_key, members, search_started_s, now_s)
 
     def round_over(self, *, committed: bool, now_s: float) -> None:
-        """The round has ended. One that failed may be held again under the same key."""
+        """Record the end of the current round. A round that was not committed may be run again under the same
+        key.
+        """
         if (done := self._round) is None or done.over:
             return
         done.over = True
         self.next_turn()
         if committed:
-            self._usual_round_s += _ROUND_GAIN * (now_s - done.began_s - self._usual_round_s)
+            self._mean_round_s += _ROUND_GAIN * (now_s - done.began_s - self._mean_round_s)
             self.passed.add(done.round_key)
 
-    def busy(self, now_s: float) -> Answer | None:
-        """The answer of a peer that is in a round; None when it is in none."""
+    def busy_answer(self, now_s: float) -> Answer | None:
+        """Return the answer of a peer that is in a round, or None when this peer is in none."""
         if (current := self._round) is None or current.over:
             return None
-        left_s = max(self._usual_round_s - (now_s - current.began_s), 0.05)
+        left_s = max(self._mean_round_s - (now_s - current.began_s), 0.05)
         return Answer(
-            standing=PeerStatus.BUSY,
+            status=PeerStatus.BUSY,
             round_key=current.round_key,
             expected_s=left_s,
             members=tuple(sorted(current.members)),
         )
 
-    def note_late(self, seek: LookForGroup, now_s: float) -> None:
-        """A peer looks for the round that began without it: it is waited for longer next time."""
+    def record_late_peer(self, query: LookForGroup, now_s: float) -> None:
+        """Lengthen the grace period of a peer that looks for the round that began without it."""
         last = self._round
-        if last is None or seek.contact.peer_id in last.members or seek.round_key != last.round_key:
+        if last is None or query.contact.peer_id in last.members or query.round_key != last.round_key:
             return
-        if seek.round_key or not last.over:
-            self.patience.arrived(seek.contact.peer_id, now_s - last.search_started_s)
+        if query.round_key or not last.over:
+            self.grace_period.record_arrival(query.contact.peer_id, now_s - last.search_started_s)
 
     def mark_unreachable(self, peer_id: PeerId, now_s: float) -> None:
         self._unreachable[peer_id] = now_s + self._unreachable_s
@@ -117,7 +124,7 @@ class RoundHistory:
         while len(self._unreachable) > _UNREACHABLE_MAX:
             self._unreachable.popitem(last=False)
 
-    def heard(self, peer_id: PeerId) -> None:
+    def mark_reachable(self, peer_id: PeerId) -> None:
         self._unreachable.pop(peer_id, None)
 
     def unreachable(self, now_s: float) -> list[PeerId]:

@@ -1,16 +1,15 @@
-"""How peers find one another for one averaging round: a state machine without I/O, clock or chance of its
-own.
+"""Matchmaking for one averaging round: a state machine without I/O, clock or randomness of its own.
 
-Each search has a rank, (deadline, PeerID); the lowest leads. A searching peer tells every live holder of the
-averager that it is looking (`LookForGroup`) and learns where each stands; then either it asks the best of
-them to lead (`Join`, answered when the group begins) or, being the best itself, it waits for the others. A
-leader starts when the group is full; when every expected peer has joined, declined or failed to answer; when
-those missing have been given the time by which they used to be late; or at its deadline. Who follows accepts
-nobody and names its leader; who leads and learns of a better leader sends its followers there. A peer only
-ever waits for a lower rank, and ranks are fixed per search: no waits in a circle.
+Each search has a rank, (deadline, PeerID); the lowest leads. A searching peer announces itself to every live
+holder of the averager (`LookForGroup`) and learns the status of each. Then it either asks the best of them to
+lead (`Join`, answered when the group begins) or, being the best itself, waits for the others.
 
-Effects come out of `poll(now_s)`, what happened goes in through `on_*`; `wake_s()` says when to poll at the
-latest.
+A leader begins when the group is full; when every expected peer has joined, declined or failed to answer;
+when the grace periods of the missing peers are over; or at its deadline. A follower accepts nobody and names
+its leader; a leader that learns of a better leader sends its followers there. A peer only ever waits for a
+lower rank, and ranks are fixed per search, so that peers never wait in a circle.
+
+Effects come out of `poll(now_s)`, events go in through `on_*`; `wake_s()` says when to poll at the latest.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from averaging.matchmaking.logic.grace_period import GracePeriod, PatienceConfig
+from averaging.matchmaking.logic.grace_period import GracePeriod, GracePeriodConfig
 from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, GROUP_MEMBERS_MAX, Group, Member, mismatch
 from averaging.matchmaking.logic.history import RoundHistory
 from averaging.matchmaking.logic.messages import (
@@ -32,16 +31,16 @@ from averaging.matchmaking.logic.messages import (
     Join,
     Leader,
     LookForGroup,
-    LookUp,
     PeerStatus,
+    ReadRecords,
     SearchFailed,
     SearchFinished,
     SearchRequest,
     SendJoin,
-    SendSeek,
+    SendLookForGroup,
     VectorSchema,
 )
-from averaging.matchmaking.logic.peer_table import PeerState, PeerTable, PeerTableConfig
+from averaging.matchmaking.logic.peer_table import PeerState, PeerTable
 from averaging.matchmaking.logic.search import GroupFollower, Search
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
@@ -49,28 +48,28 @@ from swarm.core.ids import PeerId
 if TYPE_CHECKING:
     import random
 
-_LOOK_SOON_S = 0.25  # between two looks when nobody is known
-_LONELY_S = 1.0  # in one cell of several where nobody is known to be: then it is taken to be empty
+_FIRST_READ_INTERVAL_S = 0.25  # between two reads of the presence records while no holder is known
+_EMPTY_CELL_WAIT_S = 1.0  # a grid cell with no known members is taken to be empty after this
+_READ_INTERVAL_S = 2.0  # presence records older than this are read again during a search
+# records older than this do not tell which peers to expect. Too large: newcomers are overlooked
+_RECORDS_AGE_S_MAX = 5.0
+_RECORDS_WAIT_S = 2.0  # a group that is large enough waits this long for newer records
+# a search does not end as alone before the averager has existed this long: others may be starting right now
+_SETTLE_S = 0.5
+_UNREACHABLE_S = 10.0  # searches do not wait for a peer that did not answer within this time
+# share of the window by which a leader begins before its deadline, so that its replies arrive in time
+_BEGIN_EARLY_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchmakingConfig:
+    """Settings of the search for groups."""
+
     target_group_size: int = 4  # a leader takes at most this many, itself included
-    min_group_size: int = 2  # fewer are no group
-    # a follower makes sure that its leader lives every so often. Too large: a frozen leader costs that long
-    leader_ping_s: float = 0.5
-    look_again_s: float = 2.0  # presence records older than this are read again during a search
-    # records older than this do not say who is expected. Too large: newcomers are overlooked
-    view_max_s: float = 5.0
-    look_wait_s: float = 2.0  # how long a group that is large enough waits for fresher records
-    # nobody is called alone before it has held the averager this long: others may be starting in the same
-    # moment
-    settle_s: float = 0.5
-    unreachable_s: float = 10.0  # the next searches do not wait for a peer that did not answer, this long
-    # share of the window by which a leader acts before its deadline, so that its answers arrive in time
-    act_early: float = 0.03
-    patience: PatienceConfig = field(default_factory=PatienceConfig)
-    book: PeerTableConfig = field(default_factory=PeerTableConfig)
+    min_group_size: int = 2  # a smaller group does not begin
+    # interval at which a follower checks that its leader is alive. Too large: a frozen leader is noticed late
+    leader_ping_interval_s: float = 0.5
+    grace_period: GracePeriodConfig = field(default_factory=GracePeriodConfig)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_group_size <= self.target_group_size <= GROUP_MEMBERS_MAX:
@@ -81,8 +80,8 @@ class MatchmakingConfig:
 
 
 class Matchmaker:
-    """One averager's part in the search for groups. `swarm_s` times are opaque numbers here; every `now_s` is
-    monotonic.
+    """One averager's part in the search for groups. Every `now_s` is monotonic; swarm times are only
+    compared.
     """
 
     def __init__(
@@ -98,375 +97,384 @@ class Matchmaker:
         self._config = config
         self._schema = schema
         self._rng = rng
-        self._born_s = now_s
+        self._created_s = now_s
         self._history = RoundHistory(
-            patience=GracePeriod(config.patience), unreachable_s=config.unreachable_s, now_s=now_s
+            grace_period=GracePeriod(config.grace_period), unreachable_s=_UNREACHABLE_S, now_s=now_s
         )
-        self._run: Search | None = None
+        self._search: Search | None = None
         self._outbox: list[Effect] = []
         self._tickets = 0
 
     @property
     def searching(self) -> bool:
-        return self._run is not None
+        return self._search is not None
 
     @property
     def following(self) -> PeerId | None:
-        """Whom this peer waits for; the simulator looks for circles in it."""
-        return self._run.following if self._run is not None else None
+        """Return the leader that this peer waits for, if any."""
+        return self._search.following if self._search is not None else None
 
     @property
     def followers(self) -> frozenset[PeerId]:
-        """Who waits for this peer, its call held back here."""
-        return frozenset(self._run.followers) if self._run is not None else frozenset()
+        """Return the peers that wait for this one, their calls held back here."""
+        return frozenset(self._search.followers) if self._search is not None else frozenset()
 
-    # --- the caller
+    # --- requests of the caller
 
-    def start(self, want: SearchRequest, member: Member, now_s: float) -> None:
-        """Begin a search as `member`; the outcome comes as `SearchFinished`."""
-        if self._run is not None or self._history.in_round:
+    def start(self, request: SearchRequest, member: Member, now_s: float) -> None:
+        """Begin a search as `member`; its outcome comes as `SearchFinished`. Raise UsageError when a search
+        or round is in progress.
+        """
+        if self._search is not None or self._history.in_round:
             raise UsageError("this averager is already averaging")
-        seek = LookForGroup(
+        query = LookForGroup(
             contact=member.contact,
-            round_key=want.round_key,
+            round_key=request.round_key,
             schema=self._schema.digest,
             schema_text=self._schema.text,
-            deadline_s=want.rank_s,
+            deadline_s=request.rank_deadline_s,
             can_lead=bool(member.contact.addresses),
             turn=self._history.next_turn(),
         )
-        book = PeerTable(
-            seek=seek, started_s=now_s, patience=self._history.patience, config=self._config.book
+        table = PeerTable(query=query, started_s=now_s, grace_period=self._history.grace_period)
+        begin_by_s = request.deadline_s - _BEGIN_EARLY_SHARE * max(request.deadline_s - now_s, 0.0)
+        self._search = Search(
+            request=request, member=member, query=query, table=table, started_s=now_s, begin_by_s=begin_by_s
         )
-        act_by_s = want.deadline_s - self._config.act_early * max(want.deadline_s - now_s, 0.0)
-        self._run = Search(want=want, member=member, seek=seek, book=book, started_s=now_s, act_by_s=act_by_s)
-        book.on_holders(self._history.holders, self._history.unreachable(now_s))
+        table.on_holders(self._history.holders, self._history.unreachable(now_s))
 
     def stop(self, now_s: float) -> None:
-        """Give the search up: followers are told, the leader notices."""
-        if self._run is not None:
-            self._finish(SearchFailed(reason="cancelled", detail="the search was cancelled"), now_s)
+        """Cancel the search. Followers are answered, and the leader notices."""
+        if self._search is not None:
+            self._end_search(SearchFailed(reason="cancelled", detail="the search was cancelled"), now_s)
 
     def round_over(self, *, committed: bool, left_out: frozenset[PeerId], now_s: float) -> None:
-        """The round of the group that was found has ended; who was `left_out` is not waited for next time."""
+        """Record the end of the round of the group that was found. The next search does not wait for peers in
+        `left_out`.
+        """
         self._history.round_over(committed=committed, now_s=now_s)
         for peer_id in left_out:
             self._history.mark_unreachable(peer_id, now_s)
 
-    # --- the network
+    # --- events from the network
 
     def on_holders(self, holders: Mapping[PeerId, Holder], now_s: float) -> None:
-        """The presence records, read afresh."""
-        self._history.saw_holders(
+        """Take in presence records that were just read."""
+        self._history.set_holders(
             {peer_id: holder for peer_id, holder in holders.items() if peer_id != self._own}, now_s
         )
-        if (run := self._run) is not None:
-            # a look that was under way when the search began may have missed whoever declared itself since
-            run.looked, run.looking = run.looked or run.looking, False
-            run.book.on_holders(self._history.holders, self._history.unreachable(now_s))
+        if (search := self._search) is not None:
+            # a read that was under way when the search began may have missed peers that announced themselves
+            # since
+            search.records_read, search.reading_records = search.records_read or search.reading_records, False
+            search.table.on_holders(self._history.holders, self._history.unreachable(now_s))
 
-    def moved(self, holders: Mapping[PeerId, Holder]) -> None:
-        """Between two searches: from now on these are who may come, as far as is known, and the next search
-        looks first.
+    def set_candidates(self, holders: Mapping[PeerId, Holder]) -> None:
+        """Set the peers that may come to the next search, as far as is known. That search reads the records
+        first.
         """
-        self._history.saw_holders(holders, -math.inf)
+        self._history.set_holders(holders, -math.inf)
 
     def on_announce(self, holder: Holder) -> None:
-        """A peer holds the averager from now on. A search in progress hears of it when it looks itself."""
-        self._history.heard(holder.contact.peer_id)
-        self._history.met(holder)
+        """Take in the announcement of a new holder. A search in progress learns of it at its next read of the
+        records.
+        """
+        self._history.mark_reachable(holder.contact.peer_id)
+        self._history.add_holder(holder)
 
-    def on_look_failed(self, now_s: float) -> None:
-        if self._run is not None:
-            self._run.looking, self._run.look_s = False, now_s
+    def on_read_failed(self, now_s: float) -> None:
+        """Record that the presence records could not be read."""
+        if self._search is not None:
+            self._search.reading_records, self._search.read_started_s = False, now_s
 
-    def on_seek(self, seek: LookForGroup, now_s: float) -> Answer:
-        """Another peer is looking: remember it, and say where we stand."""
-        peer_id = seek.contact.peer_id
-        self._history.heard(peer_id)
-        if seek.schema == self._schema.digest and self._run is None:
-            self._history.note_late(seek, now_s)
-        if self._run is not None:
-            self._run.book.on_seek(seek, now_s)
-        return self.stand(seek, now_s)
+    def on_query(self, query: LookForGroup, now_s: float) -> Answer:
+        """Take in the query of another peer, and return the status of this one."""
+        peer_id = query.contact.peer_id
+        self._history.mark_reachable(peer_id)
+        if query.schema == self._schema.digest and self._search is None:
+            self._history.record_late_peer(query, now_s)
+        if self._search is not None:
+            self._search.table.on_query(query, now_s)
+        return self.status_for(query, now_s)
 
-    def on_seek_answer(self, peer_id: PeerId, answer: Answer, now_s: float) -> None:
-        self._history.heard(peer_id)
-        if (run := self._run) is None:
+    def on_query_answer(self, peer_id: PeerId, answer: Answer, now_s: float) -> None:
+        """Take in a peer's reply to a query."""
+        self._history.mark_reachable(peer_id)
+        if (search := self._search) is None:
             return
-        news = run.book.on_answer(peer_id, answer, now_s)
-        if news and run.following == peer_id:
-            leads = answer.standing is PeerStatus.SEEKING and answer.round_key == run.want.round_key
-            # others were asked before it led us
-            run.odd_answers = 0 if leads or not run.pinged else run.odd_answers + 1
+        is_latest = search.table.on_answer(peer_id, answer, now_s)
+        if is_latest and search.following == peer_id:
+            leads = answer.status is PeerStatus.SEARCHING and answer.round_key == search.request.round_key
+            # replies to queries sent before it led this peer do not count
+            search.contrary_answers = 0 if leads or not search.pinged else search.contrary_answers + 1
 
-    def on_seek_failed(self, peer_id: PeerId, text: str, now_s: float) -> None:
+    def on_query_failed(self, peer_id: PeerId, text: str, now_s: float) -> None:
+        """Record that a query to this peer failed, for the reason `text`."""
         self._history.mark_unreachable(peer_id, now_s)
-        if self._run is not None:
-            self._run.book.on_failure(peer_id, text)
+        if self._search is not None:
+            self._search.table.on_failure(peer_id, text)
 
     def on_join(self, join: Join, now_s: float) -> Answer | int:
-        """Another peer asks us to lead. A number: the answer comes as `AnswerJoin` with that ticket.
-        UsageError: claims out of bounds.
+        """Take in the request of another peer to be led. Return this peer's status when it declines, or a
+        ticket: the reply then comes as `AnswerJoin` with that ticket. Raise UsageError when values are out of
+        bounds.
         """
-        peer_id = join.seek.contact.peer_id
+        peer_id = join.query.contact.peer_id
         member = Member(
-            contact=join.seek.contact, weight=join.weight, bandwidth=join.bandwidth, auxiliary=join.auxiliary
+            contact=join.query.contact, weight=join.weight, bandwidth=join.bandwidth, auxiliary=join.auxiliary
         )
         if len(join.gathered) > GATHERED_BYTES_MAX:
             raise UsageError(
                 f"gathered metadata has at most {GATHERED_BYTES_MAX} bytes, not {len(join.gathered)}"
             )
-        self._history.heard(peer_id)
-        run = self._run
-        if run is None:
-            return self.stand(join.seek, now_s)
-        run.book.on_seek(join.seek, now_s)
-        ranks_before_us = join.seek.can_lead and join.seek.rank < run.seek.rank
-        fits = join.seek.schema == self._schema.digest and join.seek.round_key == run.want.round_key
-        run.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
-        full = 1 + len(run.followers) >= self._config.target_group_size
-        if not fits or run.following is not None or not run.seek.can_lead or ranks_before_us or full:
-            return self.stand(join.seek, now_s)
+        self._history.mark_reachable(peer_id)
+        search = self._search
+        if search is None:
+            return self.status_for(join.query, now_s)
+        search.table.on_query(join.query, now_s)
+        ranks_lower = join.query.can_lead and join.query.rank < search.query.rank
+        fits = join.query.schema == self._schema.digest and join.query.round_key == search.request.round_key
+        search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
+        full = 1 + len(search.followers) >= self._config.target_group_size
+        if not fits or search.following is not None or not search.query.can_lead or ranks_lower or full:
+            return self.status_for(join.query, now_s)
         self._tickets += 1
-        run.followers[peer_id] = GroupFollower(member, join.gathered, self._tickets)
+        search.followers[peer_id] = GroupFollower(member, join.gathered, self._tickets)
         return self._tickets
 
     def on_join_lost(self, peer_id: PeerId, ticket: int) -> None:
-        """A follower's call ended before it was answered: it gave up or died."""
-        run = self._run
+        """Record that a follower's call ended before it was answered, because the follower gave up or
+        died.
+        """
+        search = self._search
         if (
-            run is not None
-            and (follower := run.followers.get(peer_id)) is not None
+            search is not None
+            and (follower := search.followers.get(peer_id)) is not None
             and follower.ticket == ticket
         ):
-            del run.followers[peer_id]
-            state = run.book.peers.get(peer_id)
-            # it is asked where it stands, and waited for no longer than its answer takes
-            if state is not None:
-                state.standing, state.was_seeking, state.asked_s, state.asking = None, False, -math.inf, False
+            del search.followers[peer_id]
+            search.table.forget_status(peer_id)
 
     def on_join_answer(self, peer_id: PeerId, answer: Group | Answer, now_s: float) -> None:
-        run = self._run
-        if run is None or run.following != peer_id:
+        """Take in the leader's reply to a `Join`: the group, or the leader's status."""
+        search = self._search
+        if search is None or search.following != peer_id:
             return
-        self._leave(run, now_s)
+        self._stop_following(search, now_s)
         if isinstance(answer, Group):
             wrong = mismatch(
-                answer, leader=peer_id, own=run.member, gathered=run.want.gathered, codec=self._schema.codec
+                answer,
+                leader=peer_id,
+                own=search.member,
+                gathered=search.request.gathered,
+                codec=self._schema.codec,
             )
             if not wrong:
-                self._begin(answer, now_s)
+                self._begin_round(answer, now_s)
                 return
-            run.book.on_failure(peer_id, wrong)
+            search.table.on_failure(peer_id, wrong)
             return
-        run.book.on_answer(peer_id, answer, now_s)
-        run.book.refused(peer_id, now_s)
+        search.table.on_answer(peer_id, answer, now_s)
+        search.table.on_refusal(peer_id, now_s)
 
     def on_join_failed(self, peer_id: PeerId, text: str, now_s: float) -> None:
-        run = self._run
-        if run is not None and run.following == peer_id:
-            self._leave(run, now_s)
+        """Record that the call to the leader failed, for the reason `text`."""
+        search = self._search
+        if search is not None and search.following == peer_id:
+            self._stop_following(search, now_s)
             self._history.mark_unreachable(peer_id, now_s)
-            run.book.on_failure(peer_id, text)
+            search.table.on_failure(peer_id, text)
 
     # --- time
 
     def poll(self, now_s: float) -> list[Effect]:
-        """What to do now."""
-        run = self._run
-        if run is not None:
-            self._look(run, now_s)
-            if run.following is not None:
-                self._watch_leader(run, now_s)
-            if self._run is run and run.following is None:
-                self._choose(run, now_s)
-            if self._run is run:
-                due = run.book.to_ask(now_s, self._needs_no_asking, first_only=run.following is not None)
+        """Return the effects to perform now."""
+        search = self._search
+        if search is not None:
+            self._read_records_if_due(search, now_s)
+            if search.following is not None:
+                self._watch_leader(search, now_s)
+            if self._search is search and search.following is None:
+                self._lead_or_follow(search, now_s)
+            if self._search is search:
+                due = search.table.due_queries(
+                    now_s, self._needs_no_query, first_only=search.following is not None
+                )
                 self._outbox += [
-                    SendSeek(contact=peer.contact, seek=run.speak(self._history.turn)) for peer in due
+                    SendLookForGroup(contact=peer.contact, query=search.stamped_query(self._history.turn))
+                    for peer in due
                 ]
         effects, self._outbox = self._outbox, []
         return effects
 
     def wake_s(self, now_s: float) -> float | None:
-        """When to poll at the latest if nothing happens; None: when something happens."""
-        run = self._run
-        if run is None:
+        """Return when to poll at the latest if nothing happens; None when only an event makes that
+        necessary.
+        """
+        search = self._search
+        if search is None:
             return None
-        times = [run.want.deadline_s, self._next_look_s(run)]
-        if run.following is not None:
-            times.append(run.pinged_s + self._config.leader_ping_s)
+        times = [search.request.deadline_s, self._next_read_s(search)]
+        if search.following is not None:
+            times.append(search.pinged_s + self._config.leader_ping_interval_s)
         else:
-            times += [run.book.next_ask_s(self._needs_no_asking), run.book.next_leader_s()]
+            times += [search.table.next_query_s(self._needs_no_query), search.table.next_leader_retry_s()]
             times += [
-                run.act_by_s,
-                run.want.stays_until_s,
-                self._waits_until_s(run),
-                self._born_s + self._config.settle_s,
+                search.begin_by_s,
+                search.request.stay_until_s,
+                self._wait_until_s(search),
+                self._created_s + _SETTLE_S,
             ]
-        # what is past was acted upon by the last poll, or waits for an answer
-        return min((at for at in times if now_s < at < math.inf), default=now_s + self._config.look_again_s)
+        # times in the past were handled by the last poll, or wait for a reply
+        return min((at for at in times if now_s < at < math.inf), default=now_s + _READ_INTERVAL_S)
 
-    # --- inside: looking around
+    # --- presence records and status
 
-    def _next_look_s(self, run: Search) -> float:
-        if run.looking:
+    def _next_read_s(self, search: Search) -> float:
+        if search.reading_records:
             return math.inf
-        if not self._history.holders or (not run.looked and run.book.hopeless()):
-            return run.look_s + _LOOK_SOON_S  # what is at stake is whether we are alone
-        return max(self._history.view_s, run.look_s) + self._config.look_again_s
+        if not self._history.holders or (not search.records_read and search.table.is_impossible()):
+            # the search might end because this peer is alone
+            return search.read_started_s + _FIRST_READ_INTERVAL_S
+        return max(self._history.records_read_s, search.read_started_s) + _READ_INTERVAL_S
 
-    def _look(self, run: Search, now_s: float) -> None:
-        if now_s >= self._next_look_s(run):
-            run.looking, run.look_s = True, now_s
-            self._outbox.append(LookUp())
+    def _read_records_if_due(self, search: Search, now_s: float) -> None:
+        if now_s >= self._next_read_s(search):
+            search.reading_records, search.read_started_s = True, now_s
+            self._outbox.append(ReadRecords())
 
-    def _needs_no_asking(self, peer_id: PeerId) -> bool:
-        """Our leader is pinged by its own rule; our followers are connected."""
-        run = self._run
-        return run is not None and (peer_id == run.following or peer_id in run.followers)
+    def _needs_no_query(self, peer_id: PeerId) -> bool:
+        """Return whether this peer need not be queried: the leader is pinged by its own rule, and followers
+        are connected.
+        """
+        search = self._search
+        return search is not None and (peer_id == search.following or peer_id in search.followers)
 
-    def stand(self, seek: LookForGroup, now_s: float) -> Answer:
-        """Where we stand, as the asker needs to know it."""
-        return replace(self._stand(seek, now_s), turn=self._history.turn)
+    def status_for(self, query: LookForGroup, now_s: float) -> Answer:
+        """Return this peer's status in reply to `query`."""
+        return replace(self._current_status(query, now_s), turn=self._history.turn)
 
-    def _stand(self, seek: LookForGroup, now_s: float) -> Answer:
-        if seek.schema != self._schema.digest:
-            return Answer(standing=PeerStatus.REFUSED, text=self._schema.text)
-        if seek.round_key in self._history.passed:
-            return Answer(standing=PeerStatus.PASSED, round_key=seek.round_key)
-        if (run := self._run) is not None:
-            key, deadline_s = run.want.round_key, run.seek.deadline_s
-            if run.following is not None:
-                state = run.book.peers[run.following]
-                leader = (
-                    Leader(contact=state.contact, deadline_s=state.rank.deadline_s)
-                    if state.rank is not None
-                    else None
-                )
-                return Answer(
-                    standing=PeerStatus.FOLLOWING,
-                    round_key=key,
-                    deadline_s=deadline_s,
-                    can_lead=run.seek.can_lead,
-                    leader=leader,
-                )
-            return Answer(
-                standing=PeerStatus.SEEKING, round_key=key, deadline_s=deadline_s, can_lead=run.seek.can_lead
+    def _current_status(self, query: LookForGroup, now_s: float) -> Answer:
+        if query.schema != self._schema.digest:
+            return Answer(status=PeerStatus.REFUSED, text=self._schema.text)
+        if query.round_key in self._history.passed:
+            return Answer(status=PeerStatus.PASSED, round_key=query.round_key)
+        if self._search is not None:
+            return self._search.status()
+        return self._history.busy_answer(now_s) or Answer(status=PeerStatus.IDLE)
+
+    # --- following
+
+    def _watch_leader(self, search: Search, now_s: float) -> None:
+        assert search.following is not None
+        state = search.table.peers[search.following]
+        if now_s >= search.request.deadline_s or state.failed or search.contrary_answers >= 2:
+            self._outbox.append(AbandonJoin(peer_id=search.following))
+            if search.contrary_answers >= 2:
+                search.table.on_refusal(search.following, now_s)
+            self._stop_following(search, now_s)
+        elif now_s >= search.pinged_s + self._config.leader_ping_interval_s:
+            search.pinged_s, search.pinged = now_s, True
+            self._outbox.append(
+                SendLookForGroup(contact=state.contact, query=search.stamped_query(self._history.turn))
             )
-        return self._history.busy(now_s) or Answer(standing=PeerStatus.IDLE)
 
-    # --- inside: following
-
-    def _watch_leader(self, run: Search, now_s: float) -> None:
-        assert run.following is not None
-        state = run.book.peers[run.following]
-        if now_s >= run.want.deadline_s or state.failed or run.odd_answers >= 2:
-            self._outbox.append(AbandonJoin(peer_id=run.following))
-            if run.odd_answers >= 2:
-                run.book.refused(run.following, now_s)
-            self._leave(run, now_s)
-        elif now_s >= run.pinged_s + self._config.leader_ping_s:
-            run.pinged_s, run.pinged = now_s, True
-            self._outbox.append(SendSeek(contact=state.contact, seek=run.speak(self._history.turn)))
-
-    def _follow(self, run: Search, state: PeerState, now_s: float) -> None:
+    def _follow(self, search: Search, state: PeerState, now_s: float) -> None:
         assert state.rank is not None
         leader = Leader(contact=state.contact, deadline_s=state.rank.deadline_s)
         turn = self._history.next_turn()
-        run.follow(state.contact.peer_id, now_s)
-        there = Answer(
-            standing=PeerStatus.FOLLOWING,
-            round_key=run.want.round_key,
-            deadline_s=run.seek.deadline_s,
+        search.follow(state.contact.peer_id, now_s)
+        following = Answer(
+            status=PeerStatus.FOLLOWING,
+            round_key=search.request.round_key,
+            deadline_s=search.query.deadline_s,
             leader=leader,
             turn=turn,
         )
-        self._dismiss(run, there)
-        own = run.member
-        join = Join(
-            seek=run.speak(turn),
-            weight=own.weight,
-            bandwidth=own.bandwidth,
-            auxiliary=own.auxiliary,
-            gathered=run.want.gathered,
-        )
-        self._outbox.append(SendJoin(contact=state.contact, join=join))
+        self._answer_followers(search, following)
+        self._outbox.append(SendJoin(contact=state.contact, join=search.join(turn)))
 
-    def _leave(self, run: Search, now_s: float) -> None:
-        run.leave(now_s)
+    def _stop_following(self, search: Search, now_s: float) -> None:
+        search.stop_following(now_s)
         self._history.next_turn()
 
-    # --- inside: leading
+    # --- leading
 
-    def _choose(self, run: Search, now_s: float) -> None:
-        """Follow the best, or lead: begin, wait, or give up."""
-        size, overdue = 1 + len(run.followers), now_s >= run.want.deadline_s
-        if not overdue and (best := run.book.best_leader(now_s)) is not None:
-            self._follow(run, best, now_s)
+    def _lead_or_follow(self, search: Search, now_s: float) -> None:
+        """Follow the best leader, or lead: begin the round, wait, or end the search."""
+        size, overdue = 1 + len(search.followers), now_s >= search.request.deadline_s
+        if not overdue and (best := search.table.best_leader(now_s)) is not None:
+            self._follow(search, best, now_s)
             return
-        enough = size >= self._config.min_group_size and now_s >= min(run.act_by_s, self._waits_until_s(run))
+        enough = size >= self._config.min_group_size and now_s >= min(
+            search.begin_by_s, self._wait_until_s(search)
+        )
         if enough or size >= self._config.target_group_size:
-            group = run.group(self._schema.codec, self._rng)
-            self._dismiss(run, group)
-            self._begin(group, now_s)
+            group = search.group(self._schema.codec, self._rng)
+            self._answer_followers(search, group)
+            self._begin_round(group, now_s)
         elif overdue:
-            self._finish(run.book.explain(deadline=True), now_s)
-        # one cell of several: who has nobody left to wait for tries elsewhere, and not before
-        elif run.want.expected:
-            if run.looked and now_s >= max(run.want.stays_until_s, self._waits_until_s(run)):
-                self._finish(run.book.explain(deadline=False), now_s)
+            self._end_search(search.table.explain(deadline=True), now_s)
+        # in a grid: try another place, but only when there is nobody left to wait for
+        elif search.request.expected:
+            if search.records_read and now_s >= max(search.request.stay_until_s, self._wait_until_s(search)):
+                self._end_search(search.table.explain(deadline=False), now_s)
         elif (
-            run.looked
-            and run.book.hopeless()
-            and (run.book.peers or now_s >= self._born_s + self._config.settle_s)
+            search.records_read
+            and search.table.is_impossible()
+            and (search.table.peers or now_s >= self._created_s + _SETTLE_S)
         ):
-            self._finish(run.book.explain(deadline=False), now_s)
+            self._end_search(search.table.explain(deadline=False), now_s)
 
-    def _waits_until_s(self, run: Search) -> float:
-        """Until when a group of at least the least size waits for others: the latest of those who may still
-        come.
+    def _wait_until_s(self, search: Search) -> float:
+        """Return until when a group of sufficient size waits for others: the latest time over the peers that
+        may still come.
         """
         waits = [
-            run.book.wait_until_s(peer)
-            for peer_id, peer in run.book.peers.items()
-            if peer_id not in run.followers
+            search.table.wait_until_s(peer)
+            for peer_id, peer in search.table.peers.items()
+            if peer_id not in search.followers
         ]
-        if 1 + (known := run.book.company()) < run.want.expected:  # nobody has told us of the others yet
-            grace_s = self._history.patience.grace_s(self._own)
-            waits.append(run.started_s + (grace_s if known else min(grace_s, _LONELY_S)))
-        if not run.looked and run.started_s - self._history.view_s > self._config.view_max_s:
-            waits.append(run.started_s + self._config.look_wait_s)
+        known = search.table.reachable_count()
+        if 1 + known < search.request.expected:  # no peer has reported the others yet
+            grace_s = self._history.grace_period.grace_s(self._own)
+            waits.append(search.started_s + (grace_s if known else min(grace_s, _EMPTY_CELL_WAIT_S)))
+        if not search.records_read and search.started_s - self._history.records_read_s > _RECORDS_AGE_S_MAX:
+            waits.append(search.started_s + _RECORDS_WAIT_S)
         return max(waits, default=-math.inf)
 
-    def _dismiss(self, run: Search, answer: Group | Answer) -> None:
-        """Answer all who joined."""
-        for peer_id, follower in run.followers.items():
+    def _answer_followers(self, search: Search, answer: Group | Answer) -> None:
+        """Answer the calls of all followers."""
+        for peer_id, follower in search.followers.items():
             self._outbox.append(AnswerJoin(peer_id=peer_id, ticket=follower.ticket, answer=answer))
-        run.followers.clear()
+        search.followers.clear()
 
-    # --- inside: the end
+    # --- end of the search
 
-    def _begin(self, group: Group, now_s: float) -> None:
-        run = self._run
-        assert run is not None
+    def _begin_round(self, group: Group, now_s: float) -> None:
+        search = self._search
+        assert search is not None
         members = frozenset(group.peer_ids)
-        run.book.observe(members)
-        if run.want.expected:  # how late its last members are is a habit of a cell, kept under our own name
-            self._history.patience.filled(self._own, now_s - run.started_s, len(members) >= run.want.expected)
+        search.table.on_round_began(members)
+        if search.request.expected:  # the lateness of a cell's last members is kept under this peer's own id
+            self._history.grace_period.record_cell_group(
+                self._own, now_s - search.started_s, len(members) >= search.request.expected
+            )
         self._history.round_began(
-            round_key=run.want.round_key, members=members, search_started_s=run.started_s, now_s=now_s
+            round_key=search.request.round_key,
+            members=members,
+            search_started_s=search.started_s,
+            now_s=now_s,
         )
-        self._run = None
+        self._search = None
         self._outbox.append(SearchFinished(outcome=group))
 
-    def _finish(self, failed: SearchFailed, now_s: float) -> None:
-        run = self._run
-        assert run is not None
-        self._run = None
-        if run.following is not None:
-            self._outbox.append(AbandonJoin(peer_id=run.following))
+    def _end_search(self, failed: SearchFailed, now_s: float) -> None:
+        search = self._search
+        assert search is not None
+        self._search = None
+        if search.following is not None:
+            self._outbox.append(AbandonJoin(peer_id=search.following))
         self._history.next_turn()
-        self._dismiss(run, self.stand(run.seek, now_s))
+        self._answer_followers(search, self.status_for(search.query, now_s))
         self._outbox.append(SearchFinished(outcome=failed))

@@ -1,10 +1,10 @@
-"""What peers tell one another while they look for a group, and what the matchmaking machine asks its service
-to do. Values only.
+"""Messages that peers exchange while they look for a group, and effects that the matchmaking machine asks its
+service for. Values only.
 
-Two calls carry it all. `LookForGroup` says "I am looking, with this deadline" and is answered with where the
-other stands. `Join` asks a peer to lead; its answer is held back until the group begins, or until it is clear
-that it will not: then it says where that peer stands, as an answer to a `LookForGroup` does. In a swarm
-larger than a group a third, `CellLookup`, tells and asks who is in which cell of the grid.
+Two calls suffice for a swarm of one group. `LookForGroup` (a "query" in names here) announces a search with
+its deadline; the reply is the other peer's status. `Join` asks a peer to lead; its reply is held back until
+the group begins, or until it is clear that it will not, and is then that peer's status. In a swarm larger
+than one group a third call, `CellLookup`, reports and asks which peers are in a cell of the grid.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from averaging.matchmaking.logic.group import Group
 from swarm.core.ids import Contact, PeerId
 
-TEXT_MAX = 300  # characters of an explanation that travels
+TEXT_MAX = 300  # characters of an explanation in a message
 ROUND_KEY_MAX = 128  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragerName:
-    """Which averager: peers average with those that hold one of the same name in the same run."""
+    """Name of an averager. Peers average with peers that hold an averager of the same name in the same
+    run.
+    """
 
     run: str
     averager: str
@@ -30,47 +32,47 @@ class AveragerName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorSchema:
-    """What must agree between peers that average together."""
+    """Properties that must be equal on all peers that average together."""
 
-    digest: bytes  # over tensor shapes, dtypes, order, codec, aggregation
+    digest: bytes  # hash over tensor shapes, dtypes, order, codec, aggregation
     text: str  # the same in words, for error messages
     codec: str
 
 
 class PeerStatus(enum.IntEnum):
-    """Where a peer stands with respect to a round; the numbers are the wire's."""
+    """Status of a peer with respect to a round. The numbers are those on the wire."""
 
     IDLE = 1  # it holds this averager and is not averaging now
-    SEEKING = 2  # it looks for a group, and leads those who join it
-    FOLLOWING = 3  # it has asked somebody else to lead, and accepts nobody meanwhile
+    SEARCHING = 2  # it looks for a group, and leads those who join it
+    FOLLOWING = 3  # it has asked another peer to lead, and accepts no followers meanwhile
     BUSY = 4  # it is in a round
-    PASSED = 5  # the round of this key is over there: it will not be held again
+    PASSED = 5  # it has committed the round of this key, which is not repeated
     REFUSED = 6  # it will never average with the asker: its tensors or codec differ
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rank:
-    """Who leads: the lowest. It is fixed for the length of a search and a peer waits only for a lower one:
-    nobody waits in a circle.
+    """Order of leadership: the searching peer with the lowest rank leads. A rank is fixed for the length of a
+    search and a peer waits only for a lower one, so that peers never wait in a circle.
     """
 
-    # swarm time; only compared, never waited for, so that a wrong clock changes who leads and nothing else
+    # swarm time; only compared, never waited for, so that a wrong clock changes only which peer leads
     deadline_s: float
     peer_id: PeerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookForGroup:
-    """A peer looks for a group."""
+    """Announcement that a peer looks for a group."""
 
-    contact: Contact  # the asker; the service has checked that the peer id is the caller's
-    round_key: str  # only equal keys meet; "" when the caller gave none
+    contact: Contact  # of the sender; the service has checked that the peer id is the caller's
+    round_key: str  # only peers with equal keys meet; "" when the caller gave none
     schema: bytes  # hash over tensor shapes, dtypes, codec, aggregation
-    schema_text: str  # the same in words, for the other's error message
+    schema_text: str  # the same in words, for the error message of the other peer
     deadline_s: float  # swarm time
     can_lead: bool  # it can be dialed
-    turn: int = 0  # the asker's count of its changes of standing: of two of its words, which is the later
-    clock_off_s: float = 0.0  # its clock minus ours, as the service measured it
+    turn: int = 0  # number of the sender's changes of status so far: orders two of its messages
+    clock_off_s: float = 0.0  # the sender's clock minus this peer's, as measured by the service
 
     @property
     def rank(self) -> Rank:
@@ -79,7 +81,7 @@ class LookForGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """Somebody who leads, by hearsay."""
+    """A leading peer, as reported by one of its followers."""
 
     contact: Contact
     deadline_s: float
@@ -91,26 +93,26 @@ class Leader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Where the asked peer stands: the answer to a `LookForGroup`, and to a `Join` that led to no group."""
+    """Status of the asked peer: the reply to a `LookForGroup`, and to a `Join` that led to no group."""
 
-    standing: PeerStatus
-    round_key: str = ""  # of the search or round it is in
-    deadline_s: float = 0.0  # its rank, when it is seeking or following
+    status: PeerStatus
+    round_key: str = ""  # of the search or round that it is in
+    deadline_s: float = 0.0  # its rank, when it is searching or following
     can_lead: bool = True
-    leader: Leader | None = None  # whom it follows
-    expected_s: float = 0.0  # busy: until its round is over, about
-    # busy: with whom; a hint, so that the asker need not try them one by one
+    leader: Leader | None = None  # the peer that it follows
+    expected_s: float = 0.0  # busy: estimated time until its round is over
+    # busy: members of its round; a hint, so that the asker need not query them one by one
     members: tuple[PeerId, ...] = ()
     text: str = ""  # refused: why
-    turn: int = 0  # as in `LookForGroup`, of the peer that answers
+    turn: int = 0  # as in `LookForGroup`, of the peer that replies
     clock_off_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A peer asks to be led, and describes what it brings."""
+    """Request of a peer to be led, with the values that it brings into the group."""
 
-    seek: LookForGroup
+    query: LookForGroup
     weight: float
     bandwidth: float
     auxiliary: bool = False
@@ -119,7 +121,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A live peer that holds this averager, by its presence record in the DHT."""
+    """A live peer that holds this averager, according to its presence record in the DHT."""
 
     contact: Contact
     schema: bytes
@@ -128,59 +130,63 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """What the caller of one step wants."""
+    """Request of one caller for one search."""
 
     round_key: str
     deadline_s: float  # monotonic: when this search must have ended
-    rank_s: float  # the same instant in swarm time: what others see
+    rank_deadline_s: float  # the same instant in swarm time, as sent to other peers
     weight: float
     gathered: bytes = b""
-    expected: int = 0  # in one cell of several: how many should come, known or not, ourselves included
-    # in one cell of several: after this, whoever has nobody left to wait for ends its search
-    stays_until_s: float = math.inf
+    expected: int = 0  # in a grid: number of peers that should come, known or not, this one included
+    # in a grid: after this, the search ends as soon as there is nobody left to wait for
+    stay_until_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellLookup:
-    """A peer says in which cell of the grid it is, to one of the holders that everybody chooses for that
-    cell.
+    """Report of a peer to a host of a grid cell: it is in that cell, or leaves it. The hosts of a cell are
+    holders that all peers choose in the same way.
     """
 
     contact: Contact
     schema: bytes
     place: str
-    round_key: str  # that it is looking under, or ""
+    round_key: str  # of its search, or ""
     turn: int
     leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellLookupReply:
-    """The answer."""
+    """Reply of a host to a `CellLookup`."""
 
-    mates: tuple[Contact, ...]
-    home: str  # where the asked peer belongs; "" without a grid
-    passed: bool  # the round of that key is over for the asked peer
+    members: tuple[Contact, ...]
+    home: str  # cell of the host itself; "" without a grid
+    passed: bool  # the host has committed the round of that key
 
 
-# --- what the machine asks its service to do
+# --- effects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendSeek:
+class SendLookForGroup:
+    """Send a `LookForGroup` to this contact."""
+
     contact: Contact
-    seek: LookForGroup
+    query: LookForGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendJoin:
+    """Send a `Join` to this contact."""
+
     contact: Contact
     join: Join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbandonJoin:
-    """Cancel our call to this leader; it notices, and counts us out."""
+    """Cancel the pending call to this leader, which then removes this peer from its followers."""
 
     peer_id: PeerId
 
@@ -195,13 +201,13 @@ class AnswerJoin:
 
 
 @dataclass(frozen=True, slots=True)
-class LookUp:
-    """Read the presence records afresh, and tell with `on_holders`."""
+class ReadRecords:
+    """Read the presence records from the DHT and report them with `on_holders`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFailed:
-    """The search is over without a group."""
+    """End of a search without a group."""
 
     reason: str  # one word: alone, deadline, schema, passed, unreachable, few, cancelled
     detail: str  # a sentence for people
@@ -209,7 +215,9 @@ class SearchFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFinished:
+    """The search has ended, with a group or without one."""
+
     outcome: Group | SearchFailed
 
 
-Effect = SendSeek | SendJoin | AbandonJoin | AnswerJoin | LookUp | SearchFinished
+Effect = SendLookForGroup | SendJoin | AbandonJoin | AnswerJoin | ReadRecords | SearchFinished

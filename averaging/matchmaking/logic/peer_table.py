@@ -1,7 +1,7 @@
-"""What one search for a group knows about the other peers: who should come, where each stands, who may lead,
-whom it still waits for.
+"""Table of the other peers during one search for a group: the expected peers, the status of each, possible
+leaders, and how long to wait for each.
 
-Pure bookkeeping for `averaging.matchmaking.logic.matchmaking`; time is a parameter.
+Bookkeeping for `averaging.matchmaking.logic.matchmaking`; time is a parameter.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ from averaging.matchmaking.logic.messages import (
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
-PEERS_MAX = 1024  # remembered in one search
-_AVOID_FIRST_S = 0.02  # a leader that refused is asked again after this, doubled with each refusal
+PEERS_MAX = 1024  # in the table of one search
+# holders that one search queries; all searches of a round query the same ones. Too small: groups split; too
+# large: traffic grows with N²
+QUERIED_PEERS_MAX = 64
+# a peer that does not search yet is queried again after this. It announces itself when it starts: this only
+# compensates for lost messages
+_QUERY_INTERVAL_S = 0.5
+_FAILED_QUERY_INTERVAL_S = 2.0  # the same for a peer that failed to answer at least twice
+_FIRST_RETRY_S = 0.2  # the same after a single failure: one failed call does not prove that a peer is dead
+_AVOID_FIRST_S = 0.02  # a leader that refused is asked again after this; doubled with each refusal
 _AVOID_MAX_S = 1.0
-# a peer that is seeking and ranks after us is about to join; longer than this it is not waited for
+# a searching peer that ranks after this one is about to join; it is not waited for longer than this
 _JOIN_WAIT_S = 1.0
-# a follower notices within this that its leader is dead: its ping interval, the ping's timeout, and a little
+# a follower notices within this that its leader is dead: ping interval, timeout of the ping, and a margin
 _LEADER_LOSS_S = 2.0
 _BUSY_MAX_S = 3600.0
 _CLOCK_OFF_NOTED_S = 3.0
@@ -38,172 +46,173 @@ _NAMES_MAX = 3
 
 @dataclass(slots=True)
 class PeerState:
-    """One other peer, as this search knows it."""
+    """State of one other peer, as this search knows it."""
 
     contact: Contact
     expected: bool = False  # it holds the averager by its presence record
-    standing: PeerStatus | None = None  # None: not heard in this search
+    status: PeerStatus | None = None  # None: it has sent nothing in this search
     round_key: str = ""
     rank: Rank | None = None
     can_lead: bool = True
     follows: Leader | None = None
     busy_until_s: float = -math.inf
-    heard_s: float = -math.inf
-    turn: int = 0  # of what it said last about itself: what it said before may arrive after it
-    asked_s: float = -math.inf
-    asking: bool = False
+    last_message_s: float = -math.inf
+    turn: int = 0  # of its latest message: earlier ones may arrive after it
+    queried_s: float = -math.inf
+    query_pending: bool = False
     failed: str = ""  # why the last call to it failed; "" when it did not
     failures: int = 0  # in a row
     refusals: int = 0
     avoid_until_s: float = -math.inf
-    was_seeking: bool = False  # at some time in this search, under our key
-    seeking_since_s: float = -math.inf  # with this rank
+    was_searching: bool = False  # at some time in this search, under the same key
+    searching_since_s: float = -math.inf  # with this rank
     text: str = ""
     clock_off_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerTableConfig:
-    # holders that one search asks; all searches of a round ask the same ones. Too small: groups split; too
-    # large: traffic grows with N²
-    seek_peers_max: int = 64
-    # a peer that is not there yet is asked again after this. It tells us itself when it starts: this mends
-    # lost messages
-    seek_again_s: float = 0.5
-    failed_again_s: float = 2.0  # the same for a peer that did not answer twice
-    # the same for one that did not answer once: one failed call is not yet a dead peer
-    mistrust_s: float = 0.2
-
-
 class PeerTable:
-    def __init__(
-        self, *, seek: LookForGroup, started_s: float, patience: GracePeriod, config: PeerTableConfig
-    ) -> None:
-        self.seek = seek
-        self.started_s = started_s
-        self.free_s = started_s  # since when we follow nobody, and could lead
-        self.peers: dict[PeerId, PeerState] = {}
-        self._patience = patience
-        self._config = config
+    """Other peers of one search, by PeerID. All times are monotonic seconds."""
 
-    # --- what is heard
+    def __init__(self, *, query: LookForGroup, started_s: float, grace_period: GracePeriod) -> None:
+        self.query = query
+        self.started_s = started_s
+        self.free_since_s = started_s  # since when this peer follows nobody, and could lead
+        self.peers: dict[PeerId, PeerState] = {}
+        self._grace_period = grace_period
+
+    # --- events
 
     def on_holders(self, holders: Mapping[PeerId, Holder], unreachable: Iterable[PeerId]) -> None:
-        """Take in the presence records; of very many holders, the ones that everybody chooses under this
-        round key.
+        """Take in the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep those with
+        the lowest selection hash, which all searches of a round choose alike. Peers in `unreachable` start as
+        failed.
         """
-        chosen = sorted(holders, key=self._lot)[: self._config.seek_peers_max]
-        suspects = set(unreachable)
+        chosen = sorted(holders, key=self._selection_hash)[:QUERIED_PEERS_MAX]
+        recently_failed = set(unreachable)
         for peer_id in [
             peer_id for peer_id, peer in self.peers.items() if peer.expected and peer_id not in holders
         ]:
             self.peers[peer_id].expected = False
-            if self.peers[peer_id].standing is None:
+            if self.peers[peer_id].status is None:
                 del self.peers[peer_id]
         for peer_id in chosen:
             holder = holders[peer_id]
-            peer = self._peer(holder.contact)
+            peer = self._find_or_add(holder.contact)
             if peer is None:
                 return
             peer.expected = True
-            if peer.standing is None:
+            if peer.status is None:
                 peer.can_lead = bool(holder.contact.addresses)
-                if holder.schema != self.seek.schema:
-                    peer.standing, peer.text = PeerStatus.REFUSED, holder.schema_text
-                elif peer_id in suspects and not peer.failed:
+                if holder.schema != self.query.schema:
+                    peer.status, peer.text = PeerStatus.REFUSED, holder.schema_text
+                elif peer_id in recently_failed and not peer.failed:
                     peer.failed = "it did not answer a moment ago"
 
-    def on_seek(self, seek: LookForGroup, now_s: float) -> None:
-        """A peer said that it is looking."""
-        peer = self._peer(seek.contact)
+    def on_query(self, query: LookForGroup, now_s: float) -> None:
+        """Take in a query: its sender is searching."""
+        peer = self._find_or_add(query.contact)
         if peer is None:
             return
-        peer.contact = seek.contact
-        if not self._heard(peer, seek.turn, now_s, seek.clock_off_s):
+        peer.contact = query.contact
+        if not self._on_message(peer, query.turn, now_s, query.clock_off_s):
             return
-        if seek.schema != self.seek.schema:
-            peer.standing, peer.text = PeerStatus.REFUSED, seek.schema_text
+        if query.schema != self.query.schema:
+            peer.status, peer.text = PeerStatus.REFUSED, query.schema_text
             return
-        self._seeking(peer, seek.rank, seek.round_key, seek.can_lead, now_s)
+        self._set_searching(peer, query.rank, query.round_key, query.can_lead, now_s)
 
     def on_answer(self, peer_id: PeerId, answer: Answer, now_s: float) -> bool:
-        """A peer said where it stands, in answer to a Seek or to a Join. False: its newer word overtook this
-        one.
+        """Take in the status that a peer sent in reply to a query or a `Join`. Return False when the peer is
+        unknown or a later message of it had arrived before.
         """
         peer = self.peers.get(peer_id)
         if peer is None:
             return False
-        peer.asking = False
-        if not self._heard(peer, answer.turn, now_s, answer.clock_off_s):
+        peer.query_pending = False
+        if not self._on_message(peer, answer.turn, now_s, answer.clock_off_s):
             return False
         peer.text, peer.round_key, peer.follows = answer.text, answer.round_key, None
-        if answer.standing is PeerStatus.SEEKING:
-            self._seeking(peer, Rank(answer.deadline_s, peer_id), answer.round_key, answer.can_lead, now_s)
+        if answer.status is PeerStatus.SEARCHING:
+            self._set_searching(
+                peer, Rank(answer.deadline_s, peer_id), answer.round_key, answer.can_lead, now_s
+            )
             return True
-        peer.standing = answer.standing
-        if answer.standing is PeerStatus.BUSY:
+        peer.status = answer.status
+        if answer.status is PeerStatus.BUSY:
             peer.busy_until_s = now_s + min(max(answer.expected_s, 0.0), _BUSY_MAX_S)
             for member in answer.members:
-                self._taken(self.peers.get(member), peer)
-        if answer.standing is PeerStatus.FOLLOWING and answer.leader is not None:
+                self._mark_busy(self.peers.get(member), peer)
+        if answer.status is PeerStatus.FOLLOWING and answer.leader is not None:
             peer.follows = answer.leader
             if peer.rank is None or peer.rank.deadline_s != answer.deadline_s:
-                peer.seeking_since_s = now_s
+                peer.searching_since_s = now_s
             peer.rank = Rank(answer.deadline_s, peer_id)
-            peer.was_seeking = peer.was_seeking or answer.round_key == self.seek.round_key
-            if answer.round_key == self.seek.round_key:
-                self._hearsay(answer.leader, now_s)
+            peer.was_searching = peer.was_searching or answer.round_key == self.query.round_key
+            if answer.round_key == self.query.round_key:
+                self._on_indirect_report(answer.leader, now_s)
         return True
 
     def on_failure(self, peer_id: PeerId, text: str) -> None:
+        """Record that a call to this peer failed, for the reason `text`."""
         if (peer := self.peers.get(peer_id)) is not None:
-            peer.asking = False
+            peer.query_pending = False
             peer.failed = text or "no answer"
             peer.failures += 1
 
-    def refused(self, peer_id: PeerId, now_s: float) -> None:
-        """It did not lead us: do not ask it again at once, and find out where those stand who may have joined
-        it.
+    def forget_status(self, peer_id: PeerId) -> None:
+        """Query the status of this peer again, and wait for it no longer than its reply takes."""
+        if (peer := self.peers.get(peer_id)) is not None:
+            peer.status, peer.was_searching = None, False
+            peer.queried_s, peer.query_pending = -math.inf, False
+
+    def on_refusal(self, peer_id: PeerId, now_s: float) -> None:
+        """Record that the peer did not lead this one. It is not asked again at once, and all peers that may
+        have joined it are queried again.
         """
         peer = self.peers[peer_id]
         peer.refusals += 1
         peer.avoid_until_s = now_s + backoff_s(peer.refusals, _AVOID_FIRST_S, _AVOID_MAX_S)
         for other in self.peers.values():
-            if other.standing in (PeerStatus.SEEKING, PeerStatus.FOLLOWING):
-                other.asked_s = -math.inf
+            if other.status in (PeerStatus.SEARCHING, PeerStatus.FOLLOWING):
+                other.queried_s = -math.inf
 
-    # --- what follows from it
+    # --- conclusions
 
-    def to_ask(
-        self, now_s: float, busy_with: Callable[[PeerId], bool], *, first_only: bool
+    def due_queries(
+        self, now_s: float, needs_no_query: Callable[[PeerId], bool], *, first_only: bool
     ) -> list[PeerState]:
-        """Whom to send a Seek now; they are marked as asked. `first_only`: only who has not been asked at
-        all.
+        """Return the peers to send a query to now, and mark them as queried.
+
+        `needs_no_query` returns whether a peer needs no query; `first_only` restricts the result to peers
+        that were never queried.
         """
         due = []
         for peer_id, peer in self.peers.items():
-            if first_only and peer.asked_s > -math.inf:
+            if first_only and peer.queried_s > -math.inf:
                 continue
             if (
                 peer.contact.addresses
-                and not peer.asking
-                and not busy_with(peer_id)
-                and now_s >= self._ask_at_s(peer)
+                and not peer.query_pending
+                and not needs_no_query(peer_id)
+                and now_s >= self._query_at_s(peer)
             ):
-                peer.asking, peer.asked_s = True, now_s
+                peer.query_pending, peer.queried_s = True, now_s
                 due.append(peer)
         return due
 
-    def next_ask_s(self, busy_with: Callable[[PeerId], bool]) -> float:
+    def next_query_s(self, needs_no_query: Callable[[PeerId], bool]) -> float:
+        """Return when the next query is due; infinity when none is."""
         times = [
-            self._ask_at_s(p)
+            self._query_at_s(p)
             for peer_id, p in self.peers.items()
-            if p.contact.addresses and not p.asking and not busy_with(peer_id)
+            if p.contact.addresses and not p.query_pending and not needs_no_query(peer_id)
         ]
         return min(times, default=math.inf)
 
     def best_leader(self, now_s: float) -> PeerState | None:
-        """The lowest rank among those who are looking under our key, can lead, and rank before us."""
+        """Return the peer of the lowest rank among those that search under the same key, can lead, and rank
+        before this one; None when there is none.
+        """
         best: PeerState | None = None
         for peer in self.peers.values():
             if not self._may_lead(peer) or now_s < peer.avoid_until_s:
@@ -212,85 +221,90 @@ class PeerTable:
                 best = peer
         return best
 
-    def next_leader_s(self) -> float:
-        """When a leader that refused may be asked again."""
+    def next_leader_retry_s(self) -> float:
+        """Return when a leader that refused may be asked again; infinity when there is none."""
         return min(
             (peer.avoid_until_s for peer in self.peers.values() if self._may_lead(peer)), default=math.inf
         )
 
     def wait_until_s(self, peer: PeerState) -> float:
-        """Until when a group that is large enough waits for this peer; minus infinity when it does not."""
+        """Return until when a group that is large enough waits for this peer; minus infinity when it does not
+        wait.
+        """
         peer_id = peer.contact.peer_id
         if not self.may_come(peer):
             return -math.inf
-        grace_until_s = self.started_s + self._patience.grace_s(peer_id)
-        if peer.standing is None:  # asked and not answered yet; what cannot be asked may still come by itself
+        grace_until_s = self.started_s + self._grace_period.grace_s(peer_id)
+        if peer.status is None:  # a query is pending; a peer that cannot be dialed may still come by itself
             return math.inf if peer.contact.addresses else grace_until_s
-        same_key = peer.round_key == self.seek.round_key
-        if peer.standing is PeerStatus.SEEKING and same_key:
-            return max(peer.seeking_since_s, self.free_s) + _JOIN_WAIT_S
-        if peer.standing is PeerStatus.FOLLOWING and same_key:
-            return self._leaves_s(peer)
-        if peer.was_seeking or (peer.standing is PeerStatus.BUSY and same_key and peer.round_key):
-            return -math.inf  # it found a group for this round, without us
-        if peer.standing is PeerStatus.BUSY:
+        same_key = peer.round_key == self.query.round_key
+        if peer.status is PeerStatus.SEARCHING and same_key:
+            return max(peer.searching_since_s, self.free_since_s) + _JOIN_WAIT_S
+        if peer.status is PeerStatus.FOLLOWING and same_key:
+            return self._follower_until_s(peer)
+        if peer.was_searching or (peer.status is PeerStatus.BUSY and same_key and peer.round_key):
+            return -math.inf  # it found a group for this round without this peer
+        if peer.status is PeerStatus.BUSY:
             return min(
-                peer.busy_until_s + self._patience.grace_s(peer_id), self.started_s + 2 * self._patience.max_s
+                peer.busy_until_s + self._grace_period.grace_s(peer_id),
+                self.started_s + 2 * self._grace_period.grace_s_max,
             )
         return grace_until_s
 
-    def _leaves_s(self, peer: PeerState) -> float:
-        """By when a peer that follows somebody else comes to us, if it does."""
-        # It follows us, and its call is on the way; or its leader hears of us and sends it here; or its
-        # leader, which ranks before us, is taken (or we would follow it too), and sends it away: those in a
-        # group with it are known to be busy.
+    def _follower_until_s(self, peer: PeerState) -> float:
+        """Return by when a peer that follows another one would have come to this one."""
+        # Either it follows this peer and its call is on the way; or its leader learns of this peer and sends
+        # it here; or its leader, which ranks before this peer, has a full group (or this peer would follow
+        # it, too) and sends it away: the members of that group are known to be busy.
         leader = self.peers.get(peer.follows.contact.peer_id) if peer.follows is not None else None
-        return max(peer.seeking_since_s, self.free_s) + (
+        return max(peer.searching_since_s, self.free_since_s) + (
             _LEADER_LOSS_S if leader is not None and leader.failed else _JOIN_WAIT_S
         )
 
     def may_come(self, peer: PeerState) -> bool:
-        """Whether this peer can still be in a group with us."""
-        if not self.seek.can_lead and not (peer.can_lead and peer.contact.addresses):
+        """Return whether this peer can still be in a group with this one."""
+        if not self.query.can_lead and not (peer.can_lead and peer.contact.addresses):
             return False  # two peers that cannot be dialed cannot meet
-        return not peer.failed and peer.standing not in (PeerStatus.REFUSED, PeerStatus.PASSED)
+        return not peer.failed and peer.status not in (PeerStatus.REFUSED, PeerStatus.PASSED)
 
-    def company(self) -> int:
-        """How many others are known who can still be in a group with us."""
+    def reachable_count(self) -> int:
+        """Return the number of known peers that can still be in a group with this one."""
         return sum(self.may_come(peer) for peer in self.peers.values())
 
-    def hopeless(self) -> bool:
-        """Nobody who is known can be in a group with us any more. A single failed call does not prove that."""
+    def is_impossible(self) -> bool:
+        """Return whether no known peer can be in a group with this one any more. A single failed call does
+        not prove that.
+        """
         return not any(
             self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values()
         )
 
-    def observe(self, members: frozenset[PeerId]) -> None:
-        """The round begins: remember who was there and who was idle."""
+    def on_round_began(self, members: frozenset[PeerId]) -> None:
+        """Record, when a round begins with `members`, that idle peers missed it."""
         for peer_id, peer in self.peers.items():
             if (
                 peer_id not in members
-                and peer.standing is PeerStatus.IDLE
+                and peer.status is PeerStatus.IDLE
                 and not peer.failed
-                and not peer.was_seeking
+                and not peer.was_searching
             ):
-                self._patience.missed(peer_id)
+                self._grace_period.record_miss(peer_id)
 
     def explain(self, deadline: bool) -> SearchFailed:
-        """Say in words why there is no group."""
+        """Describe why there is no group, for people. `deadline`: the search ended at its deadline."""
         peers = list(self.peers.values())
         if not peers:
             return SearchFailed(
                 reason="alone", detail="no other peer holds this averager, by the presence records in the DHT"
             )
         kinds = {
-            "schema": [p for p in peers if not p.failed and p.standing is PeerStatus.REFUSED],
-            "passed": [p for p in peers if not p.failed and p.standing is PeerStatus.PASSED],
+            "schema": [p for p in peers if not p.failed and p.status is PeerStatus.REFUSED],
+            "passed": [p for p in peers if not p.failed and p.status is PeerStatus.PASSED],
             "unreachable": [p for p in peers if p.failed],
         }
-        hopeless = not deadline or not any(self.may_come(peer) for peer in peers)
+        is_impossible = not deadline or not any(self.may_come(peer) for peer in peers)
         reason = "deadline"
-        if hopeless:
+        if is_impossible:
             reason = next((kind for kind in ("passed", "schema", "unreachable") if kinds[kind]), "few")
         return SearchFailed(reason=reason, detail=self._sentence(peers, kinds))
 
@@ -301,23 +315,23 @@ class PeerTable:
             _count(
                 kinds["schema"],
                 "has other tensors or another codec",
-                lambda p: f"{p.text or 'unknown'}; here {self.seek.schema_text or 'unknown'}",
+                lambda p: f"{p.text or 'unknown'}; here {self.query.schema_text or 'unknown'}",
             ),
-            _count(kinds["passed"], f"has finished round {self.seek.round_key!r} without this peer"),
+            _count(kinds["passed"], f"has finished round {self.query.round_key!r} without this peer"),
             _count(kinds["unreachable"], "does not answer", lambda p: p.failed),
         ]
         rest = [p for p in peers if self.may_come(p)]
-        idle = [p for p in rest if p.standing in (None, PeerStatus.IDLE)]
+        idle = [p for p in rest if p.status in (None, PeerStatus.IDLE)]
         elsewhere = [
-            p for p in rest if p.standing is PeerStatus.SEEKING and p.round_key != self.seek.round_key
+            p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key != self.query.round_key
         ]
-        taken = [p for p in rest if p.standing in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
-        near = [p for p in rest if p.standing is PeerStatus.SEEKING and p.round_key == self.seek.round_key]
+        taken = [p for p in rest if p.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
+        near = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key == self.query.round_key]
         parts += [
             _count(idle, "holds this averager and is not averaging now"),
             _count(
                 elsewhere,
-                f"looks for another round than {self.seek.round_key!r}",
+                f"looks for another round than {self.query.round_key!r}",
                 lambda p: repr(p.round_key),
             ),
             _count(taken, "is in a group that was full or begun"),
@@ -325,105 +339,111 @@ class PeerTable:
             _count(
                 [p for p in peers if abs(p.clock_off_s) > _CLOCK_OFF_NOTED_S],
                 "has another time",
-                lambda p: f"{p.clock_off_s:+.0f} s from ours: check the clocks",
+                lambda p: f"{p.clock_off_s:+.0f} s from the time here: check the clocks",
             ),
         ]
         return "; ".join(part for part in parts if part)
 
-    def _lot(self, peer_id: PeerId) -> bytes:
-        return hashlib.sha256(self.seek.round_key.encode() + b"\0" + peer_id.public_key).digest()
+    def _selection_hash(self, peer_id: PeerId) -> bytes:
+        return hashlib.sha256(self.query.round_key.encode() + b"\0" + peer_id.public_key).digest()
 
-    def _peer(self, contact: Contact) -> PeerState | None:
+    def _find_or_add(self, contact: Contact) -> PeerState | None:
         peer = self.peers.get(contact.peer_id)
         if peer is None:
-            if contact.peer_id == self.seek.contact.peer_id or len(self.peers) >= PEERS_MAX:
+            if contact.peer_id == self.query.contact.peer_id or len(self.peers) >= PEERS_MAX:
                 return None
             peer = self.peers[contact.peer_id] = PeerState(contact=contact)
         return peer
 
-    def _heard(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
-        """It lives; whether what it said is its latest word."""
-        peer.heard_s, peer.clock_off_s = now_s, clock_off_s
+    def _on_message(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
+        """Mark the peer as alive. Return whether its message is the latest by its turn."""
+        peer.last_message_s, peer.clock_off_s = now_s, clock_off_s
         peer.failed, peer.failures = "", 0
         latest = turn >= peer.turn
         peer.turn = max(turn, peer.turn)
         return latest
 
-    def _seeking(self, peer: PeerState, rank: Rank, round_key: str, can_lead: bool, now_s: float) -> None:
-        # who says that it follows us while we do not hold its call has lost it: its pings do not make it a
-        # newcomer
-        ours = (
-            peer.standing is PeerStatus.FOLLOWING
+    def _set_searching(
+        self, peer: PeerState, rank: Rank, round_key: str, can_lead: bool, now_s: float
+    ) -> None:
+        # a peer that claims to follow this one without a pending call has lost that call: its pings do not
+        # make it a newcomer
+        follows_this_peer = (
+            peer.status is PeerStatus.FOLLOWING
             and peer.follows is not None
-            and peer.follows.contact.peer_id == self.seek.contact.peer_id
+            and peer.follows.contact.peer_id == self.query.contact.peer_id
         )
         if (
-            (peer.standing is not PeerStatus.SEEKING and not ours)
+            (peer.status is not PeerStatus.SEARCHING and not follows_this_peer)
             or peer.rank != rank
             or peer.round_key != round_key
         ):
-            peer.refusals, peer.avoid_until_s, peer.seeking_since_s = 0, -math.inf, now_s
-        peer.standing, peer.rank, peer.round_key, peer.can_lead = (
-            PeerStatus.SEEKING,
+            peer.refusals, peer.avoid_until_s, peer.searching_since_s = 0, -math.inf, now_s
+        peer.status, peer.rank, peer.round_key, peer.can_lead = (
+            PeerStatus.SEARCHING,
             rank,
             round_key,
             can_lead,
         )
-        if round_key == self.seek.round_key and not peer.was_seeking:
-            peer.was_seeking = True
-            self._patience.arrived(peer.contact.peer_id, now_s - self.started_s)
+        if round_key == self.query.round_key and not peer.was_searching:
+            peer.was_searching = True
+            self._grace_period.record_arrival(peer.contact.peer_id, now_s - self.started_s)
 
-    def _taken(self, member: PeerState | None, teller: PeerState) -> None:
-        """By what `teller` says, it is in a round with this peer."""
+    def _mark_busy(self, member: PeerState | None, reporter: PeerState) -> None:
+        """Mark `member` as busy, because `reporter` reports that it is in a round with it."""
         if member is None or (
-            member.standing is not None and member.round_key == self.seek.round_key != teller.round_key
+            member.status is not None and member.round_key == self.query.round_key != reporter.round_key
         ):
-            return  # it said itself that it looks for our round: it has ended theirs sooner than `teller`
-        if member.standing in (None, PeerStatus.SEEKING, PeerStatus.FOLLOWING):
-            member.standing, member.round_key, member.busy_until_s = (
+            return  # by its own message it looks for this round: it ended the other one before `reporter`
+        if member.status in (None, PeerStatus.SEARCHING, PeerStatus.FOLLOWING):
+            member.status, member.round_key, member.busy_until_s = (
                 PeerStatus.BUSY,
-                teller.round_key,
-                teller.busy_until_s,
+                reporter.round_key,
+                reporter.busy_until_s,
             )
 
-    def _hearsay(self, leader: Leader, now_s: float) -> None:
-        """Somebody follows this peer. Believed at once when we know nothing better; otherwise it is asked."""
-        peer = self._peer(leader.contact)
+    def _on_indirect_report(self, leader: Leader, now_s: float) -> None:
+        """Take in a report that another peer follows `leader`. It is believed at once when nothing better is
+        known; otherwise the leader is queried.
+        """
+        peer = self._find_or_add(leader.contact)
         if peer is None:
             return
-        if peer.standing is None and not peer.failed and not peer.asking:
-            peer.standing, peer.rank, peer.round_key = PeerStatus.SEEKING, leader.rank, self.seek.round_key
-            peer.seeking_since_s = now_s
+        if peer.status is None and not peer.failed and not peer.query_pending:
+            peer.status, peer.rank, peer.round_key = PeerStatus.SEARCHING, leader.rank, self.query.round_key
+            peer.searching_since_s = now_s
         else:
-            peer.asked_s = -math.inf
+            peer.queried_s = -math.inf
 
     def _may_lead(self, peer: PeerState) -> bool:
         if (
-            peer.standing is not PeerStatus.SEEKING
+            peer.status is not PeerStatus.SEARCHING
             or peer.failed
             or not peer.can_lead
             or not peer.contact.addresses
             or peer.rank is None
         ):
             return False
-        return peer.round_key == self.seek.round_key and (
-            peer.rank < self.seek.rank or not self.seek.can_lead
+        return peer.round_key == self.query.round_key and (
+            peer.rank < self.query.rank or not self.query.can_lead
         )
 
-    def _ask_at_s(self, peer: PeerState) -> float:
-        if peer.standing is PeerStatus.REFUSED:
+    def _query_at_s(self, peer: PeerState) -> float:
+        if peer.status is PeerStatus.REFUSED:
             return (
-                peer.asked_s + 8 * self._config.failed_again_s if peer.asked_s > -math.inf else self.started_s
+                peer.queried_s + 8 * _FAILED_QUERY_INTERVAL_S
+                if peer.queried_s > -math.inf
+                else self.started_s
             )
         if peer.failed:
-            return peer.asked_s + (
-                self._config.mistrust_s if peer.failures <= 1 else self._config.failed_again_s
-            )
-        return peer.asked_s + self._config.seek_again_s
+            return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
+        return peer.queried_s + _QUERY_INTERVAL_S
 
 
 def _count(peers: list[PeerState], what: str, why: Callable[[PeerState], str] | None = None) -> str:
-    """`2 peers (…abcd, …efgh): what: why`, or nothing."""
+    """Return `2 peers (…abcd, …efgh) do something (reasons)`, or "" for an empty list. `what` is in the
+    singular.
+    """
     if not peers:
         return ""
     names = ", ".join(peer.contact.peer_id.short for peer in peers[:_NAMES_MAX]) + (

@@ -1,7 +1,7 @@
-"""The search for a group that is in progress: what it wants, whom it knows, who has joined it, whom it
-follows.
+"""State of the search for a group that is in progress: its request, the known peers, the followers, and the
+leader.
 
-State of `averaging.matchmaking.logic.matchmaking`, which decides; time is a parameter.
+`averaging.matchmaking.logic.matchmaking` decides; this module only keeps the state. Time is a parameter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group, Member
-from averaging.matchmaking.logic.messages import LookForGroup, SearchRequest
+from averaging.matchmaking.logic.messages import (
+    Answer,
+    Join,
+    Leader,
+    LookForGroup,
+    PeerStatus,
+    SearchRequest,
+)
 from averaging.matchmaking.logic.peer_table import PeerTable
 from swarm.core.ids import PeerId
 
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class GroupFollower:
-    """A peer whose call to be led is held back here."""
+    """A peer that asked to be led and whose call is held back here."""
 
     member: Member
     gathered: bytes
@@ -30,38 +37,68 @@ class GroupFollower:
 
 @dataclass(slots=True)
 class Search:
-    want: SearchRequest
+    """One search in progress. All times are monotonic seconds."""
+
+    request: SearchRequest
     member: Member
-    seek: LookForGroup
-    book: PeerTable
+    query: LookForGroup
+    table: PeerTable
     started_s: float
-    act_by_s: float  # when we, leading, make do with who is there
+    begin_by_s: float  # when this peer, as leader, begins with the followers it has
     followers: dict[PeerId, GroupFollower] = field(default_factory=dict)
     following: PeerId | None = None
     pinged_s: float = -math.inf
-    pinged: bool = False  # since we follow this leader
-    odd_answers: int = 0  # of the leader to our pings, in a row: it no longer leads this round
-    looked: bool = False  # the records were read since the search began
-    looking: bool = False
-    look_s: float = -math.inf
+    pinged: bool = False  # since this peer follows its leader
+    contrary_answers: int = (
+        0  # consecutive replies of the leader to pings that say it does not lead this round
+    )
+    records_read: bool = False  # the presence records were read since the search began
+    reading_records: bool = False
+    read_started_s: float = -math.inf
 
-    def speak(self, turn: int) -> LookForGroup:
-        """What we tell others, as of this turn."""
-        self.seek = replace(self.seek, turn=turn)
-        return self.seek
+    def stamped_query(self, turn: int) -> LookForGroup:
+        """Return the query to send to other peers, stamped with this turn."""
+        self.query = replace(self.query, turn=turn)
+        return self.query
 
     def follow(self, leader: PeerId, now_s: float) -> None:
-        self.following, self.pinged_s, self.pinged, self.odd_answers = leader, now_s, False, 0
+        """Begin to follow `leader`."""
+        self.following, self.pinged_s, self.pinged, self.contrary_answers = leader, now_s, False, 0
 
-    def leave(self, now_s: float) -> None:
-        """Follow nobody any more."""
-        self.following, self.book.free_s = None, now_s
+    def stop_following(self, now_s: float) -> None:
+        """Stop following."""
+        self.following, self.table.free_since_s = None, now_s
+
+    def status(self) -> Answer:
+        """Return this peer's status during the search: searching, or following its leader."""
+        leader: Leader | None = None
+        if self.following is not None:
+            peer = self.table.peers[self.following]
+            if peer.rank is not None:
+                leader = Leader(contact=peer.contact, deadline_s=peer.rank.deadline_s)
+        return Answer(
+            status=PeerStatus.SEARCHING if self.following is None else PeerStatus.FOLLOWING,
+            round_key=self.request.round_key,
+            deadline_s=self.query.deadline_s,
+            can_lead=self.query.can_lead,
+            leader=leader,
+        )
+
+    def join(self, turn: int) -> Join:
+        """Return the request to be led, as of this turn."""
+        return Join(
+            query=self.stamped_query(turn),
+            weight=self.member.weight,
+            bandwidth=self.member.bandwidth,
+            auxiliary=self.member.auxiliary,
+            gathered=self.request.gathered,
+        )
 
     def group(self, codec: str, rng: random.Random) -> Group:
-        """We and our followers, in the order of the PeerIDs: the same peers have the same spans in every
-        round.
+        """Build the group of this peer and its followers. Members are in the order of their PeerIDs, so that
+        the same peers reduce the same shards in every round.
         """
-        everybody = [(self.member, self.want.gathered)]
+        everybody = [(self.member, self.request.gathered)]
         everybody += [(follower.member, follower.gathered) for follower in self.followers.values()]
         everybody.sort(key=lambda one: one[0].peer_id)
         return Group(

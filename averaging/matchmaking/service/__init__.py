@@ -1,1 +1,1 @@
-"""The services that run matchmaking over the network."""
+"""Services that run matchmaking over the network."""

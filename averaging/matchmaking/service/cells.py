@@ -1,9 +1,9 @@
-"""One averager's place in the grid of a large swarm, and how it finds those who share its cell.
+"""One averager's position in the grid of a large swarm, and how it finds the peers in its cell.
 
-Where peers go after a round only their group knows, so each tells it to a few holders that everybody chooses
-for the cell (the lowest hashes of cell and PeerID), ahead of time, and asks them who else is there when it
-begins to search. Messages per peer and round follow the size of a group, whatever the size of the swarm. In a
-swarm that fits into one group none of this happens.
+Only its group knows where a peer goes after a round. Each peer therefore reports its next cell ahead of time
+to the hosts of that cell, a few holders that everybody chooses alike (the lowest hashes of cell and PeerID),
+and asks them for the other members when it begins to search. Messages per peer and round grow with the size
+of a group, not with the size of the swarm. A swarm that fits into one group uses none of this.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from averaging.matchmaking.logic.cell_members import CellMembers
 from averaging.matchmaking.logic.grid import AveragingGrid, Place, shape_of, split_key
 from averaging.matchmaking.logic.group import Group
 from averaging.matchmaking.logic.history import PassedRounds
@@ -26,43 +27,40 @@ from averaging.matchmaking.logic.messages import (
     Holder,
     VectorSchema,
 )
-from averaging.matchmaking.logic.roster import Roster
 from averaging.matchmaking.service.presence import Presence
-from averaging.matchmaking.service.wire import MEET, decode_met, encode_meet
+from averaging.matchmaking.service.wire import (
+    CELL_LOOKUP,
+    decode_cell_lookup_reply,
+    encode_cell_lookup,
+)
 from swarm.core.clock import Clock
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.net.rpc import Caller
 
+LOBBY_S = 1.0  # an unmatched peer waits this long in the lobby before it retries its own cell; doubles
+LOBBY_S_MAX = 4.0  # up to this
+# holders that keep the member list of one cell. Too small: when they die, members find each other only in the
+# lobby
+_HOSTS_PER_CELL = 3
+_ENTRY_TTL_S = 60.0  # of an entry in such a list
+# presence records older than this are read again at the next search. Too large: the grid follows changes late
+_RECORDS_AGE_S_MAX = 5.0
+_LOOKUP_INTERVAL_S = 1.0  # the hosts of a cell are asked again during a search after this, at the earliest
+_CALL_TIMEOUT_S = 1.0
+_LOST_S = 10.0  # a peer that did not answer is not counted, and hosts no list, for this long
 _HOLDERS_MAX = 4096
 
 
 class Background(Protocol):
-    """What this needs of `swarm.runtime.supervise.Supervisor`."""
+    """The part of `swarm.runtime.supervise.Supervisor` that is used here."""
 
     def spawn(self, name: str, function: Callable[[], Awaitable[None]]) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellsConfig:
-    # holders that keep the list of one cell. Too small: when they die its peers do not find each other until
-    # they meet as strays
-    hosts: int = 3
-    lifetime_s: float = 60.0  # of an entry in such a list
-    # presence records older than this are read again at the next search. Too large: the grid follows the
-    # swarm late
-    view_max_s: float = 5.0
-    again_s: float = 1.0  # a cell's list is read again during a search after this, at the earliest
-    # a stray looks for other strays so long before it tries its own cell again; doubled each time,
-    room_s: float = 1.0
-    room_s_max: float = 4.0  # up to this
-    call_timeout_s: float = 1.0
-    lost_s: float = 10.0  # who did not answer does not count, and keeps no list, for so long
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CellContext:
-    """What a cell is part of: the averager, and the ways to others."""
+    """The averager that a cell belongs to, and the means to reach other peers."""
 
     caller: Caller
     clock: Clock
@@ -73,88 +71,89 @@ class CellContext:
 
 
 class Cells:
-    """On the network loop."""
+    """Client and host of the grid's cells for one averager. Runs on the network loop."""
 
-    def __init__(self, around: CellContext, own: PeerId, group_size: int, config: CellsConfig) -> None:
-        self.config = config
+    def __init__(self, context: CellContext, own: PeerId, group_size: int) -> None:
         self.grid = AveragingGrid(own, group_size)
-        self.roster = Roster(config.lifetime_s)
-        self.at: Place | None = None  # where the search in progress takes place
-        self._around = around
+        self.members = CellMembers(_ENTRY_TTL_S)
+        self.place: Place | None = None  # of the search in progress
+        self._context = context
         self._own = own
-        self._contact: Contact | None = None  # as of the last search
-        self._holders: dict[PeerId, Holder] = {}  # the others, of our schema
-        self._view_s = -math.inf
+        self._contact: Contact | None = None  # of this peer, as of the last search
+        self._holders: dict[PeerId, Holder] = {}  # the other holders with the same schema
+        self._records_read_s = -math.inf
         self._round_key = ""
-        self._mates: dict[PeerId, Holder] = {}  # told in this search
-        self._met_s = -math.inf
-        self._past: dict[PeerId, bool] = {}  # whether those who answered in this search were past our round
+        self._reported: dict[PeerId, Holder] = {}  # members reported by hosts during this search
+        self._lookup_s = -math.inf
+        self._round_passed: dict[PeerId, bool] = {}  # per host that replied in this search
         self._passed = PassedRounds()
-        self._entered: dict[str, list[Contact]] = {}  # where we are expected, and whom we told
-        self._lost: dict[PeerId, float] = {}  # who did not answer, until when they are taken to be gone
+        self._entered: dict[str, list[Contact]] = {}  # reported places, and the hosts of each
+        self._lost: dict[PeerId, float] = {}  # peers that did not answer, and until when they count as lost
         self._turn = 0
 
-    # --- who there is
+    # --- known peers
 
-    def saw(self, holders: Mapping[PeerId, Holder]) -> None:
-        """The presence records, read afresh."""
-        ours = ((peer_id, holder) for peer_id, holder in holders.items() if peer_id != self._own)
+    def on_records(self, holders: Mapping[PeerId, Holder]) -> None:
+        """Take in presence records that were just read."""
+        others = ((peer_id, holder) for peer_id, holder in holders.items() if peer_id != self._own)
         self._holders = {
-            peer_id: holder for peer_id, holder in ours if holder.schema == self._around.schema.digest
+            peer_id: holder for peer_id, holder in others if holder.schema == self._context.schema.digest
         }
-        self._view_s = self._around.clock.monotonic_s()
+        self._records_read_s = self._context.clock.monotonic_s()
         self._lost = {
             peer_id: until_s
             for peer_id, until_s in self._lost.items()
-            if peer_id in self._holders and until_s > self._view_s
+            if peer_id in self._holders and until_s > self._records_read_s
         }
-        self.grid.saw(self._holders, self._lost)
+        self.grid.on_records(self._holders, self._lost)
 
-    def met(self, holder: Holder) -> None:
-        """A holder introduced itself."""
+    def on_announcement(self, holder: Holder) -> None:
+        """Add a holder that introduced itself."""
         if (
-            holder.schema == self._around.schema.digest
+            holder.schema == self._context.schema.digest
             and holder.contact.peer_id != self._own
             and len(self._holders) < _HOLDERS_MAX
         ):
             self._holders[holder.contact.peer_id] = holder
             self._lost.pop(holder.contact.peer_id, None)
-            self.grid.saw(self._holders, self._lost)
+            self.grid.on_records(self._holders, self._lost)
 
-    def lost(self, peer_id: PeerId) -> None:
-        """It did not answer a call."""
+    def mark_lost(self, peer_id: PeerId) -> None:
+        """Record that the peer did not answer a call."""
         if peer_id in self._holders:
-            self._lost[peer_id] = self._around.clock.monotonic_s() + self.config.lost_s
-            self.grid.saw(self._holders, self._lost)
+            self._lost[peer_id] = self._context.clock.monotonic_s() + _LOST_S
+            self.grid.on_records(self._holders, self._lost)
 
-    def heard(self, peer_id: PeerId) -> None:
-        """It lives."""
+    def mark_alive(self, peer_id: PeerId) -> None:
+        """Record that the peer sent a message."""
         if self._lost.pop(peer_id, None) is not None:
-            self.grid.saw(self._holders, self._lost)
+            self.grid.on_records(self._holders, self._lost)
 
-    def hint(self, place: str) -> None:
-        """Somebody is, or belongs, there."""
+    def on_reported_place(self, place: str) -> None:
+        """Take in the place of another peer; its shape may differ from this peer's."""
         shape = shape_of(place)
         if shape is not None and shape != self.grid.shape:
-            self.grid.heard(shape)
-            self._view_s = -math.inf  # one of us is not up to date
+            self.grid.adopt_shape(shape)
+            self._records_read_s = -math.inf  # one of the two peers is not up to date
 
-    def mates(self) -> dict[PeerId, Holder]:
-        """Who may come to where we are, as far as is known; everybody where there is no grid."""
+    def candidates(self) -> dict[PeerId, Holder]:
+        """Return the peers that may come to the place of the search, as far as known; all holders without a
+        grid.
+        """
         if not self.grid.divided:
             return dict(self._holders)
-        ranked = self.grid.ranked() if self.at == self.grid.home else []
-        return {**{peer_id: self._holders[peer_id] for peer_id in ranked}, **self._mates}
+        ranked = self.grid.initial_members() if self.place == self.grid.home else []
+        return {**{peer_id: self._holders[peer_id] for peer_id in ranked}, **self._reported}
 
-    def concerns(self, key: str) -> bool:
-        """Whether who searches under this key may meet us there: where we search; otherwise where we belong,
-        or shall after our round, though not for the same round.
+    def is_relevant(self, key: str) -> bool:
+        """Return whether a peer that searches under this key may meet this one: at the place of this peer's
+        search; otherwise in its cell, or in its next cell unless the search is for the round in progress.
         """
         round_key, place = split_key(key)
         if place and round_key in self._passed:
             return False
-        if self.at is not None:
-            return place == self.at.text
+        if self.place is not None:
+            return place == self.place.text
         coming = self.grid.next
         later = (
             coming is not None and place == coming.text and (not round_key or round_key != self._round_key)
@@ -163,187 +162,193 @@ class Cells:
 
     # --- a search
 
-    def arrive(self, place: Place, contact: Contact, round_key: str) -> None:
-        """A search begins there."""
-        self.at, self._contact, self._round_key = place, contact, round_key
-        self._mates, self._met_s = {}, -math.inf
+    def begin_search(self, place: Place, contact: Contact, round_key: str) -> None:
+        """Record that a search begins at `place`."""
+        self.place, self._contact, self._round_key = place, contact, round_key
+        self._reported, self._lookup_s = {}, -math.inf
 
-    async def look(self, report: Callable[[Mapping[PeerId, Holder]], None], timeout_s: float) -> None:
-        """Find out who may come, and `report` it as it becomes known. NetworkError when the records are
-        needed and cannot be read.
+    async def find_candidates(
+        self, report: Callable[[Mapping[PeerId, Holder]], None], timeout_s: float
+    ) -> None:
+        """Find the peers that may come, and `report` them as they become known. Raise NetworkError when the
+        presence records are needed and cannot be read.
         """
         if not self.grid.divided:
-            holders = await self._around.presence.look(timeout_s)
-            self.saw(holders)
+            holders = await self._context.presence.read(timeout_s)
+            self.on_records(holders)
             if not self.grid.divided:
                 report(holders)
             return
-        stale = self._around.clock.monotonic_s() - self._view_s > self.config.view_max_s
+        stale = self._context.clock.monotonic_s() - self._records_read_s > _RECORDS_AGE_S_MAX
         async with asyncio.TaskGroup() as tasks:
             if stale:
                 tasks.create_task(self._refresh(timeout_s))
-            tasks.create_task(self._meet(report))
+            tasks.create_task(self._ask_hosts(report))
 
-    def passed(self) -> bool:
-        """Whether most of those who answered have held the round of this search already."""
-        return bool(self._round_key) and 2 * sum(self._past.values()) > len(self._past)
+    def round_has_passed(self) -> bool:
+        """Return whether most hosts that replied have committed the round of this search already."""
+        return bool(self._round_key) and 2 * sum(self._round_passed.values()) > len(self._round_passed)
 
-    def leave(self) -> None:
-        """The search has ended."""
-        self.at = None
-        self._past.clear()
+    def end_search(self) -> None:
+        """Record the end of the search."""
+        self.place = None
+        self._round_passed.clear()
 
-    def seated(self, group: Group) -> None:
-        """The search has ended with a group: those in our next cell hear of us while the round runs."""
-        if self.at is not None and self.grid.divided:
-            self.grid.began(self.at, group.group_id, group.peer_ids)
+    def on_group_formed(self, group: Group) -> None:
+        """Record that the search found a group. The next cell is reported to its hosts while the round
+        runs.
+        """
+        if self.place is not None and self.grid.divided:
+            self.grid.on_group_formed(self.place, group.group_id, group.peer_ids)
             if (coming := self.grid.next) is not None:
-                self._enrol(coming)
-        self.at = None
+                self._enter(coming)
+        self.place = None
 
-    def over(self, *, committed: bool) -> None:
-        """The round of the group has ended."""
+    def on_round_over(self, *, committed: bool) -> None:
+        """Record the end of the group's round."""
         if committed:
             self._passed.add(self._round_key)
-        self.grid.over(committed=committed)
-        self._tidy()
+        self.grid.on_round_over(committed=committed)
+        self._leave_old_places()
 
-    def stray(self) -> None:
-        """Nobody is left to wait for in our cell."""
-        self._view_s = -math.inf
-        if self.at == self.grid.home:
-            self.grid.stray()
-            self._tidy()
-            self._enrol(self.grid.home)
+    def on_unmatched(self) -> None:
+        """Record that nobody is left to wait for at the place of the search; move on if it was this peer's
+        cell.
+        """
+        self._records_read_s = -math.inf
+        if self.place == self.grid.home:
+            self.grid.move_to_other_cell()
+            self._leave_old_places()
+            self._enter(self.grid.home)
 
-    def declare(self, contact: Contact) -> None:
-        """We hold the averager from now on: those of our cell expect us."""
+    def enter_home(self, contact: Contact) -> None:
+        """Report to the hosts of this peer's cell that it holds the averager from now on."""
         self._contact = contact
         if self.grid.divided:
-            self._enrol(self.grid.home)
+            self._enter(self.grid.home)
 
-    def _enrol(self, place: Place) -> None:
-        self._around.background.spawn("into a cell", lambda: self._tell(place.text, self._hosts(place.text)))
+    def _enter(self, place: Place) -> None:
+        self._context.background.spawn(
+            "into a cell", lambda: self._call_hosts(place.text, self._hosts_of(place.text))
+        )
 
-    def _tidy(self) -> None:
-        """Nobody need look for us where we do not belong any more."""
-        gone = [place for place in self._entered if place != self.grid.home.text]
-        for place in gone:
-            told = self._entered.pop(place)
-            leave = functools.partial(self._tell, place, told, leaves=True)
-            self._around.background.spawn("out of a cell", leave)
+    def _leave_old_places(self) -> None:
+        for place in [place for place in self._entered if place != self.grid.home.text]:
+            hosts = self._entered.pop(place)
+            leave = functools.partial(self._call_hosts, place, hosts, leaves=True)
+            self._context.background.spawn("out of a cell", leave)
 
-    # --- a host
+    # --- as a host
 
-    def on_meet(self, meet: CellLookup) -> CellLookupReply:
-        """A peer says where it is."""
-        if meet.schema != self._around.schema.digest:
-            return CellLookupReply(mates=(), home="", passed=False)
-        now_s, peer_id = self._around.clock.monotonic_s(), meet.contact.peer_id
-        if meet.leaves:
-            self.roster.leave(peer_id, meet.place, meet.turn)
-            return CellLookupReply(mates=(), home=self.grid.home.text, passed=False)
-        self.roster.enter(meet.contact, meet.place, meet.turn, now_s)
-        mates = self.roster.mates(meet.place, peer_id, now_s)
+    def on_cell_lookup(self, lookup: CellLookup) -> CellLookupReply:
+        """Record where a peer is, and return the other members of that place."""
+        if lookup.schema != self._context.schema.digest:
+            return CellLookupReply(members=(), home="", passed=False)
+        now_s, peer_id = self._context.clock.monotonic_s(), lookup.contact.peer_id
+        if lookup.leaves:
+            self.members.leave(peer_id, lookup.place, lookup.turn)
+            return CellLookupReply(members=(), home=self.grid.home.text, passed=False)
+        self.members.enter(lookup.contact, lookup.place, lookup.turn, now_s)
+        members = self.members.members_at(lookup.place, peer_id, now_s)
         return CellLookupReply(
-            mates=tuple(mates), home=self.grid.home.text, passed=meet.round_key in self._passed
+            members=tuple(members), home=self.grid.home.text, passed=lookup.round_key in self._passed
         )
 
     # --- inside
 
     async def _refresh(self, timeout_s: float) -> None:
         try:
-            self.saw(await self._around.presence.look(timeout_s))
+            self.on_records(await self._context.presence.read(timeout_s))
         except SwarmError:
-            return  # those we know will do for now
+            return  # the known holders suffice for now
 
-    def _hosts(self, place: str) -> list[Contact]:
-        """Who keeps the list of a place: of those who can be dialed, everybody chooses the same."""
+    def _hosts_of(self, place: str) -> list[Contact]:
+        """Return the hosts of a place: of the holders that can be dialed, the same ones on every peer."""
         assert self._contact is not None
         contacts = [self._contact, *(holder.contact for holder in self._holders.values())]
         able = [one for one in contacts if one.addresses and one.peer_id not in self._lost]
-        lot = place.encode() + b"\0"
-        return sorted(able, key=lambda one: hashlib.sha256(lot + one.peer_id.public_key).digest())[
-            : self.config.hosts
+        prefix = place.encode() + b"\0"
+        return sorted(able, key=lambda one: hashlib.sha256(prefix + one.peer_id.public_key).digest())[
+            :_HOSTS_PER_CELL
         ]
 
     def _next_turn(self) -> int:
-        self._turn = max(self._turn + 1, int(self._around.clock.swarm_s() * 1e6))
+        self._turn = max(self._turn + 1, int(self._context.clock.swarm_s() * 1e6))
         return self._turn
 
-    async def _meet(self, report: Callable[[Mapping[PeerId, Holder]], None]) -> None:
-        """Enter the place of the search, and hear who else is there."""
-        at, now_s = self.at, self._around.clock.monotonic_s()
-        if at is None:
-            return
-        if now_s - self._met_s < self.config.again_s:
-            report(self.mates())
-            return
-        self._met_s = now_s
+    def _holder_of(self, contact: Contact) -> Holder:
+        return Holder(contact=contact, schema=self._context.schema.digest)
 
-        def heard(host: PeerId, met: CellLookupReply) -> None:
-            if self.at != at:
+    async def _ask_hosts(self, report: Callable[[Mapping[PeerId, Holder]], None]) -> None:
+        """Enter the place of the search, and `report` the other members."""
+        place, now_s = self.place, self._context.clock.monotonic_s()
+        if place is None:
+            return
+        if now_s - self._lookup_s < _LOOKUP_INTERVAL_S:
+            report(self.candidates())
+            return
+        self._lookup_s = now_s
+
+        def on_reply(host: PeerId, reply: CellLookupReply) -> None:
+            if self.place != place:
                 return
-            for contact in met.mates:
-                known = self._holders.get(contact.peer_id) or Holder(
-                    contact=contact, schema=self._around.schema.digest
+            for contact in reply.members:
+                self._reported[contact.peer_id] = self._holders.get(contact.peer_id) or self._holder_of(
+                    contact
                 )
-                self._mates[contact.peer_id] = known
-            self.hint(met.home)
-            self._past[host] = met.passed
-            report(self.mates())
+            self.on_reported_place(reply.home)
+            self._round_passed[host] = reply.passed
+            report(self.candidates())
 
-        await self._tell(at.text, self._hosts(at.text), heard)
-        if self.at == at:  # whoever answered: the look is over
-            report(self.mates())
+        await self._call_hosts(place.text, self._hosts_of(place.text), on_reply)
+        if self.place == place:  # the lookup is over even when no host replied
+            report(self.candidates())
 
-    async def _tell(
+    async def _call_hosts(
         self,
         place: str,
         hosts: list[Contact],
-        heard: Callable[[PeerId, CellLookupReply], None] | None = None,
+        on_reply: Callable[[PeerId, CellLookupReply], None] | None = None,
         *,
         leaves: bool = False,
     ) -> None:
-        """Say that we are in a place, or no longer, to the hosts of its list."""
+        """Report to the hosts of a place that this peer is there, or leaves. With `on_reply` it also searches
+        there.
+        """
         contact = self._contact
         assert contact is not None
         if not leaves:
             self._entered[place] = hosts
-        key = self._round_key if heard is not None else ""
-        meet = CellLookup(
+        key = self._round_key if on_reply is not None else ""
+        lookup = CellLookup(
             contact=contact,
-            schema=self._around.schema.digest,
+            schema=self._context.schema.digest,
             place=place,
             round_key=key,
             turn=self._next_turn(),
             leaves=leaves,
         )
-        request = encode_meet(meet, name=self._around.name)
+        request = encode_cell_lookup(lookup, name=self._context.name)
 
-        async def one(host: Contact) -> None:
+        async def call(host: Contact) -> None:
             try:
-                reply = await self._around.caller.call(
-                    host, MEET, request, timeout_s=self.config.call_timeout_s
+                reply = decode_cell_lookup_reply(
+                    await self._context.caller.call(host, CELL_LOOKUP, request, timeout_s=_CALL_TIMEOUT_S)
                 )
-                met = decode_met(reply)
             except SwarmError:
-                self.lost(host.peer_id)
+                self.mark_lost(host.peer_id)
                 return
-            self.heard(host.peer_id)
-            if heard is not None:
-                heard(host.peer_id, met)
+            self.mark_alive(host.peer_id)
+            if on_reply is not None:
+                on_reply(host.peer_id, reply)
 
         async with asyncio.TaskGroup() as tasks:
             for host in hosts:
                 if host.peer_id != self._own:
-                    tasks.create_task(one(host))
+                    tasks.create_task(call(host))
                     continue
-                met = self.on_meet(meet)
-                if heard is not None and met.mates:
-                    self._mates.update(
-                        {
-                            mate.peer_id: Holder(contact=mate, schema=self._around.schema.digest)
-                            for mate in met.mates
-                        }
+                own_reply = self.on_cell_lookup(lookup)
+                if on_reply is not None:
+                    self._reported.update(
+                        {member.peer_id: self._holder_of(member) for member in own_reply.members}
                     )

@@ -1,5 +1,5 @@
-"""The service around `averaging.matchmaking.logic.matchmaking`: carries calls, timers and presence records to
-it, and performs what it asks for.
+"""The service around `averaging.matchmaking.logic.matchmaking`: it passes calls, timers and presence records
+to the state machine, and performs its effects.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ from averaging.matchmaking.logic.messages import (
     Holder,
     Join,
     LookForGroup,
-    LookUp,
     PeerStatus,
+    ReadRecords,
     SearchFailed,
     SearchFinished,
     SearchRequest,
     SendJoin,
-    SendSeek,
+    SendLookForGroup,
     VectorSchema,
 )
-from averaging.matchmaking.service.cells import Background, CellContext, Cells, CellsConfig
-from averaging.matchmaking.service.presence import Permitted, Presence
-from averaging.matchmaking.service.refusals import Refusals
+from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
+from averaging.matchmaking.service.blocklist import PeerBlocklist
+from averaging.matchmaking.service.cells import LOBBY_S, LOBBY_S_MAX, Background, CellContext, Cells
+from averaging.matchmaking.service.presence import PermittedPresence, Presence
 from averaging.matchmaking.service.wire import (
+    CELL_LOOKUP,
     JOIN,
-    MEET,
-    SEEK,
+    LOOK_FOR_GROUP,
     decode_answer,
+    decode_cell_lookup,
     decode_join,
     decode_join_answer,
-    decode_meet,
-    decode_seek,
+    decode_query,
     encode_announcement,
     encode_answer,
+    encode_cell_lookup_reply,
     encode_join,
     encode_join_answer,
-    encode_met,
-    encode_seek,
+    encode_query,
 )
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError, UsageError
@@ -60,45 +61,49 @@ from swarm.core.ids import Contact, PeerId
 from swarm.net.rpc import Caller
 from swarm.wire import group_pb2
 
-# timers are set this much late: one that fires a rounding error early finds nothing to do, again and again
-_PAST_S = 1e-6
-# a leader answers by its own deadline, which is not after ours; this covers the way back and clocks
+# timers are set this much later: one that fires a rounding error early would find nothing to do, repeatedly
+_TIMER_MARGIN_S = 1e-6
+# a leader answers by its own deadline, which is not after its follower's; this covers the way back and clocks
 _ANSWER_SLACK_S = 1.0
 
 
 class HandlerRegistry(Protocol):
-    """What the exchange needs of `swarm.net.rpc.Handlers`."""
+    """The part of `swarm.net.rpc.Handlers` that is used here."""
 
     def unary(self, method: Any, handler: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupServiceConfig:
-    # a peer that does not answer a Seek for this long counts as gone. Too small: a busy machine is left out
-    ping_timeout_s: float = 1.0
-    look_timeout_s: float = 5.0  # for reading the presence records
+    """Settings of the search for groups over the network."""
+
+    # a peer that does not answer a query for this long counts as gone. Too small: a busy machine is left out
+    query_timeout_s: float = 1.0
+    records_timeout_s: float = 5.0  # for reading the presence records
     matchmaking: MatchmakingConfig = field(default_factory=MatchmakingConfig)
-    cells: CellsConfig = field(default_factory=CellsConfig)  # for swarms larger than a group
 
 
 class GroupExchange:
-    """One per node: answers Seek, Join and Meet for all of its averagers."""
+    """Receiver of the matchmaking calls of a node, for all of its averagers. There is one per node."""
 
     def __init__(self, *, handlers: HandlerRegistry, caller: Caller, own: PeerId, clock: Clock) -> None:
         self.caller = caller
         self.own = own
         self.clock = clock
         self._services: dict[AveragerName, GroupService] = {}
-        self.refusals = Refusals(clock)
-        handlers.unary(SEEK, self._on_seek)
+        self.blocklist = PeerBlocklist(clock)
+        handlers.unary(LOOK_FOR_GROUP, self._on_query)
         handlers.unary(JOIN, self._on_join)
-        handlers.unary(MEET, self._on_meet)
+        handlers.unary(CELL_LOOKUP, self._on_cell_lookup)
 
     def add(self, service: GroupService) -> None:
-        """UsageError when this node already has that averager."""
+        """Register the service of an averager. Raise UsageError when this node already has an averager of
+        that name.
+        """
         if service.name in self._services:
             raise UsageError(
-                f"this node already has an averager {service.name.averager!r}: give the second one another name"
+                f"this node already has an averager {service.name.averager!r}:"
+                " give the second one another name"
             )
         self._services[service.name] = service
 
@@ -106,10 +111,10 @@ class GroupExchange:
         if self._services.get(service.name) is service:
             del self._services[service.name]
 
-    async def _on_seek(self, caller: PeerId, request: group_pb2.Seek) -> group_pb2.SeekAnswer:
+    async def _on_query(self, caller: PeerId, request: group_pb2.Seek) -> group_pb2.SeekAnswer:
         now_s = self.clock.swarm_s()
-        seek = decode_seek(request, caller, now_s)
-        answer = self._service(request, caller).on_seek(seek, announced=request.announce)
+        query = decode_query(request, caller, now_s)
+        answer = self._service(request, caller).on_query(query, announced=request.announce)
         return encode_answer(answer, now_s=now_s)
 
     async def _on_join(self, caller: PeerId, request: group_pb2.Join) -> group_pb2.JoinAnswer:
@@ -117,20 +122,20 @@ class GroupExchange:
         answer = await self._service(request.seek, caller).on_join(join)
         return encode_join_answer(answer, now_s=self.clock.swarm_s())
 
-    async def _on_meet(self, caller: PeerId, request: group_pb2.Meet) -> group_pb2.MeetAnswer:
-        meet = decode_meet(request, caller)
-        return encode_met(self._service(request, caller).on_meet(meet))
+    async def _on_cell_lookup(self, caller: PeerId, request: group_pb2.Meet) -> group_pb2.MeetAnswer:
+        lookup = decode_cell_lookup(request, caller)
+        return encode_cell_lookup_reply(self._service(request, caller).on_cell_lookup(lookup))
 
-    def _service(self, seek: group_pb2.Seek | group_pb2.Meet, caller: PeerId) -> GroupService:
-        self.refusals.check(seek.run, caller)
-        service = self._services.get(AveragerName(run=seek.run, averager=seek.averager))
+    def _service(self, query: group_pb2.Seek | group_pb2.Meet, caller: PeerId) -> GroupService:
+        self.blocklist.check(query.run, caller)
+        service = self._services.get(AveragerName(run=query.run, averager=query.averager))
         if service is None:
-            raise PeerError(f"no averager {seek.averager[:100]!r} here")
+            raise PeerError(f"no averager {query.averager[:100]!r} here")
         return service
 
 
 class GroupService:
-    """One averager's searches, on the network loop. One at a time."""
+    """Searches of one averager, one at a time. Runs on the network loop."""
 
     def __init__(
         self,
@@ -146,8 +151,8 @@ class GroupService:
         self.name = name
         self.config = config or GroupServiceConfig()
         self._exchange, self._caller, self._clock = exchange, exchange.caller, exchange.clock
-        self._presence = presence = Permitted(
-            presence, lambda peer: exchange.refusals.reason(name.run, peer) is None
+        self._presence = presence = PermittedPresence(
+            presence, lambda peer: exchange.blocklist.reason(name.run, peer) is None
         )
         self._schema = schema
         self.machine = Matchmaker(
@@ -157,7 +162,7 @@ class GroupService:
             rng=rng,
             now_s=self._clock.monotonic_s(),
         )
-        around = CellContext(
+        context = CellContext(
             caller=self._caller,
             clock=self._clock,
             presence=presence,
@@ -165,72 +170,80 @@ class GroupService:
             name=name,
             schema=schema,
         )
-        self.cells = Cells(around, exchange.own, self.config.matchmaking.target_group_size, self.config.cells)
-        self._in_cell = False  # the machine was told of one cell's peers only
+        self.cells = Cells(context, exchange.own, self.config.matchmaking.target_group_size)
+        self._in_cell = False  # the machine knows the peers of one cell only
         self._wake = asyncio.Event()
-        self._held: dict[int, asyncio.Future[Group | Answer]] = {}  # followers' calls, by ticket
+        self._pending_joins: dict[int, asyncio.Future[Group | Answer]] = {}  # calls of followers, by ticket
         self._joining: asyncio.Task[None] | None = None
         exchange.add(self)
 
     async def find(
         self, *, member: Member, round_key: str, deadline_s: float, gathered: bytes = b""
     ) -> Group | SearchFailed:
-        """Search until `deadline_s` (monotonic). Cancelling it tells followers and leader. After a group:
-        `round_over`.
+        """Search for a group until `deadline_s` (monotonic seconds); after a group, call `round_over`.
 
-        In a grid: in our cell; when nobody is left to wait for there, among those to whom the same happened;
-        and so on in turns.
+        Cancelling informs the followers and the leader. In a grid the search alternates between this peer's
+        cell and, when nobody is left to wait for there, the lobby of unmatched peers.
         """
         now_s = self._clock.monotonic_s()
-        rank_s = self._clock.swarm_s() + (deadline_s - now_s)
-        want = SearchRequest(
-            round_key=round_key, deadline_s=deadline_s, rank_s=rank_s, weight=member.weight, gathered=gathered
+        rank_deadline_s = self._clock.swarm_s() + (deadline_s - now_s)
+        request = SearchRequest(
+            round_key=round_key,
+            deadline_s=deadline_s,
+            rank_deadline_s=rank_deadline_s,
+            weight=member.weight,
+            gathered=gathered,
         )
         cells = self.cells
-        at, stays_s, room_s = cells.grid.home, -math.inf, self.config.cells.room_s
+        place, stay_until_s, lobby_s = cells.grid.home, -math.inf, LOBBY_S
         try:
             while True:
-                cells.arrive(at, member.contact, round_key)
-                outcome = await self._search(self._at(at, want, stays_s), member)
+                cells.begin_search(place, member.contact, round_key)
+                outcome = await self._run_search(self._request_at(place, request, stay_until_s), member)
                 if isinstance(outcome, Group):
-                    cells.seated(outcome)
+                    cells.on_group_formed(outcome)
                     return outcome
                 now_s = self._clock.monotonic_s()
-                stays_s = -math.inf
+                stay_until_s = -math.inf
                 if outcome is None:  # the grid has another shape by now
-                    at = cells.grid.home
+                    place = cells.grid.home
                 elif not cells.grid.divided:
                     return outcome
                 else:
-                    there = cells.grid.home
-                    cells.stray()
+                    home = cells.grid.home
+                    cells.on_unmatched()
                     if now_s >= deadline_s:
                         return outcome
-                    if cells.passed():
+                    if cells.round_has_passed():
                         return SearchFailed(
                             reason="passed",
                             detail=f"most peers have finished round {round_key!r} without this one",
                         )
-                    at = cells.grid.room if at == there else cells.grid.home
-                    stays_s, room_s = now_s + room_s, min(2 * room_s, self.config.cells.room_s_max)
+                    place = cells.grid.lobby if place == home else cells.grid.home
+                    stay_until_s, lobby_s = now_s + lobby_s, min(2 * lobby_s, LOBBY_S_MAX)
         finally:
-            cells.leave()
+            cells.end_search()
 
-    def _at(self, at: Place, want: SearchRequest, stays_s: float) -> SearchRequest:
-        """The same search, at a place of the grid."""
-        if at.text or self._in_cell:
-            self.machine.moved(self.cells.mates())
-        self._in_cell = bool(at.text)
-        if not at.text:
-            return want
-        expected = max(self.cells.grid.expected, 1) if at == self.cells.grid.home else 1
+    def _request_at(self, place: Place, request: SearchRequest, stay_until_s: float) -> SearchRequest:
+        """Return the same request, restricted to a place of the grid."""
+        if place.text or self._in_cell:
+            self.machine.set_candidates(self.cells.candidates())
+        self._in_cell = bool(place.text)
+        if not place.text:
+            return request
+        expected = max(self.cells.grid.expected, 1) if place == self.cells.grid.home else 1
         return replace(
-            want, round_key=key_at(want.round_key, at.text), expected=expected, stays_until_s=stays_s
+            request,
+            round_key=key_at(request.round_key, place.text),
+            expected=expected,
+            stay_until_s=stay_until_s,
         )
 
-    async def _search(self, want: SearchRequest, member: Member) -> Group | SearchFailed | None:
-        """One search of the machine; None: the grid's shape changed meanwhile, and we belong elsewhere."""
-        self.machine.start(want, member, self._clock.monotonic_s())
+    async def _run_search(self, request: SearchRequest, member: Member) -> Group | SearchFailed | None:
+        """Run one search of the machine. Return None when the shape of the grid changed meanwhile, so that
+        this peer belongs to another cell.
+        """
+        self.machine.start(request, member, self._clock.monotonic_s())
         children: set[asyncio.Task[None]] = set()
         outcome: Group | SearchFailed | None = None
         done = False
@@ -242,14 +255,14 @@ class GroupService:
                     outcome = self._perform(self.machine.poll(now_s), tasks, children)
                     if outcome is not None:
                         break
-                    if self.cells.at not in (self.cells.grid.home, self.cells.grid.room):
+                    if self.cells.place not in (self.cells.grid.home, self.cells.grid.lobby):
                         self.machine.stop(now_s)
                         self._perform(self.machine.poll(now_s), None, set())
                         break
                     wake_s = self.machine.wake_s(now_s)
                     try:
                         async with asyncio.timeout(
-                            None if wake_s is None else max(wake_s - now_s, 0.0) + _PAST_S
+                            None if wake_s is None else max(wake_s - now_s, 0.0) + _TIMER_MARGIN_S
                         ):
                             await self._wake.wait()
                     except TimeoutError:
@@ -260,12 +273,12 @@ class GroupService:
         finally:
             self._joining = None
             if not done:
-                self._give_up(outcome)
+                self._cancel_search(outcome)
         return outcome
 
-    def _give_up(self, outcome: Group | SearchFailed | None) -> None:
-        """The search was cancelled: nobody may go on waiting for us, nor we for a round that will not be held
-        here.
+    def _cancel_search(self, outcome: Group | SearchFailed | None) -> None:
+        """Cancel the search: nobody keeps waiting for this peer, and it waits for no round that will not take
+        place here.
         """
         now_s = self._clock.monotonic_s()
         if isinstance(outcome, Group):
@@ -275,12 +288,12 @@ class GroupService:
             self._perform(self.machine.poll(now_s), None, set())
 
     async def announce(self, own: Contact) -> None:
-        """Introduce ourselves to the holders there are: they expect us from now on, before they read the
-        records again.
+        """Introduce this peer to the present holders, so that they expect it before they read the records
+        again.
         """
-        holders = await self._presence.look(self.config.look_timeout_s)
-        self.cells.saw(holders)
-        self.cells.declare(own)
+        holders = await self._presence.read(self.config.records_timeout_s)
+        self.cells.on_records(holders)
+        self.cells.enter_home(own)
         if not self.cells.grid.divided:
             self.machine.on_holders(holders, self._clock.monotonic_s())
         hello = Holder(contact=own, schema=self._schema.digest, schema_text=self._schema.text)
@@ -288,9 +301,11 @@ class GroupService:
 
         async def introduce(contact: Contact) -> None:
             try:
-                await self._caller.call(contact, SEEK, request, timeout_s=self.config.ping_timeout_s)
+                await self._caller.call(
+                    contact, LOOK_FOR_GROUP, request, timeout_s=self.config.query_timeout_s
+                )
             except SwarmError:
-                self.cells.lost(contact.peer_id)  # who is gone need not know us
+                self.cells.mark_lost(contact.peer_id)
 
         others = [
             holder.contact
@@ -298,7 +313,7 @@ class GroupService:
             if holder.contact.peer_id != own.peer_id and holder.contact.addresses
         ]
         async with asyncio.TaskGroup() as tasks:
-            for contact in others[: self.config.matchmaking.book.seek_peers_max]:
+            for contact in others[:QUERIED_PEERS_MAX]:
                 tasks.create_task(introduce(contact))
 
     def round_over(
@@ -308,68 +323,79 @@ class GroupService:
         left_out: frozenset[PeerId] = frozenset(),
         accused: Mapping[PeerId, str] = MappingProxyType({}),
     ) -> None:
-        """The round of the group that `find` returned has ended; `accused`: who was proved to have lied in
-        it, and in what.
+        """Record the end of the round of the group that `find` returned. `left_out`: members that did not
+        finish it; `accused`: members that were proved to have lied in it, each with its lie.
         """
         for peer_id, lie in accused.items():
-            self._exchange.refusals.shun(self.name.run, peer_id, lie)
+            self._exchange.blocklist.block(peer_id, self.name.run, lie)
         self.machine.round_over(committed=committed, left_out=left_out, now_s=self._clock.monotonic_s())
-        self.cells.over(committed=committed)
+        self.cells.on_round_over(committed=committed)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering calls."""
         self._exchange.remove(self)
 
-    # --- what others ask of us
+    # --- calls from other peers
 
-    def on_seek(self, seek: LookForGroup, *, announced: bool) -> Answer:
+    def on_query(self, query: LookForGroup, *, announced: bool) -> Answer:
+        """Handle a query of another peer, or its announcement that it holds the averager; return this peer's
+        status.
+        """
         now_s = self._clock.monotonic_s()
-        self.cells.heard(seek.contact.peer_id)
+        self.cells.mark_alive(query.contact.peer_id)
         if announced:
-            holder = Holder(contact=seek.contact, schema=seek.schema, schema_text=seek.schema_text)
-            self.cells.met(holder)
+            holder = Holder(contact=query.contact, schema=query.schema, schema_text=query.schema_text)
+            self.cells.on_announcement(holder)
             self._wake.set()
             if not self.cells.grid.divided:
                 self.machine.on_announce(holder)
-            return self.machine.stand(seek, now_s)
-        if not self.cells.concerns(seek.round_key):
-            self.cells.hint(split_key(seek.round_key)[1])
+            return self.machine.status_for(query, now_s)
+        if not self.cells.is_relevant(query.round_key):
+            self.cells.on_reported_place(split_key(query.round_key)[1])
             self._wake.set()
-            return self._elsewhere(seek)
-        answer = self.machine.on_seek(seek, now_s)
+            return self._answer_elsewhere(query)
+        answer = self.machine.on_query(query, now_s)
         self._wake.set()
         return answer
 
-    def on_meet(self, meet: CellLookup) -> CellLookupReply:
-        """A peer tells us, whom everybody chooses for its cell, where it is."""
-        return self.cells.on_meet(meet)
+    def on_cell_lookup(self, lookup: CellLookup) -> CellLookupReply:
+        """Handle a report to this peer as the host of a cell."""
+        return self.cells.on_cell_lookup(lookup)
 
-    def _elsewhere(self, seek: LookForGroup) -> Answer:
-        """A peer looks in a cell where we are not: it does not wait for us there."""
-        answer, place = self.machine.stand(seek, self._clock.monotonic_s()), split_key(seek.round_key)[1]
-        # it knows of no grid yet: our own key tells it
-        if not place or answer.standing is PeerStatus.REFUSED:
+    def _answer_elsewhere(self, query: LookForGroup) -> Answer:
+        """Return the status for a peer that searches in a cell where this peer is not, so that it does not
+        wait for this one there.
+        """
+        answer, place = (
+            self.machine.status_for(query, self._clock.monotonic_s()),
+            split_key(query.round_key)[1],
+        )
+        # a peer that does not know of the grid yet learns of it from the key in this answer
+        if not place or answer.status is PeerStatus.REFUSED:
             return answer
-        return Answer(standing=PeerStatus.PASSED, round_key=seek.round_key, turn=answer.turn)
+        return Answer(status=PeerStatus.PASSED, round_key=query.round_key, turn=answer.turn)
 
     async def on_join(self, join: Join) -> Group | Answer:
-        if not self.cells.concerns(join.seek.round_key):
-            return self._elsewhere(join.seek)
+        """Handle the request of another peer to be led: return the group once it begins, or this peer's
+        status.
+        """
+        if not self.cells.is_relevant(join.query.round_key):
+            return self._answer_elsewhere(join.query)
         ticket = self.machine.on_join(join, self._clock.monotonic_s())
         self._wake.set()
         if isinstance(ticket, Answer):
             return ticket
-        held: asyncio.Future[Group | Answer] = asyncio.get_running_loop().create_future()
-        self._held[ticket] = held
+        pending: asyncio.Future[Group | Answer] = asyncio.get_running_loop().create_future()
+        self._pending_joins[ticket] = pending
         try:
-            return await held
+            return await pending
         finally:
-            del self._held[ticket]
-            if held.cancelled():
-                self.machine.on_join_lost(join.seek.contact.peer_id, ticket)
+            del self._pending_joins[ticket]
+            if pending.cancelled():
+                self.machine.on_join_lost(join.query.contact.peer_id, ticket)
                 self._wake.set()
 
-    # --- what the machine asks of us
+    # --- effects of the machine
 
     def _perform(
         self, effects: list[Effect], tasks: asyncio.TaskGroup | None, children: set[asyncio.Task[None]]
@@ -379,9 +405,9 @@ class GroupService:
             if isinstance(effect, SearchFinished):
                 outcome = effect.outcome
             elif isinstance(effect, AnswerJoin):
-                held = self._held.get(effect.ticket)
-                if held is not None and not held.done():
-                    held.set_result(effect.answer)
+                pending = self._pending_joins.get(effect.ticket)
+                if pending is not None and not pending.done():
+                    pending.set_result(effect.answer)
             elif isinstance(effect, AbandonJoin):
                 if self._joining is not None:
                     self._joining.cancel()
@@ -391,41 +417,43 @@ class GroupService:
 
     def _start(
         self,
-        effect: SendSeek | SendJoin | LookUp,
+        effect: SendLookForGroup | SendJoin | ReadRecords,
         tasks: asyncio.TaskGroup,
         children: set[asyncio.Task[None]],
     ) -> None:
-        if isinstance(effect, SendSeek):
-            child = tasks.create_task(self._seek(effect.contact, effect.seek))
+        if isinstance(effect, SendLookForGroup):
+            child = tasks.create_task(self._send_query(effect.contact, effect.query))
         elif isinstance(effect, SendJoin):
-            child = self._joining = tasks.create_task(self._join(effect.contact, effect.join))
+            child = self._joining = tasks.create_task(self._send_join(effect.contact, effect.join))
         else:
-            child = tasks.create_task(self._look())
+            child = tasks.create_task(self._read_records())
         children.add(child)
         child.add_done_callback(children.discard)
 
-    async def _seek(self, contact: Contact, seek: LookForGroup) -> None:
+    async def _send_query(self, contact: Contact, query: LookForGroup) -> None:
         sent_s = self._clock.swarm_s()
-        request = encode_seek(seek, name=self.name, now_s=sent_s)
+        request = encode_query(query, name=self.name, now_s=sent_s)
         try:
-            reply = await self._caller.call(contact, SEEK, request, timeout_s=self.config.ping_timeout_s)
+            reply = await self._caller.call(
+                contact, LOOK_FOR_GROUP, request, timeout_s=self.config.query_timeout_s
+            )
             answer = decode_answer(reply, (sent_s + self._clock.swarm_s()) / 2)
         except SwarmError as error:
-            self.machine.on_seek_failed(contact.peer_id, str(error), self._clock.monotonic_s())
-            self.cells.lost(contact.peer_id)
+            self.machine.on_query_failed(contact.peer_id, str(error), self._clock.monotonic_s())
+            self.cells.mark_lost(contact.peer_id)
         else:
-            self.cells.heard(contact.peer_id)
-            self.cells.hint(split_key(answer.round_key)[1])
-            self.machine.on_seek_answer(contact.peer_id, answer, self._clock.monotonic_s())
+            self.cells.mark_alive(contact.peer_id)
+            self.cells.on_reported_place(split_key(answer.round_key)[1])
+            self.machine.on_query_answer(contact.peer_id, answer, self._clock.monotonic_s())
         self._wake.set()
 
-    async def _join(self, contact: Contact, join: Join) -> None:
+    async def _send_join(self, contact: Contact, join: Join) -> None:
         sent_s = self._clock.swarm_s()
         request = encode_join(join, name=self.name, now_s=sent_s)
-        timeout_s = max(join.seek.deadline_s - sent_s, 0.0) + _ANSWER_SLACK_S
+        timeout_s = max(join.query.deadline_s - sent_s, 0.0) + _ANSWER_SLACK_S
         try:
-            # somebody who does not know of it yet may follow this one
-            self._exchange.refusals.check(self.name.run, contact.peer_id)
+            # a peer that does not know of the block yet may follow this leader
+            self._exchange.blocklist.check(self.name.run, contact.peer_id)
             reply = await self._caller.call(contact, JOIN, request, timeout_s=timeout_s)
             now_s = self._clock.swarm_s()
             answer = decode_join_answer(reply, now_s)
@@ -435,13 +463,13 @@ class GroupService:
             self.machine.on_join_answer(contact.peer_id, answer, self._clock.monotonic_s())
         self._wake.set()
 
-    async def _look(self) -> None:
+    async def _read_records(self) -> None:
         try:
-            await self.cells.look(self._report, self.config.look_timeout_s)
+            await self.cells.find_candidates(self._report_holders, self.config.records_timeout_s)
         except SwarmError:
-            self.machine.on_look_failed(self._clock.monotonic_s())
+            self.machine.on_read_failed(self._clock.monotonic_s())
         self._wake.set()
 
-    def _report(self, holders: Mapping[PeerId, Holder]) -> None:
+    def _report_holders(self, holders: Mapping[PeerId, Holder]) -> None:
         self.machine.on_holders(holders, self._clock.monotonic_s())
         self._wake.set()

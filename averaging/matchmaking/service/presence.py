@@ -1,5 +1,5 @@
-"""Who holds an averager: each holder keeps one record of itself in the DHT, renews it while it lives, and
-takes it back when it leaves.
+"""Presence records: each holder of an averager keeps one record of itself in the DHT, renews it while it
+lives, and deletes it when it leaves.
 """
 
 from __future__ import annotations
@@ -21,40 +21,47 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_RENEW_S = 10.0  # well below ttl_s: two renewals may get lost
+_RETRY_S = 1.0  # after a renewal that no peer accepted
+_WITHDRAW_TIMEOUT_S = 0.8  # a node that closes does not wait longer than this for its callbacks
+
 
 class Presence(Protocol):
-    """The records as matchmaking needs them."""
+    """Source of presence records."""
 
-    async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
-        """Every live holder, read afresh. NetworkError when the DHT cannot say."""
+    async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
+        """Read the records of all live holders from the network. Raise NetworkError when the DHT cannot
+        answer.
+        """
         ...
 
 
-class Permitted:
-    """Records without those of peers that are refused: nobody looks for them or waits for them."""
+class PermittedPresence:
+    """Presence records without those of peers that are not permitted, so that nobody searches for them or
+    waits for them.
+    """
 
-    def __init__(self, presence: Presence, permitted: Callable[[PeerId], bool]) -> None:
-        self._presence, self._permitted = presence, permitted
+    def __init__(self, presence: Presence, is_permitted: Callable[[PeerId], bool]) -> None:
+        self._presence, self._is_permitted = presence, is_permitted
 
-    async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
+    async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
         return {
             peer: holder
-            for peer, holder in (await self._presence.look(timeout_s)).items()
-            if self._permitted(peer)
+            for peer, holder in (await self._presence.read(timeout_s)).items()
+            if self._is_permitted(peer)
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresenceConfig:
-    ttl_s: float = 30.0  # a peer that died without a word is expected by others for this long
-    renew_s: float = 10.0  # well below ttl_s: two renewals may get lost
-    retry_s: float = 1.0  # after a renewal that nobody took
+    """Timing of presence records."""
+
+    ttl_s: float = 30.0  # a peer that died without leaving is expected by others for this long
     store_timeout_s: float = 5.0
-    goodbye_timeout_s: float = 0.8  # a node that closes does not wait longer for its callbacks
 
 
 class DhtPresence:
-    """One averager's records in the DHT, under `run.<run>/holders.<averager>`."""
+    """Presence records of one averager in the DHT, under `run.<run>/holders.<averager>`."""
 
     def __init__(
         self,
@@ -73,12 +80,12 @@ class DhtPresence:
         self._keeper = RecordKeeper(
             self.declare,
             f"the presence record of {self._key}",
-            renew_s=config.renew_s,
-            retry_s=config.retry_s,
+            renew_s=_RENEW_S,
+            retry_s=_RETRY_S,
         )
 
     async def declare(self) -> bool:
-        """Store our record once; False when no other peer of the DHT took it."""
+        """Store this peer's record once. Return False when no other peer of the DHT accepted it."""
         contact = self._own()
         value = {
             "addresses": [address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
@@ -93,14 +100,14 @@ class DhtPresence:
             subkey=str(contact.peer_id),
             timeout_s=config.store_timeout_s,
         )
-        return bool(result.replicas > (1 if contact.addresses else 0))  # one copy is our own
+        return bool(result.replicas > (1 if contact.addresses else 0))  # one copy is this peer's own
 
     async def renew(self) -> None:
-        """Declare again and again, until cancelled."""
+        """Store the record at regular intervals, until cancelled."""
         await self._keeper.run()
 
-    async def declared(self, timeout_s: float) -> None:
-        """Wait until `renew` has stored the record once, or has failed to."""
+    async def wait_until_declared(self, timeout_s: float) -> None:
+        """Wait until `renew` has stored the record once, or has failed to; at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._keeper.attempted.wait()
@@ -108,15 +115,13 @@ class DhtPresence:
             return
 
     async def withdraw(self) -> None:
-        """Say goodbye: nobody waits for us any more."""
+        """Delete the record, so that no peer waits for this one any more. A failure is only logged."""
         try:
-            await self._dht.delete(
-                self._key, subkey=str(self._own().peer_id), timeout_s=self._config.goodbye_timeout_s
-            )
+            await self._dht.delete(self._key, subkey=str(self._own().peer_id), timeout_s=_WITHDRAW_TIMEOUT_S)
         except SwarmError as error:
             _log.debug("the presence record of %s was not withdrawn: %s", self._key, error)
 
-    async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
+    async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
         found = await self._dht.get(self._key, latest=True, timeout_s=timeout_s)
         if found is None:
             found = {}
@@ -133,8 +138,8 @@ class DhtPresence:
 
 
 def _holder(writer: PeerId, value: Any) -> Holder | None:
-    """A record as its writer stored it; None when it is malformed: its writer's fault, and nobody else's
-    business.
+    """Return the holder that a record describes, or None when the record is malformed, which harms only its
+    writer.
     """
     if not isinstance(value, dict):
         return None

@@ -1,11 +1,12 @@
-"""The messages of `averaging.matchmaking.logic.messages` as protobuf and back. What a peer sends is checked
-here: PeerError says what is wrong.
+"""Conversion between the messages of `averaging.matchmaking.logic.messages` and protobuf. Everything that a
+peer sends is checked here; PeerError says what is wrong.
 """
 
 from __future__ import annotations
 
 import math
 
+from averaging.matchmaking.logic.cell_members import CELL_MEMBERS_MAX
 from averaging.matchmaking.logic.grid import PLACE_MAX
 from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, GROUP_MEMBERS_MAX, Group, Member
 from averaging.matchmaking.logic.messages import (
@@ -21,7 +22,6 @@ from averaging.matchmaking.logic.messages import (
     LookForGroup,
     PeerStatus,
 )
-from averaging.matchmaking.logic.roster import MATES_MAX
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.rpc import Method
@@ -30,10 +30,10 @@ from swarm.wire import group_pb2, peer_pb2
 ADDRESSES_MAX = 8
 SCHEMA_BYTES_MAX = 64
 _NAME_MAX = 128
-_KEY_MAX = ROUND_KEY_MAX + 1 + PLACE_MAX  # the caller's key and the cell
-_STANDINGS = frozenset(int(standing) for standing in PeerStatus)
+_KEY_MAX = ROUND_KEY_MAX + 1 + PLACE_MAX  # the caller's key and the place in the grid
+_STATUSES = frozenset(int(status) for status in PeerStatus)
 
-SEEK = Method(
+LOOK_FOR_GROUP = Method(
     name="/swarm.Groups/Seek",
     request=group_pb2.Seek,
     reply=group_pb2.SeekAnswer,
@@ -47,7 +47,7 @@ JOIN = Method(
     request_bytes_max=(16 << 10) + GATHERED_BYTES_MAX,
     reply_bytes_max=GROUP_MEMBERS_MAX * (GATHERED_BYTES_MAX + 1024),
 )
-MEET = Method(
+CELL_LOOKUP = Method(
     name="/swarm.Groups/Meet",
     request=group_pb2.Meet,
     reply=group_pb2.MeetAnswer,
@@ -98,24 +98,24 @@ def encode_announcement(holder: Holder, *, name: AveragerName, now_s: float) -> 
     )
 
 
-def encode_seek(seek: LookForGroup, *, name: AveragerName, now_s: float) -> group_pb2.Seek:
+def encode_query(query: LookForGroup, *, name: AveragerName, now_s: float) -> group_pb2.Seek:
     return group_pb2.Seek(
         run=name.run,
         averager=name.averager,
-        contact=encode_contact(seek.contact),
-        round_key=seek.round_key,
-        schema=seek.schema,
-        schema_text=seek.schema_text[:TEXT_MAX],
-        deadline_s=seek.deadline_s,
-        can_lead=seek.can_lead,
+        contact=encode_contact(query.contact),
+        round_key=query.round_key,
+        schema=query.schema,
+        schema_text=query.schema_text[:TEXT_MAX],
+        deadline_s=query.deadline_s,
+        can_lead=query.can_lead,
         now_s=now_s,
-        turn=seek.turn,
+        turn=query.turn,
     )
 
 
-def decode_seek(message: group_pb2.Seek, caller: PeerId, now_s: float) -> LookForGroup:
-    """`now_s`: our swarm time as it arrived; the time on the way counts as the caller's clock being off,
-    which is little.
+def decode_query(message: group_pb2.Seek, caller: PeerId, now_s: float) -> LookForGroup:
+    """Check and convert a query. `now_s` is this peer's swarm time at its arrival; the time on the way counts
+    as an offset of the caller's clock, which is small.
     """
     contact = decode_contact(message.contact)
     if contact.peer_id != caller:
@@ -141,7 +141,7 @@ def encode_answer(answer: Answer, *, now_s: float) -> group_pb2.SeekAnswer:
             contact=encode_contact(answer.leader.contact), deadline_s=answer.leader.deadline_s
         )
     return group_pb2.SeekAnswer(
-        standing=group_pb2.SeekAnswer.Standing.Name(int(answer.standing)),
+        standing=group_pb2.SeekAnswer.Standing.Name(int(answer.status)),
         round_key=answer.round_key,
         deadline_s=answer.deadline_s,
         can_lead=answer.can_lead,
@@ -155,10 +155,13 @@ def encode_answer(answer: Answer, *, now_s: float) -> group_pb2.SeekAnswer:
 
 
 def decode_answer(message: group_pb2.SeekAnswer, now_s: float) -> Answer:
-    """`now_s`: our swarm time half-way between question and answer."""
-    if int(message.standing) not in _STANDINGS:
+    """Check and convert a status reply. `now_s` is this peer's swarm time half-way between query and
+    reply.
+    """
+    if int(message.standing) not in _STATUSES:
         raise PeerError(
-            f"a peer stands in a way that this version does not know ({message.standing}): one of the two is too old"
+            f"a peer reported a status that this version does not know ({message.standing}):"
+            " one of the two is too old"
         )
     if len(message.members) > GROUP_MEMBERS_MAX:
         raise PeerError(f"a group has at most {GROUP_MEMBERS_MAX} members")
@@ -173,7 +176,7 @@ def decode_answer(message: group_pb2.SeekAnswer, now_s: float) -> Answer:
     except UsageError as error:
         raise PeerError(f"a member is malformed: {error}") from error
     return Answer(
-        standing=PeerStatus(message.standing),
+        status=PeerStatus(message.standing),
         round_key=_text(message.round_key, _KEY_MAX, "a round key"),
         deadline_s=_number(message.deadline_s, "a deadline"),
         can_lead=message.can_lead,
@@ -188,7 +191,7 @@ def decode_answer(message: group_pb2.SeekAnswer, now_s: float) -> Answer:
 
 def encode_join(join: Join, *, name: AveragerName, now_s: float) -> group_pb2.Join:
     return group_pb2.Join(
-        seek=encode_seek(join.seek, name=name, now_s=now_s),
+        seek=encode_query(join.query, name=name, now_s=now_s),
         weight=join.weight,
         bandwidth=join.bandwidth,
         auxiliary=join.auxiliary,
@@ -197,14 +200,14 @@ def encode_join(join: Join, *, name: AveragerName, now_s: float) -> group_pb2.Jo
 
 
 def decode_join(message: group_pb2.Join, caller: PeerId, now_s: float) -> Join:
-    seek = decode_seek(message.seek, caller, now_s)
+    query = decode_query(message.seek, caller, now_s)
     return Join(
-        seek=seek,
+        query=query,
         weight=message.weight,
         bandwidth=message.bandwidth,
         auxiliary=message.auxiliary,
         gathered=message.gathered,
-    )  # the bounds of these are those of `Member`, checked by the machine
+    )  # the bounds of these values are checked by `Member`
 
 
 def encode_join_answer(answer: Group | Answer, *, now_s: float) -> group_pb2.JoinAnswer:
@@ -251,20 +254,20 @@ def decode_join_answer(message: group_pb2.JoinAnswer, now_s: float) -> Group | A
         raise PeerError(f"it announced a group that cannot be: {error}") from error
 
 
-def encode_meet(meet: CellLookup, *, name: AveragerName) -> group_pb2.Meet:
+def encode_cell_lookup(lookup: CellLookup, *, name: AveragerName) -> group_pb2.Meet:
     return group_pb2.Meet(
         run=name.run,
         averager=name.averager,
-        contact=encode_contact(meet.contact),
-        schema=meet.schema,
-        place=meet.place,
-        round_key=meet.round_key,
-        turn=meet.turn,
-        leaves=meet.leaves,
+        contact=encode_contact(lookup.contact),
+        schema=lookup.schema,
+        place=lookup.place,
+        round_key=lookup.round_key,
+        turn=lookup.turn,
+        leaves=lookup.leaves,
     )
 
 
-def decode_meet(message: group_pb2.Meet, caller: PeerId) -> CellLookup:
+def decode_cell_lookup(message: group_pb2.Meet, caller: PeerId) -> CellLookup:
     contact = decode_contact(message.contact)
     if contact.peer_id != caller:
         raise PeerError(f"{caller} speaks for another peer, {contact.peer_id}")
@@ -280,17 +283,17 @@ def decode_meet(message: group_pb2.Meet, caller: PeerId) -> CellLookup:
     )
 
 
-def encode_met(met: CellLookupReply) -> group_pb2.MeetAnswer:
+def encode_cell_lookup_reply(reply: CellLookupReply) -> group_pb2.MeetAnswer:
     return group_pb2.MeetAnswer(
-        mates=[encode_contact(mate) for mate in met.mates], home=met.home, passed=met.passed
+        mates=[encode_contact(member) for member in reply.members], home=reply.home, passed=reply.passed
     )
 
 
-def decode_met(message: group_pb2.MeetAnswer) -> CellLookupReply:
-    if len(message.mates) > MATES_MAX:
-        raise PeerError(f"a cell's list has at most {MATES_MAX} peers, not {len(message.mates)}")
+def decode_cell_lookup_reply(message: group_pb2.MeetAnswer) -> CellLookupReply:
+    if len(message.mates) > CELL_MEMBERS_MAX:
+        raise PeerError(f"a cell's list has at most {CELL_MEMBERS_MAX} peers, not {len(message.mates)}")
     return CellLookupReply(
-        mates=tuple(decode_contact(mate) for mate in message.mates),
+        members=tuple(decode_contact(member) for member in message.mates),
         home=_text(message.home, PLACE_MAX, "a place in the grid"),
         passed=message.passed,
     )

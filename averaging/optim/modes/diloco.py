@@ -1,13 +1,13 @@
 """Modes `diloco` (arXiv 2311.08105), its streaming form (arXiv 2501.18512), and `local`, which is the same
 with a plain outer step.
 
-Between rounds each peer makes local steps. A round averages what they moved, base - θ, weighted by samples;
-every peer makes the same outer step with it on the base. Streaming: a round is for one of several fragments
-of the model, and is held while training goes on; what θ moved meanwhile is kept, since θ gets the difference
-added.
+Between rounds each peer makes local steps. A round averages the pseudo-gradients base - θ, weighted by
+samples, and every peer applies the same outer step to the base. In streaming mode a round is for one of
+several fragments of the model and runs while training continues; local steps made meanwhile are kept, since
+only the difference is added to θ.
 
-A round that failed for everybody changes nothing: θ and base stay, and the next pseudo-gradient covers both
-spans.
+A round that failed for all peers changes nothing: θ and base stay, and the next pseudo-gradient covers both
+periods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from averaging.optim.finite import all_finite
-from averaging.optim.memory import Fragment, room_for
+from averaging.optim.memory import Fragment, zeros_for
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.modes.local_steps import LocalSteps
 from averaging.optim.modes.outer import OuterSGD, fragments_of
@@ -27,7 +27,7 @@ from averaging.optim.modes.outer import OuterSGD, fragments_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSettings:
-    """What `DilocoMode` needs to know."""
+    """Settings of `DilocoMode`."""
 
     lr: float
     momentum: float
@@ -39,14 +39,14 @@ class OuterSettings:
 
 @dataclass(frozen=True, slots=True)
 class CapturedDeltas:
-    """The averaged pseudo-gradient of one round that this peer did not take part in."""
+    """The averaged pseudo-gradient of one round that this peer did not contribute to."""
 
     epoch: int
-    deltas: list[torch.Tensor]  # flat float32, by piece of the round's fragment
+    deltas: list[torch.Tensor]  # flat float32, one for each of the fragment's parts
 
 
 class DilocoMode:
-    """The round of epoch e is for fragment e mod `fragments`."""
+    """DiLoCo. The round of epoch e is for fragment e mod `fragments`."""
 
     def __init__(self, parts: ModeParts, settings: OuterSettings) -> None:
         self.traits = settings.traits
@@ -60,73 +60,78 @@ class DilocoMode:
         self.state = self.learner.state
         base = self.learner.base
         self._fragments = fragments_of([one.numel() for one in base], settings.fragments)
-        # per fragment: the samples that its last committed round counted, of all
-        self._sent_at = [0] * settings.fragments
+        # per fragment: how many of this peer's samples were counted up to its last committed round
+        self._counted_at = [0] * settings.fragments
         if settings.fragments == 1:
-            self._tensors = [room_for(one.shape, one.device) for one in base]
+            self._tensors = [zeros_for(one.shape, one.device) for one in base]
             self._views = [[tensor.view(-1) for tensor in self._tensors if tensor.numel()]]
-            self._own: torch.Tensor | None = None
+            self._weights_at_start: torch.Tensor | None = None
         else:
             size = max(sum(piece.numel for piece in pieces) for pieces in self._fragments)
-            whole = room_for((size,), base[0].device)
-            self._tensors, self._views = [whole], [_laid(whole, pieces) for pieces in self._fragments]
-            self._own = torch.empty_like(whole)  # θ's elements when the round began
+            whole = zeros_for((size,), base[0].device)
+            self._tensors, self._views = (
+                [whole],
+                [_consecutive_views(whole, pieces) for pieces in self._fragments],
+            )
+            self._weights_at_start = torch.empty_like(whole)  # θ's elements when the round began
 
     def tensors(self) -> list[torch.Tensor]:
         return self._tensors
 
     def prepare(self, epoch: int) -> tuple[float, Any]:
         learner, number = self.learner, epoch % len(self._fragments)
-        learner.launch()
-        if learner.away:
+        learner.begin_round()
+        if learner.is_suspended:
             return 0.0, None
         pieces, views = self._fragments[number], self._views[number]
         learner.read(pieces, views)
-        if self._own is not None:
-            for own, view in zip(_laid(self._own, pieces), views, strict=True):
+        if self._weights_at_start is not None:
+            for own, view in zip(_consecutive_views(self._weights_at_start, pieces), views, strict=True):
                 own.copy_(view)
         learner.pseudo_gradient_(pieces, views)
         if not all_finite(self._views[number]):
-            learner.discard()
+            learner.reset_to_base()
             for view in self._views[number]:
                 view.zero_()
-        return learner.weight(max(self._sent_at[number], learner.dropped)), None
+        return learner.weight(max(self._counted_at[number], learner.dropped)), None
 
-    def apply(self, told: Sequence[Any]) -> None:
+    def apply(self, metadata: Sequence[Any]) -> None:
         learner, number = self.learner, self.state.epoch % len(self._fragments)
-        still = learner.still
+        has_no_new_steps = learner.has_no_new_steps
         pieces, views = self._fragments[number], self._views[number]
         self._outer_step(number, views)
         bases = [learner.base[piece.place].detach().view(-1)[piece.start : piece.stop] for piece in pieces]
-        if self._own is None or still:
+        if self._weights_at_start is None or has_no_new_steps:
             learner.write(pieces, bases)
         else:
-            learner.read(pieces, views)  # the outer step has spent what was there
-            for view, base, own in zip(views, bases, _laid(self._own, pieces), strict=True):
+            learner.read(pieces, views)  # the outer step has overwritten the views
+            for view, base, own in zip(
+                views, bases, _consecutive_views(self._weights_at_start, pieces), strict=True
+            ):
                 view.add_(base - own)
             learner.write(pieces, views)
-        self._sent_at[number] = learner.landed()
+        self._counted_at[number] = learner.commit_round()
 
     def failed(self, reason: str) -> None:
         self.learner.failed(reason)
 
-    def capture(self, epoch: int, told: Sequence[Any]) -> CapturedDeltas:
+    def capture(self, epoch: int, metadata: Sequence[Any]) -> CapturedDeltas:
         self.learner.failed("")
         return CapturedDeltas(epoch, [view.clone() for view in self._views[epoch % len(self._fragments)]])
 
     def replay(self, captured: CapturedDeltas) -> None:
         self._outer_step(captured.epoch % len(self._fragments), captured.deltas)
 
-    def settled(self, before: Sequence[torch.Tensor]) -> None:
+    def on_state_averaged(self, before: Sequence[torch.Tensor]) -> None:
         self.learner.progress_(before)
-        self.learner.follow(before)
+        self.learner.set_weights(before)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.learner.state_dict(), "sent_at": list(self._sent_at)}
+        return {**self.learner.state_dict(), "sent_at": list(self._counted_at)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state)
-        self._sent_at = [int(samples) for samples in state["sent_at"]]
+        self._counted_at = [int(samples) for samples in state["sent_at"]]
 
     def _outer_step(self, number: int, deltas: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -134,8 +139,8 @@ class DilocoMode:
                 self.learner.outer.step_part(self.learner.base[piece.place], delta, piece.start, piece.stop)
 
 
-def _laid(whole: torch.Tensor, pieces: Sequence[Fragment]) -> list[torch.Tensor]:
-    """Views of a flat tensor for pieces that lie in it end to end."""
+def _consecutive_views(whole: torch.Tensor, pieces: Sequence[Fragment]) -> list[torch.Tensor]:
+    """Return views of a flat tensor for fragments that lie in it end to end."""
     views, at = [], 0
     for piece in pieces:
         views.append(whole[at : at + piece.numel])

@@ -1,9 +1,9 @@
-"""Mode `gossip` (NoLoCo, arXiv 2506.10911): rounds of two. No all-reduce, nobody waits for more than one
-other peer.
+"""Mode `gossip` (NoLoCo, arXiv 2506.10911): rounds of two peers. There is no all-reduce, and no peer waits
+for more than one other.
 
-Each peer has a base of its own. It is pulled towards its partner's, beside the step that both make with what
-both have learned: m <- μ·m + β·mean(θ - base) + γ·(mean(base) - base); base <- base + m; θ <- base. Partners
-are others each time (docs/decisions/0013).
+Each peer has its own base. The base is pulled towards the partner's, in addition to the step that both make
+with what both have learned: m <- μ·m + β·mean(θ - base) + γ·(mean(base) - base); base <- base + m; θ <-
+base. Partners change from round to round (docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from averaging.optim.finite import all_finite
-from averaging.optim.memory import room_like
+from averaging.optim.memory import zeros_like
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.modes.local_steps import LocalSteps
 from averaging.optim.modes.outer import MOMENTUM, OuterSGD
@@ -23,7 +23,7 @@ from averaging.optim.modes.outer import MOMENTUM, OuterSGD
 
 @dataclass(frozen=True, slots=True)
 class GossipRates:
-    """μ, β and γ."""
+    """The rates μ, β and γ of the module's formula."""
 
     momentum: float
     lr: float
@@ -31,7 +31,7 @@ class GossipRates:
 
 
 class GossipMode:
-    """A round averages two vectors end to end: what the peers learned, and where they began."""
+    """Gossip averaging. A round averages two vectors end to end: the peers' progress and their bases."""
 
     def __init__(
         self, parts: ModeParts, rates: GossipRates, traits: ModeTraits, carried_epochs_max: int
@@ -43,50 +43,50 @@ class GossipMode:
 
         self.learner = LocalSteps(parts, outer, carried_epochs_max)
         self.state = self.learner.state
-        self._learned = [room_like(base) for base in self.learner.base]
-        self._bases = [room_like(base) for base in self.learner.base]
+        self._progress = [zeros_like(base) for base in self.learner.base]
+        self._bases = [zeros_like(base) for base in self.learner.base]
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*self._learned, *self._bases]
+        return [*self._progress, *self._bases]
 
     def prepare(self, epoch: int) -> tuple[float, Any]:
         learner = self.learner
-        learner.launch()
-        for learned, mine, base in zip(self._learned, self._bases, learner.base, strict=True):
-            learned.copy_(base.detach())
+        learner.begin_round()
+        for progress, mine, base in zip(self._progress, self._bases, learner.base, strict=True):
+            progress.copy_(base.detach())
             mine.copy_(base.detach())
-        learner.progress_(self._learned)
-        if not all_finite(self._learned):
-            learner.discard()
-            torch._foreach_zero_(self._learned)
-        # both count alike: the mean of all bases moves by what all have learned
-        return 0.0 if learner.away else 1.0, None
+        learner.progress_(self._progress)
+        if not all_finite(self._progress):
+            learner.reset_to_base()
+            torch._foreach_zero_(self._progress)
+        # equal weights: the mean of all bases moves by the mean of all progress
+        return 0.0 if learner.is_suspended else 1.0, None
 
-    def apply(self, told: Sequence[Any]) -> None:
+    def apply(self, metadata: Sequence[Any]) -> None:
         rates = self._rates
         with torch.no_grad():
-            for base, learned, middle in zip(self.learner.base, self._learned, self._bases, strict=True):
-                step = learned.mul_(rates.lr).add_(middle.sub_(base), alpha=rates.consensus)
+            for base, progress, middle in zip(self.learner.base, self._progress, self._bases, strict=True):
+                step = progress.mul_(rates.lr).add_(middle.sub_(base), alpha=rates.consensus)
                 if rates.momentum:
                     step = self.learner.outer.state[base][MOMENTUM].mul_(rates.momentum).add_(step)
                 base.add_(step)
-        self.learner.follow(None)
-        self.learner.landed()
+        self.learner.set_weights(None)
+        self.learner.commit_round()
 
     def failed(self, reason: str) -> None:
         self.learner.failed(reason)
 
-    def capture(self, epoch: int, told: Sequence[Any]) -> None:
+    def capture(self, epoch: int, metadata: Sequence[Any]) -> None:
         self.learner.failed("")
 
     def replay(self, captured: None) -> None:
-        """Somebody else's round is no part of the state that was loaded: its donor goes on by itself, and so
-        does this peer.
+        """Do nothing: a round of other peers is no part of the loaded state, whose donor proceeds without
+        it, as this peer does.
         """
 
-    def settled(self, before: Sequence[torch.Tensor]) -> None:
+    def on_state_averaged(self, before: Sequence[torch.Tensor]) -> None:
         self.learner.progress_(before)
-        self.learner.follow(before)
+        self.learner.set_weights(before)
 
     def state_dict(self) -> dict[str, Any]:
         return self.learner.state_dict()

@@ -9,46 +9,48 @@ from typing import Any
 import torch
 
 from averaging.optim.accumulate import GradientAccumulator, names_of
-from averaging.optim.finite import Refused
-from averaging.optim.memory import home_of, room_like
+from averaging.optim.finite import RejectedSamples
+from averaging.optim.memory import storage_for, zeros_like
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.state.training_state import TrainingState
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGradients:
-    """The averaged gradients of one epoch that this peer did not take part in."""
+    """The averaged gradients of one epoch that this peer did not contribute to."""
 
-    gradients: list[torch.Tensor]  # float32, where the accumulators are
+    gradients: list[torch.Tensor]  # float32, on the accumulators' device
     touched: list[bool]
 
 
 class GradientsMode:
-    """Gradients are accumulated, averaged by samples, and the inner optimizer steps once an epoch, on all
-    peers with the same bytes.
+    """Large synchronous batches: gradients are averaged by samples, and the inner optimizer steps once an
+    epoch, on all peers with the same bytes.
 
-    Delayed: a round is held on a copy of the accumulators while the next epoch's gradients are computed, on
-    parameters that lack that round's step; twice the memory for accumulators.
+    With `delayed`, a round works on a copy of the accumulators while the next epoch's gradients are
+    computed, on parameters that lack that round's step. This takes twice the memory for accumulators.
     """
 
     def __init__(self, parts: ModeParts, *, delayed: bool = False) -> None:
         self.state = TrainingState(parts.inner, parts.extras, parts.scheduler)
         self.traits = ModeTraits(
-            terms="gradients, delayed" if delayed else "gradients", role="gradient", overlapped=delayed
+            compatibility_tag="gradients, delayed" if delayed else "gradients",
+            role="gradient",
+            overlapped=delayed,
         )
         self._inner = parts.inner
         self._parameters = [p for p in self.state.parameters if p.requires_grad and p.is_floating_point()]
         self._accumulator = GradientAccumulator(
             self._parameters,
             names=names_of(self._parameters, parts.inner),
-            home=home_of(self._parameters, parts.offload),
+            storage=storage_for(self._parameters, parts.offload),
             make_link=parts.make_link,
         )
-        self._held = [room_like(buffer) for buffer in self._accumulator.buffers] if delayed else None
+        self._round_means = [zeros_like(buffer) for buffer in self._accumulator.buffers] if delayed else None
         # of a delayed round: its samples, and which parameters had a gradient
-        self._sent: tuple[int, list[bool]] | None = None
+        self._in_round: tuple[int, list[bool]] | None = None
 
-    # --- the learner is this object itself
+    # --- the learner: implemented by this class itself
 
     @property
     def learner(self) -> GradientsMode:
@@ -61,86 +63,89 @@ class GradientsMode:
     def accumulate(self, samples: int) -> str | None:
         return self._accumulator.add(samples)
 
-    def refused(self, *, wait: bool) -> Refused:
-        self._accumulator.settle(wait=wait)
+    def refused(self, *, wait: bool) -> RejectedSamples:
+        self._accumulator.resolve_checks(wait=wait)
         return self._accumulator.refused()
 
     def restart(self) -> None:
         return None
 
     def loaded(self) -> None:
-        self.set_aside()
+        self.suspend()
 
-    def set_aside(self) -> int:
+    def suspend(self) -> int:
         self.failed("")
-        self._accumulator.settle()
+        self._accumulator.resolve_checks()
         samples = self._accumulator.samples
-        self._accumulator.reset()  # gradients of parameters that the swarm has left behind
+        self._accumulator.reset()  # these gradients are of parameters that the swarm has left behind
         return samples
 
     def resume(self) -> int:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        if self._sent is None or self._held is None:
+        if self._in_round is None or self._round_means is None:
             return self._accumulator.state_dict()
-        state, (samples, touched) = self._accumulator.state_dict(), self._sent
-        sums = torch._foreach_add(state["sums"], self._held, alpha=samples)  # as `put_back` would make them
+        state, (samples, touched) = self._accumulator.state_dict(), self._in_round
+        # the same result as that of `restore_means`
+        sums = torch._foreach_add(state["sums"], self._round_means, alpha=samples)
         both = [one or other for one, other in zip(state["touched"], touched, strict=True)]
         return {"samples": state["samples"] + samples, "touched": both, "sums": list(sums)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sent = None
+        self._in_round = None
         self._accumulator.load_state_dict(state)
 
     # --- rounds
 
     def tensors(self) -> list[torch.Tensor]:
-        return self._accumulator.buffers if self._held is None else self._held
+        return self._accumulator.buffers if self._round_means is None else self._round_means
 
     def prepare(self, epoch: int) -> tuple[float, Any]:
         accumulator = self._accumulator
-        if not accumulator.finite():  # sums of finite gradients that ran over: never sent
+        if not accumulator.finite():  # sums of finite gradients that overflowed are never sent
             accumulator.reset()
         means = accumulator.average_()
-        samples, told = accumulator.samples, accumulator.touched_bytes()
-        if self._held is not None:
-            for held, mean in zip(self._held, means, strict=True):
+        samples, metadata = accumulator.samples, accumulator.touched_bytes()
+        if self._round_means is not None:
+            for held, mean in zip(self._round_means, means, strict=True):
                 held.copy_(mean)
-            self._sent = samples, list(accumulator.touched)
+            self._in_round = samples, list(accumulator.touched)
             accumulator.reset()
-        return float(samples), told
+        return float(samples), metadata
 
-    def apply(self, told: Sequence[Any]) -> None:
-        own = self._accumulator.touched if self._sent is None else self._sent[1]
-        touched = self._touched(told) if told else own
-        self._sent = None
+    def apply(self, metadata: Sequence[Any]) -> None:
+        own = self._accumulator.touched if self._in_round is None else self._in_round[1]
+        touched = self._touched(metadata) if metadata else own
+        self._in_round = None
         self._step(self.tensors(), touched)
-        if self._held is None:
+        if self._round_means is None:
             self._accumulator.reset()
 
     def failed(self, reason: str) -> None:
-        if self._sent is not None and self._held is not None:
-            self._accumulator.put_back(self._held, *self._sent)
-            self._sent = None
+        if self._in_round is not None and self._round_means is not None:
+            self._accumulator.restore_means(self._round_means, *self._in_round)
+            self._in_round = None
 
-    def capture(self, epoch: int, told: Sequence[Any]) -> CapturedGradients:
-        captured = CapturedGradients([buffer.clone() for buffer in self.tensors()], self._touched(told))
+    def capture(self, epoch: int, metadata: Sequence[Any]) -> CapturedGradients:
+        captured = CapturedGradients([buffer.clone() for buffer in self.tensors()], self._touched(metadata))
         self._accumulator.reset()
-        self._sent = None
+        self._in_round = None
         return captured
 
     def replay(self, captured: CapturedGradients) -> None:
         self._step(captured.gradients, captured.touched)
 
-    def settled(self, before: Sequence[torch.Tensor]) -> None:
+    def on_state_averaged(self, before: Sequence[torch.Tensor]) -> None:
         return None
 
-    def _touched(self, told: Sequence[Any]) -> list[bool]:
-        return self._accumulator.merge_touched([field if isinstance(field, bytes) else b"" for field in told])
+    def _touched(self, metadata: Sequence[Any]) -> list[bool]:
+        return self._accumulator.merge_touched(
+            [field if isinstance(field, bytes) else b"" for field in metadata]
+        )
 
     def _step(self, gradients: Sequence[torch.Tensor], touched: Sequence[bool]) -> None:
-        """One step of the inner optimizer; `.grad` of the trainer's own last batch is put back afterwards."""
+        """Make one step of the inner optimizer, then restore `.grad` of the trainer's own last batch."""
         own = [p.grad for p in self._parameters]
         try:
             for p, gradient in zip(

@@ -1,14 +1,13 @@
-"""Peers that train apart between two rounds: local steps of the inner optimizer, beside a base that all of
-them hold.
+"""Local steps: peers train independently between two rounds, beside a base that all of them hold.
 
-θ is this peer's own parameters, the model's. The base is where the last round left everybody, in float32; it
-is what peers share, serve and keep equal, together with the outer optimizer's momentum. What θ is away from
-it is what this peer has learned since. The inner optimizer's statistics are this peer's own: a newcomer
-begins without, and its first round has weight 0.
+θ is the model's own parameters. The base is the state after the last round, in float32; peers share, serve
+and keep equal the base and the outer optimizer's momentum. The difference θ - base is what this peer has
+learned since. The inner optimizer's statistics are local: a newcomer begins without, and its first round
+has weight 0.
 
-A step with gradients that are not finite must not be made. A fused optimizer on CUDA leaves it out by itself,
-by a flag on the device that the host reads later; any other optimizer steps after the host has read the flag,
-and waits for the device each time.
+A step with gradients that are not finite must not be made. A fused optimizer on CUDA skips it by a flag on
+the device that the host reads later; any other optimizer steps after the host has read the flag, and waits
+for the device each time.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from averaging.optim.finite import (
     NO_GRADIENT,
     DeviceCheck,
     LateChecks,
-    Refused,
-    flaw_of_gradients,
+    RejectedSamples,
+    defect_of_gradients,
     not_finite,
 )
-from averaging.optim.memory import Fragment, home_of, room_beside
+from averaging.optim.memory import Fragment, storage_for, zeros_beside
 from averaging.optim.modes import ModeParts
 from averaging.optim.modes.outer import OuterSGD
 from averaging.optim.offload import HostStaging, Links
@@ -38,25 +37,25 @@ from swarm.core.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-# of all parameters, and those that are trained
+# arguments: all parameters, and the trained ones
 OuterFactory = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], OuterSGD]
 
 
 @dataclass(slots=True)
 class _SuspendedProgress:
-    """What this peer had learned when it found that the swarm was elsewhere."""
+    """This peer's progress at the time when it found the swarm in another epoch."""
 
     epoch: int
-    version: int  # of the state: another one afterwards means that a state was loaded
-    progress: list[torch.Tensor] | None  # θ - base; None: nothing was learned
+    version: int  # version of the state; if it differs afterwards, a state was loaded
+    progress: list[torch.Tensor] | None  # θ - base; None: there was no progress
 
 
 class LocalSteps:
     """The learner of all modes with local steps.
 
-    `carried_epochs_max`: what was learned on a base so many epochs old at most is added to the one that is
-    loaded; older progress is dropped, as is all that was learned before the first round, on a base that need
-    not have been the swarm's.
+    `carried_epochs_max`: progress on a base at most this many epochs old is added to the loaded base. Older
+    progress is dropped, and so is progress made before the first round, on a base that may not have been
+    the swarm's.
     """
 
     def __init__(self, parts: ModeParts, outer: OuterFactory, carried_epochs_max: int) -> None:
@@ -69,35 +68,40 @@ class LocalSteps:
         self.weights = [p for p in parameters if _is_trained(p)]
         if not self.weights:
             raise UsageError(
-                "there is nothing to train: no parameter of the optimizer is a floating-point tensor that requires a gradient"
+                "there is nothing to train: no parameter of the optimizer is a floating-point tensor that "
+                "requires a gradient"
             )
         self._names = names_of(self.weights, parts.inner)
-        home = home_of(self.weights, parts.offload)
+        storage = storage_for(self.weights, parts.offload)
         self._links = Links(self.weights, parts.make_link)
-        self._late = LateChecks(self._names)
-        self._staging = HostStaging(self.weights, self._links) if self._links and home is not None else None
-        self.base = [torch.nn.Parameter(room_beside(p, home).copy_(p.detach())) for p in self.weights]
+        self._late_checks = LateChecks(self._names)
+        self._staging = (
+            HostStaging(self.weights, self._links) if self._links and storage is not None else None
+        )
+        self.base = [torch.nn.Parameter(zeros_beside(p, storage).copy_(p.detach())) for p in self.weights]
         bases = iter(self.base)
         self.outer = outer([next(bases) if _is_trained(p) else p for p in parameters], self.base)
         self.state = TrainingState(self.outer, parts.extras, parts.scheduler)
-        self.newcomer = False  # the next round must not count what this peer learned
-        self.total = 0  # samples, ever
-        self.counted = 0  # of them those that are in a committed round, or dropped
-        self.dropped = 0  # how many there were when something was dropped last
-        # of them those that were there when the round that is being held began
-        self._launched: int | None = None
-        self._aside: _SuspendedProgress | None = None
-        # no step was made yet: the base is what the parameters are when it is, whoever set them until then
-        self._fresh = True
+        self.newcomer = False  # the next round must not count this peer's progress
+        self.total = 0  # samples since the beginning
+        self.counted = 0  # of `total`: samples in committed rounds, or dropped
+        self.dropped = 0  # value of `total` when something was dropped last
+        # value of `total` when the running round began
+        self._round_began_at: int | None = None
+        self._suspended: _SuspendedProgress | None = None
+        # no step was made yet: the first one sets the base to the parameters as they are then
+        self._has_no_steps = True
 
-    # --- the interface
+    # --- the interface of `Learner`
 
     @property
     def samples(self) -> int:
-        return self.total - (self.counted if self._launched is None else self._launched)
+        return self.total - (self.counted if self._round_began_at is None else self._round_began_at)
 
     def accumulate(self, samples: int) -> str | None:
-        """One local step."""
+        """Make one local step with the gradients in `.grad`. Return the reason when they were refused, else
+        None.
+        """
         gradients = {place: p.grad.detach() for place, p in enumerate(self.weights) if p.grad is not None}
         if not gradients:
             return NO_GRADIENT
@@ -106,26 +110,26 @@ class LocalSteps:
             check = DeviceCheck(gradients, self._links)
             skips = self._skips_by_itself(gradients)
             bad = [] if skips else check.bad_places()
-            flaw = not_finite([self._names[place] for place in bad]) if bad else None
+            defect = not_finite([self._names[place] for place in bad]) if bad else None
         else:
-            skips, flaw = False, flaw_of_gradients(self.weights, self._names)
-        if flaw is not None:
-            return flaw
-        if self._fresh:
-            self._begin()
+            skips, defect = False, defect_of_gradients(self.weights, self._names)
+        if defect is not None:
+            return defect
+        if self._has_no_steps:
+            self._start_from_weights()
         if check is not None and skips:
             self._step_if_finite(check, next(iter(gradients.values())).device)
-            self._late.took(samples, tuple(gradients), check)
+            self._late_checks.add(samples, tuple(gradients), check)
         else:
             self.inner.step()
         self.total += samples
         return None
 
     def _skips_by_itself(self, places: Iterable[int]) -> bool:
-        """Whether the inner optimizer's kernels leave a step out where a flag on the device says so.
+        """Return whether the inner optimizer skips a step by itself where a flag on the device says so.
 
-        Those of torch that are fused do: it is what `GradScaler` uses. Not in the first step of a parameter,
-        when they make its statistics: SGD would keep a momentum that was never written.
+        Torch's fused optimizers do, which `GradScaler` uses too, but not in the first step of a parameter,
+        when they create its statistics: SGD would keep a momentum that was never written.
         """
         inner = self.inner
         return (
@@ -142,61 +146,61 @@ class LocalSteps:
         finally:
             del inner.grad_scale, inner.found_inf
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Take back the samples of steps that were not made after all; `wait`: of all, else of those that are
-        known by now.
+    def resolve_checks(self, *, wait: bool = True) -> None:
+        """Subtract the samples of steps that turned out not to be made. `wait`: evaluate all pending
+        checks, else only those known by now.
         """
-        for samples, _, useful in self._late.known(wait=wait):
+        for samples, _, useful in self._late_checks.resolved(wait=wait):
             self.total -= 0 if useful else samples
 
-    def refused(self, *, wait: bool) -> Refused:
-        self.settle(wait=wait)
-        return self._late.refused()
+    def refused(self, *, wait: bool) -> RejectedSamples:
+        self.resolve_checks(wait=wait)
+        return self._late_checks.refused()
 
     def restart(self) -> None:
-        self._fresh = True
+        self._has_no_steps = True
 
-    def _begin(self) -> None:
-        self._fresh = False
+    def _start_from_weights(self) -> None:
+        self._has_no_steps = False
         with self.state.lock:
-            self.read(self._all(), [base.detach().view(-1) for base in self.base])
+            self.read(self._whole_parameters(), [base.detach().view(-1) for base in self.base])
 
     def loaded(self) -> None:
-        self.settle()
+        self.resolve_checks()
         self.failed("")
-        self._aside, self._fresh, self.newcomer = None, False, False
-        self._take_learning_rates()
-        self.follow(None)
+        self._suspended, self._has_no_steps, self.newcomer = None, False, False
+        self._apply_loaded_learning_rates()
+        self.set_weights(None)
         self.counted = self.dropped = self.total
 
-    def set_aside(self) -> int:
-        if self._aside is None:
-            self.settle()
+    def suspend(self) -> int:
+        if self._suspended is None:
+            self.resolve_checks()
             self.failed("")
             progress = self.progress() if self.total > 0 else None
-            self._aside = _SuspendedProgress(self.state.epoch, self.state.version, progress)
+            self._suspended = _SuspendedProgress(self.state.epoch, self.state.version, progress)
         return 0
 
     def resume(self) -> int:
-        aside, self._aside = self._aside, None
-        if aside is None or self.state.version == aside.version:
+        suspended, self._suspended = self._suspended, None
+        if suspended is None or self.state.version == suspended.version:
             return 0
-        self._fresh = False
-        self._take_learning_rates()
+        self._has_no_steps = False
+        self._apply_loaded_learning_rates()
         if (
-            aside.progress is not None
-            and aside.epoch > 0
-            and self.state.epoch - aside.epoch <= self._carried_epochs_max
+            suspended.progress is not None
+            and suspended.epoch > 0
+            and self.state.epoch - suspended.epoch <= self._carried_epochs_max
         ):
-            self.follow(aside.progress)
+            self.set_weights(suspended.progress)
             return 0
-        self.follow(None)
+        self.set_weights(None)
         lost, self.newcomer = self.samples, True
         self.counted = self.dropped = self.total
         return lost
 
     def state_dict(self) -> dict[str, Any]:
-        self.settle()
+        self.resolve_checks()
         counts = {
             "total": self.total,
             "counted": self.counted,
@@ -206,13 +210,15 @@ class LocalSteps:
         return {**counts, "base": [base.detach() for base in self.base], "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """UsageError when it belongs to another mode or to other parameters; nothing has changed then."""
+        """Restore the result of `state_dict`. Raise UsageError, with nothing changed, when it belongs to
+        another mode or to other parameters.
+        """
         saved = state.get("base")
         if not isinstance(saved, list) or "outer" not in state:
             raise UsageError("this was not saved in a mode with local steps")
         if [tuple(t.shape) for t in saved] != [tuple(t.shape) for t in self.base]:
             raise UsageError("the saved base has other shapes than this optimizer's parameters")
-        self.settle()
+        self.resolve_checks()
         with torch.no_grad():
             for base, one in zip(self.base, saved, strict=True):
                 base.copy_(one)
@@ -226,63 +232,64 @@ class LocalSteps:
             int(state["dropped"]),
         )
         self.newcomer = bool(state["newcomer"])
-        self._launched = self._aside = None
-        self._fresh = False
+        self._round_began_at = self._suspended = None
+        self._has_no_steps = False
 
     # --- for the modes
 
     @property
-    def away(self) -> bool:
-        """The swarm is elsewhere: this peer weighs nothing."""
-        return self._aside is not None
+    def is_suspended(self) -> bool:
+        """Return whether progress is suspended: this peer has weight 0."""
+        return self._suspended is not None
 
     def weight(self, since: int) -> float:
-        """For a round that counts all samples after the first `since`."""
-        return 0.0 if self.newcomer or self.away else float(self.total - max(since, 0))
+        """Return this peer's weight in a round that counts all samples after the first `since`."""
+        return 0.0 if self.newcomer or self.is_suspended else float(self.total - max(since, 0))
 
-    def launch(self) -> int:
-        """A round begins; returns the samples so far."""
-        self.settle()
-        self._launched = self.total
+    def begin_round(self) -> int:
+        """Mark the beginning of a round. Return the number of samples so far."""
+        self.resolve_checks()
+        self._round_began_at = self.total
         return self.total
 
     @property
-    def still(self) -> bool:
-        """No step was made since the round began."""
-        return self._launched == self.total
+    def has_no_new_steps(self) -> bool:
+        """Return whether no step was made since the round began."""
+        return self._round_began_at == self.total
 
-    def landed(self) -> int:
-        """The round is committed; returns how many samples it counted, of all."""
-        launched, self._launched = self._launched, None
-        self.counted = self.total if launched is None else launched
+    def commit_round(self) -> int:
+        """Mark the round as committed. Return how many samples were counted by it and all before it."""
+        began_at, self._round_began_at = self._round_began_at, None
+        self.counted = self.total if began_at is None else began_at
         self.newcomer = False
         return self.counted
 
     def failed(self, reason: str) -> None:
-        """The round did not come about."""
-        self._launched = None
-        if reason == "nobody contributes":  # newcomers among themselves: somebody has to begin
+        """Mark the round as failed."""
+        self._round_began_at = None
+        # all members are newcomers: their progress must count, or none ever would
+        if reason == "nobody contributes":
             self.newcomer = False
 
-    def discard(self) -> None:
-        """Local steps ended in NaN or infinity: back to the base."""
-        _log.warning("%d samples are dropped: local steps ran into NaN or infinity", self.samples)
-        self.follow(None)
-        self.counted = self.dropped = self._launched = self.total
+    def reset_to_base(self) -> None:
+        """Return to the base, because local steps ended in NaN or infinity."""
+        _log.warning("%d samples are dropped: local steps resulted in NaN or infinity", self.samples)
+        self.set_weights(None)
+        self.counted = self.dropped = self._round_began_at = self.total
 
     def progress(self) -> list[torch.Tensor]:
-        """Return θ - base: float32, where the base is."""
+        """Return θ - base: float32, on the base's device."""
         found = [base.detach().clone() for base in self.base]
         self.progress_(found)
         return found
 
     def progress_(self, bases: Sequence[torch.Tensor]) -> None:
-        """Turn bases, or copies of them, into θ - base, in place. Rounding of the base to θ's type is not
-        progress.
+        """Turn bases, or copies of them, into θ - base, in place. Rounding of the base to θ's dtype does
+        not count as progress.
         """
         flat = [one.detach().view(-1) for one in bases]
         with torch.no_grad():
-            for nth, inside, values in self._values(self._all()):
+            for nth, inside, values in self._values(self._whole_parameters()):
                 one = flat[nth][inside]
                 one.copy_(one.to(values.dtype)).neg_().add_(values)
 
@@ -293,23 +300,26 @@ class LocalSteps:
                 base = self.base[piece.place].detach().view(-1)[piece.start : piece.stop]
                 values.neg_().add_(base.to(self.weights[piece.place].dtype))
 
-    def follow(self, progress: Sequence[torch.Tensor] | None) -> None:
-        """θ <- base + progress; None: θ <- base, exactly."""
+    def set_weights(self, progress: Sequence[torch.Tensor] | None) -> None:
+        """Set θ to base + progress; with None, to the base exactly."""
         bases = (base.detach().view(-1) for base in self.base)
         if progress is None:
-            self.write(self._all(), bases)
+            self.write(self._whole_parameters(), bases)
         else:
-            self.write(self._all(), (base + one.view(-1) for base, one in zip(bases, progress, strict=True)))
+            self.write(
+                self._whole_parameters(),
+                (base + one.view(-1) for base, one in zip(bases, progress, strict=True)),
+            )
 
     def read(self, pieces: Sequence[Fragment], targets: Sequence[torch.Tensor]) -> None:
-        """targets <- θ's elements: flat float32, where the base is."""
+        """Copy θ's elements to `targets`: flat float32, on the base's device."""
         with torch.no_grad():
             for nth, inside, values in self._values(pieces):
                 targets[nth][inside].copy_(values)
 
     def _values(self, pieces: Sequence[Fragment]) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Yield θ's elements where the base is, to be read at once: of the nth piece, which of its elements,
-        and these, flat.
+        """Yield θ's elements on the base's device, to be used at once: index of the fragment, slice within
+        it, and the flat values.
         """
         sources = [
             self.weights[piece.place].detach().reshape(-1)[piece.start : piece.stop] for piece in pieces
@@ -321,29 +331,29 @@ class LocalSteps:
         self._staging.fetch(list(zip(pieces, sources, strict=True)))
         self._staging.wait()
         for nth, piece in enumerate(pieces):
-            for low, high, values in self._staging.held(piece):
+            for low, high, values in self._staging.fetched_values(piece):
                 yield nth, slice(low - piece.start, high - piece.start), values
 
     def write(self, pieces: Sequence[Fragment], values: Iterable[torch.Tensor]) -> None:
-        """θ's elements <- values: flat float32, where the base is."""
+        """Copy `values` to θ's elements: flat float32, on the base's device."""
         with torch.no_grad():
             if self._staging is None:
                 for piece, one in zip(pieces, values, strict=True):
-                    self._put(piece, one)
+                    self._copy_to_weight(piece, one)
                 return
-            # a parameter that is not contiguous gets its values from a contiguous copy
+            # a non-contiguous parameter gets its values from a contiguous copy
             targets = [
                 p.view(-1)[piece.start : piece.stop]
                 if p.is_contiguous()
                 else torch.empty(piece.numel, dtype=p.dtype, device=p.device)
                 for piece, p in ((piece, self.weights[piece.place].detach()) for piece in pieces)
             ]
-            self._staging.bring(zip(pieces, values, targets, strict=True))
+            self._staging.upload(zip(pieces, values, targets, strict=True))
             for piece, target in zip(pieces, targets, strict=True):
                 if not self.weights[piece.place].is_contiguous():
-                    self._put(piece, target)
+                    self._copy_to_weight(piece, target)
 
-    def _put(self, piece: Fragment, values: torch.Tensor) -> None:
+    def _copy_to_weight(self, piece: Fragment, values: torch.Tensor) -> None:
         p = self.weights[piece.place].detach()
         if p.is_contiguous():
             p.view(-1)[piece.start : piece.stop].copy_(values)
@@ -354,11 +364,13 @@ class LocalSteps:
             whole[piece.start : piece.stop].copy_(values)
             p.copy_(whole.view(p.shape))
 
-    def _all(self) -> list[Fragment]:
+    def _whole_parameters(self) -> list[Fragment]:
         return [Fragment(place, 0, base.numel()) for place, base in enumerate(self.base)]
 
-    def _take_learning_rates(self) -> None:
-        """The schedule was loaded; it writes the inner optimizer's learning rates only when it steps."""
+    def _apply_loaded_learning_rates(self) -> None:
+        """Copy the learning rates of a loaded schedule: it writes them to the inner optimizer only when it
+        steps.
+        """
         rates = self._scheduler.state_dict().get("_last_lr") if self._scheduler is not None else None
         if isinstance(rates, list) and len(rates) == len(self.inner.param_groups):
             for group, rate in zip(self.inner.param_groups, rates, strict=True):
@@ -373,11 +385,11 @@ def _is_trained(p: torch.Tensor) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All of them, each once."""
+    """Return all parameters of the optimizer, each once."""
     return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
 
 
 def _nth(optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
-    """The parameter that a state dict of this optimizer calls `number`."""
+    """Return the parameter that a state dict of this optimizer calls `number`."""
     found: torch.Tensor = [p for group in optimizer.param_groups for p in group["params"]][number]
     return found

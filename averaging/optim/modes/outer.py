@@ -1,9 +1,9 @@
 """The outer step of DiLoCo (arXiv 2311.08105): SGD with Nesterov momentum on the parameters that all peers
 hold.
 
-Every peer makes it by itself, from the same bytes. So that the results are the same bytes, too, each product
-and each sum is rounded by itself (a fused multiply-add rounds once, and not every processor has it): the
-outer state never drifts.
+Every peer computes it from the same bytes. To get the same bytes on every processor, each product and each
+sum is rounded separately: a fused multiply-add rounds once, and not every processor has it. So the outer
+state never drifts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from averaging.optim.memory import Fragment, pieces_between, room_like
+from averaging.optim.memory import Fragment, fragments_between, zeros_like
 
 MOMENTUM = "momentum_buffer"
 
@@ -27,11 +27,11 @@ def outer_step_(
     decay: float,
     nesterov: bool = True,
 ) -> None:
-    """base -= lr · (delta + decay · m), m = decay · m + delta; or lr · m (not nesterov); without momentum,
-    base -= lr · delta.
+    """Compute m = decay · m + delta, then base -= lr · (delta + decay · m), or base -= lr · m without
+    Nesterov; base -= lr · delta without momentum.
 
-    All float32 of one shape, in place; `delta` is spent. Equal to `torch.optim.SGD` up to the rounding of
-    fused operations.
+    All tensors are float32 of one shape and are changed in place; `delta` is overwritten. Equal to
+    `torch.optim.SGD` up to the rounding of fused operations.
     """
     if momentum is not None:
         momentum.mul_(decay).add_(delta)
@@ -43,11 +43,11 @@ def outer_step_(
 
 
 class OuterSGD(torch.optim.Optimizer):
-    """The outer optimizer as a torch optimizer: so that its parameters and momentum are served, loaded and
-    saved like any other's.
+    """The outer optimizer as a torch optimizer, so that its parameters and momentum are served, loaded and
+    saved like those of any other.
 
-    `trained` parameters have their momentum from the start: a newcomer knows the structure. `others` are
-    carried along unchanged.
+    `trained` parameters have their momentum from the start, so that a newcomer knows the structure. Others
+    are kept unchanged.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class OuterSGD(torch.optim.Optimizer):
         super().__init__(list(parameters), {"lr": lr, "momentum": momentum, "nesterov": nesterov})
         if momentum:
             for base in trained:
-                self.state[base][MOMENTUM] = room_like(base)
+                self.state[base][MOMENTUM] = zeros_like(base)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The whole step at once, with the averaged pseudo-gradients in `.grad`."""
+        """Make the whole step at once, with the averaged pseudo-gradients in `.grad`."""
         with torch.no_grad():
             for group in self.param_groups:
                 for base in group["params"]:
@@ -73,8 +73,8 @@ class OuterSGD(torch.optim.Optimizer):
                         self.step_part(base, base.grad.clone(), 0, base.numel())
 
     def step_part(self, base: torch.Tensor, delta: torch.Tensor, start: int, stop: int) -> None:
-        """The step of elements `start` to `stop` of the flattened, contiguous `base`; `delta` has that many
-        and is spent.
+        """Make the step of elements `start` to `stop` of the flattened, contiguous `base`. `delta` has
+        these elements and is overwritten.
         """
         group = self.param_groups[0]
         momentum = self.state[base].get(MOMENTUM) if base in self.state else None
@@ -91,4 +91,4 @@ class OuterSGD(torch.optim.Optimizer):
 def fragments_of(numels: Sequence[int], count: int) -> list[list[Fragment]]:
     """Cut the parameters, end to end, into `count` fragments whose sizes differ by one element at most."""
     total = sum(numels)
-    return pieces_between(numels, [total * number // count for number in range(count + 1)])
+    return fragments_between(numels, [total * number // count for number in range(count + 1)])

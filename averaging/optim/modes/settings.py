@@ -1,5 +1,5 @@
-"""The modes by name, each with its settings: what `swarm.Optimizer(mode=…)` takes. Settings must be equal on
-all peers.
+"""The settings of each mode, and the modes by name, for `swarm.Optimizer(mode=…)`. Settings must be equal
+on all peers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from averaging.optim.modes.gradients import GradientsMode
 from swarm.core.errors import UsageError
 
 _CARRIED_EPOCHS_MAX = 3
-_SELDOM = 100  # epochs: outer states are equal bit for bit, whatever the processor
+_STATE_SYNC_EPOCHS_OF_LOCAL_STEPS = 100  # epochs: outer states are equal bit for bit on every processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """One large synchronous batch over the whole swarm: gradients are averaged, and all step once an epoch."""
+    """One large synchronous batch over the whole swarm: gradients are averaged, and all peers step once an
+    epoch.
+    """
 
     name: ClassVar[str] = "gradients"
 
-    # the next epoch's gradients are computed during the round, on parameters that lack its step
+    # compute the next epoch's gradients during the round, on parameters that lack its step
     delayed: bool = False
 
     def build(self, parts: ModeParts) -> GradientsMode:
@@ -42,11 +44,14 @@ class Local:
         _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> DilocoMode:
-        """The average of parameters is the base less the average of what they are away from it: an outer step
-        of length 1.
+        """Build the mode. The average of parameters equals the base minus the average pseudo-gradient: an
+        outer step with a learning rate of 1.
         """
         traits = ModeTraits(
-            terms="local", role="pseudo_gradient", keeps_progress=True, state_sync_epochs=_SELDOM
+            compatibility_tag="local",
+            role="pseudo_gradient",
+            keeps_progress=True,
+            state_sync_epochs=_STATE_SYNC_EPOCHS_OF_LOCAL_STEPS,
         )
         return DilocoMode(
             parts,
@@ -63,8 +68,8 @@ class Local:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diloco:
-    """Local steps; once an epoch an outer step with Nesterov momentum, on the average of what they moved
-    (DiLoCo).
+    """Local steps; once an epoch an outer step with Nesterov momentum on the average of the
+    pseudo-gradients (DiLoCo).
     """
 
     name: ClassVar[str] = "diloco"
@@ -72,15 +77,15 @@ class Diloco:
     outer_lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
-    # fragments of the model, of equal size; 1: the whole model each epoch, and training waits. More: each
-    # epoch synchronises the next one while training goes on, so that a fragment's span is as many epochs;
-    # divide target_batch_size by it for the same span
+    # number of fragments of the model, of equal size. 1: the whole model each epoch, while training waits.
+    # More: each epoch synchronises the next fragment while training continues, so that a fragment's period is
+    # this many epochs; divide target_batch_size by it to keep the period
     streaming: int = 1
-    # streaming: apply a round after so many more local steps, waiting for it if need be; None: as soon as it
-    # is there, an epoch at most
+    # streaming: apply a round after this many further local steps, waiting for it if necessary; None: as soon
+    # as it has ended, at most one epoch later
     delay_steps: int | None = None
-    # a peer that was left out of so many epochs at most adds what it learned to the state that it fetches;
-    # later it is out of date
+    # a peer that missed at most this many epochs adds its progress to the downloaded state; older progress is
+    # dropped
     carried_epochs_max: int = _CARRIED_EPOCHS_MAX
 
     def __post_init__(self) -> None:
@@ -90,20 +95,22 @@ class Diloco:
             self.delay_steps is not None and (self.delay_steps < 0 or self.streaming == 1)
         ):
             raise UsageError(
-                "Diloco: streaming is a number of fragments, at least 1; delay_steps is not negative, and for streaming only"
+                "Diloco: streaming is a number of fragments, at least 1; "
+                "delay_steps is not negative, and for streaming only"
             )
         _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> DilocoMode:
         nesterov = self.nesterov and self.momentum > 0
         traits = ModeTraits(
-            terms=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} nesterov={nesterov:d} streaming={self.streaming}",
+            compatibility_tag=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
+            f"nesterov={nesterov:d} streaming={self.streaming}",
             role="pseudo_gradient",
             keeps_progress=True,
             overlapped=self.streaming > 1,
             delay_steps=self.delay_steps,
             slots=self.streaming,
-            state_sync_epochs=_SELDOM,
+            state_sync_epochs=_STATE_SYNC_EPOCHS_OF_LOCAL_STEPS,
         )
         outer = OuterSettings(
             lr=self.outer_lr,
@@ -118,31 +125,33 @@ class Diloco:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gossip:
-    """Local steps; once an epoch an exchange with one other peer (NoLoCo). Peers' parameters differ, and come
-    close to one another.
+    """Local steps; once an epoch an exchange with one other peer (NoLoCo). Parameters differ between peers
+    but stay close to one another.
     """
 
     name: ClassVar[str] = "gossip"
 
-    outer_lr: float = 0.7  # β: of what the two have learned
+    outer_lr: float = 0.7  # β: learning rate for the mean progress of the two peers
     momentum: float = 0.5  # μ
-    consensus: float = 0.7  # γ: how far each goes to the middle between the two
+    consensus: float = 0.7  # γ: fraction of the way towards the mean of the two bases
     carried_epochs_max: int = _CARRIED_EPOCHS_MAX  # as in Diloco
 
     def __post_init__(self) -> None:
         if not 0 < self.outer_lr < float("inf") or not 0 <= self.momentum < 1 or not 0 <= self.consensus < 2:
             raise UsageError(
-                "Gossip needs an outer_lr above 0, a momentum from 0 to below 1, and a consensus from 0 to below 2"
+                "Gossip needs an outer_lr above 0, a momentum from 0 to below 1, "
+                "and a consensus from 0 to below 2"
             )
         _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> GossipMode:
         traits = ModeTraits(
-            terms=f"gossip outer_lr={self.outer_lr:g} momentum={self.momentum:g} consensus={self.consensus:g}",
+            compatibility_tag=f"gossip outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
+            f"consensus={self.consensus:g}",
             role="parameter",
             keeps_progress=True,
             group_size=2,
-            lone=True,
+            proceeds_alone=True,
             canonical=False,
         )
         rates = GossipRates(momentum=self.momentum, lr=self.outer_lr, consensus=self.consensus)
@@ -155,11 +164,14 @@ MODES: dict[str, type[Gradients | Local | Diloco | Gossip]] = {
 
 
 def settings_of(mode: str | ModeSettings) -> ModeSettings:
-    """A mode's settings: those given, or by name the defaults. UsageError lists the names there are."""
+    """Return a mode's settings: the given ones, or the defaults of a name. Raise UsageError with the list
+    of names for an unknown one.
+    """
     if not isinstance(mode, str):
         if not hasattr(mode, "build") or not hasattr(mode, "name"):
             raise UsageError(
-                f"mode is a name ({', '.join(MODES)}) or settings such as Diloco(streaming=4), not {mode!r:.60}"
+                f"mode is a name ({', '.join(MODES)}) or settings such as Diloco(streaming=4), "
+                f"not {mode!r:.60}"
             )
         return mode
     if mode not in MODES:

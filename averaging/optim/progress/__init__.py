@@ -1,1 +1,1 @@
-"""Progress of an epoch over the whole swarm: reports, their sums, and who collects them."""
+"""Progress of an epoch over the whole swarm: reports, their totals, and the tracker that collects them."""

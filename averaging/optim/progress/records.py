@@ -1,7 +1,7 @@
-"""The records of a run's progress in the DHT, as one peer writes its own and reads the others', and what they
-say of where peers are.
+"""Progress records of a run in the DHT: this peer's record is written, those of the others are read, with
+their contacts.
 
-Runs on the network thread. What is malformed is its writer's fault and skipped.
+Runs on the network thread. Malformed records are skipped.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TIMEOUT_S = 5.0
 _RETRY_S = 1.0
 
 
-class ClaimRecords:
-    """One per tracker."""
+class ProgressRecords:
+    """Reader and writer of the progress records of one run."""
 
     def __init__(
         self, own: Callable[[], Contact], dht: DhtService, clock: Clock, tree: Tree, config: ProgressConfig
@@ -36,44 +36,46 @@ class ClaimRecords:
         self._own_id = own().peer_id
         self._published: tuple[ProgressReport, float] | None = None
 
-    def moved(self) -> None:
-        """This peer's record belongs elsewhere, or says something else: the next `publish` writes it in any
-        case.
+    def invalidate(self) -> None:
+        """Forget the last publication: the record belongs under another key, or has new contents, so that
+        the next `publish` writes it in any case.
         """
         self._published = None
 
-    async def publish(self, claim: ProgressReport) -> None:
-        """Write our record, if it says anything new or grows old. A failure is logged: there is a next time."""
+    async def publish(self, report: ProgressReport) -> None:
+        """Write this peer's record if it has new contents or grows old. A failure is logged; the next call
+        tries again.
+        """
         now_s = self._clock.swarm_s()
         if self._published is not None:
             last, at_s = self._published
-            moved = (claim.epoch, claim.samples) != (last.epoch, last.samples)
-            if not moved and self._tree.said is None and now_s - at_s < self._config.claim_ttl_s / 3:
+            changed = (report.epoch, report.samples) != (last.epoch, last.samples)
+            if not changed and self._tree.published is None and now_s - at_s < self._config.report_ttl_s / 3:
                 return
-            claim = ProgressReport(
-                epoch=claim.epoch,
-                samples=claim.samples,
-                rate=claim.rate,
-                at_s=max(claim.at_s, now_s if not moved else 0.0),
-                since_s=claim.since_s,
+            report = ProgressReport(
+                epoch=report.epoch,
+                samples=report.samples,
+                rate=report.rate,
+                at_s=max(report.at_s, now_s if not changed else 0.0),
+                since_s=report.since_s,
             )
         addresses = [address.multiaddr for address in self._own().addresses[:ADDRESSES_MAX]]
-        value = {**claim.encode(), "addresses": addresses}
-        if self._tree.said is not None:
-            value["total"] = self._tree.said.encode()
-        ttl_s = self._config.claim_ttl_s
+        value = {**report.encode(), "addresses": addresses}
+        if self._tree.published is not None:
+            value["total"] = self._tree.published.encode()
+        ttl_s = self._config.report_ttl_s
         try:
             await self._dht.store(
                 self._tree.key, value, ttl_s=ttl_s, subkey=str(self._own_id), timeout_s=_TIMEOUT_S
             )
-            self._published = (claim, now_s)
+            self._published = (report, now_s)
         except UsageError:
             raise
         except SwarmError as error:
             _log.info("a record of progress was not published (%s): %s", self._tree.key, error)
 
     async def withdraw(self, timeout_s: float) -> None:
-        """Take our record back, if there is one."""
+        """Delete this peer's record, if there is one."""
         if self._published is None:
             return
         try:
@@ -81,8 +83,8 @@ class ClaimRecords:
         except SwarmError as error:
             _log.debug("a record of progress was not withdrawn (%s): %s", self._tree.key, error)
 
-    async def read(self, banned: Blocklist) -> list[Entry] | None:
-        """The records of our dictionary; None when it could not be read, after a pause."""
+    async def read(self, blocklist: Blocklist) -> list[Entry] | None:
+        """Return the records of this peer's dictionary; None, after a pause, when it could not be read."""
         try:
             found = await self._dht.get(self._tree.key, timeout_s=_TIMEOUT_S)
         except SwarmError as error:
@@ -90,43 +92,43 @@ class ClaimRecords:
             await asyncio.sleep(_RETRY_S)
             return None
         return (
-            [entry for entry in found.values() if entry.writer not in banned]
+            [entry for entry in found.values() if entry.writer not in blocklist]
             if isinstance(found, dict)
             else []
         )
 
-    def claims(
+    def reports(
         self, entries: Iterable[Entry]
     ) -> tuple[list[tuple[PeerId, ProgressReport, float]], list[PeerId]]:
-        """The others' claims, with when they expire, and whose contacts were not known yet."""
-        heard, newcomers, now_s = [], [], self._clock.swarm_s()
+        """Return the others' reports with the time when they expire, and the peers whose contacts are new."""
+        received, newcomers, now_s = [], [], self._clock.swarm_s()
         for entry in entries:
             if entry.writer == self._own_id or (
                 self._tree.bits == 0 and isinstance(entry.value, dict) and "total" in entry.value
             ):
-                continue  # the latter: no claim, but a word about a run of several shards
+                continue  # the latter is a notice about a run of several shards, not a report
             try:
-                claim = ProgressReport.decode(entry.value, now_s, self._config)
+                report = ProgressReport.decode(entry.value, now_s, self._config)
                 contact = self._contact_of(entry)
             except PeerError as error:
                 _log.info("peer %s keeps a malformed progress record: %s", entry.writer, error)
                 continue
-            heard.append((entry.writer, claim, entry.expiration))
+            received.append((entry.writer, report, entry.expiration))
             if entry.writer not in self.contacts:
                 newcomers.append(entry.writer)
             self.contacts[entry.writer] = contact
-        writers = {writer for writer, _, _ in heard}
+        writers = {writer for writer, _, _ in received}
         for peer in [
             peer
             for peer in self.contacts
             if peer not in writers and len(self.contacts) > self._config.peers_max
         ]:
             del self.contacts[peer]
-        return heard, newcomers
+        return received, newcomers
 
     def _contact_of(self, entry: Entry) -> Contact:
-        """PeerError when it is malformed. What is as it was is not read again: records come every second, and
-        few peers move.
+        """Return the contact in a record. Raise PeerError when it is malformed. Unchanged addresses are not
+        parsed again: records come every second, and few peers move.
         """
         raw = entry.value.get("addresses")
         known = self.contacts.get(entry.writer)

@@ -1,9 +1,9 @@
-"""The network side of `averaging.optim.progress.logic.shards`: where a member of a large run reads and
-writes, and what its aggregators do besides.
+"""Network side of `averaging.optim.progress.logic.shards`: the keys that a member of a large run reads and
+writes, and the work of its aggregators.
 
-Runs on the network thread, called by the tracker between two looks. A run of up to 64 peers has one
-dictionary, and nothing here costs it anything. Above that a newcomer finds in that dictionary, instead of
-claims, the word of the root's aggregators how the run is divided.
+Runs on the network thread, called by the tracker after each refresh. A run of up to 64 peers has one
+dictionary, and nothing here costs it anything. In larger runs a newcomer finds in that dictionary, instead
+of reports, a notice of the root's aggregators how the run is divided.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from averaging.optim.progress.logic.shards import (
     median_of,
     shard_of,
     sum_of_children,
-    sum_of_claims,
+    sum_of_reports,
 )
 from swarm.core.errors import PeerError, SwarmError
 from swarm.core.ids import Key, PeerId
@@ -32,10 +32,12 @@ from swarm.dht.service.dht_service import DhtService, Entry
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
-_FRESH_S = 15.0  # a total older than this says nothing
-_LOST_S = 30.0  # without a total for so long a member asks anew how the run is divided
-_HOLD_S = 30.0  # after the run was divided anew it is not done again: not everybody is there yet
-_DISTRUST_S = 600.0  # who was led to where nobody is follows no such word for so long
+_FRESH_S = 15.0  # an older total is ignored
+_LOST_S = 30.0  # without a total for this long, a member starts again from the dictionary of small runs
+# after a change of the division there is no other for this long, until all peers have followed
+_DIVISION_HOLD_S = 30.0
+# a member that found no total where a notice sent it ignores such notices for this long
+_IGNORE_NOTICES_S = 600.0
 
 
 class Tree:
@@ -44,95 +46,98 @@ class Tree:
     def __init__(self, dht: DhtService, run: str, own: PeerId, config: ProgressConfig, now_s: float) -> None:
         self._dht, self._run, self._own, self._config = dht, run, own, config
         self.bits = 0
-        self.total: ProgressTotal | None = None  # of the whole run, as far as is known; None in a small one
-        self.said: ProgressTotal | None = None  # what this peer, as an aggregator, tells its shard
-        self._moved_s = self._heard_s = now_s
-        self._distrust_s = 0.0
-        # what this peer, as an aggregator further up, tells those below
+        # of the whole run, as far as it is known; None in a small one
+        self.total: ProgressTotal | None = None
+        # the total that this peer publishes to its shard as an aggregator
+        self.published: ProgressTotal | None = None
+        self._divided_s = self._total_seen_s = now_s
+        self._ignore_notices_until_s = 0.0
+        # the totals that this peer publishes as an aggregator of higher nodes
         self._totals: dict[TreeNode, ProgressTotal] = {}
 
     @property
     def leaf(self) -> TreeNode:
-        """This peer's shard."""
+        """Return this peer's shard."""
         return shard_of(self._run, self._own, self.bits)
 
     @property
     def key(self) -> Key:
-        """Where this peer's claim stands, and where it looks."""
+        """Return the DHT key of this peer's shard, under which its own report stands."""
         return self._key(self.leaf)
 
     def _key(self, node: TreeNode) -> Key:
         return Key(f"run.{self._run}", node.name)
 
-    def is_here(self, peer: PeerId) -> bool:
-        """Whether a peer is in our shard."""
+    def is_in_shard(self, peer: PeerId) -> bool:
+        """Return whether a peer is in this peer's shard."""
         return shard_of(self._run, peer, self.bits) == self.leaf
 
-    async def after_look(
-        self, entries: Iterable[Entry], claims: Mapping[PeerId, ProgressReport], now_s: float
+    async def after_refresh(
+        self, entries: Iterable[Entry], reports: Mapping[PeerId, ProgressReport], now_s: float
     ) -> bool:
-        """The shard's dictionary was read; `claims` are the live ones, our own included. True: this peer
-        belongs elsewhere now.
+        """Update the totals from the shard's dictionary, and do an aggregator's work if this peer is one.
+        `reports` are the live reports, this peer's included. Return whether this peer belongs to another
+        shard now.
         """
-        told = self._told(entries, now_s)
+        totals = self._totals_by_writer(entries, now_s)
         if self.bits == 0:
-            return self._enter(told, claims, now_s)
-        here = {peer: claim for peer, claim in claims.items() if self.is_here(peer)}
-        adding = aggregators(self.leaf, self._run, here, now_s)
-        self.said = None
-        if self._own in adding:
+            return self._enter_from_flat(totals, reports, now_s)
+        members = {peer: report for peer, report in reports.items() if self.is_in_shard(peer)}
+        aggregating = aggregators(self.leaf, self._run, members, now_s)
+        self.published = None
+        if self._own in aggregating:
             try:
-                self.said = await self._climb(sum_of_claims(here, now_s, self._config), now_s)
+                self.published = await self._publish_sums(sum_of_reports(members, now_s, self._config), now_s)
             except SwarmError as error:
-                _log.info("the sums of run %s were not brought up: %s", self._run, error)
-            if self.said is not None:
-                told[self._own] = self.said
-        said = [told[peer] for peer in adding if peer in told]
-        total = median_of(said) if len(said) > 1 else None
+                _log.info("the sums of run %s were not published: %s", self._run, error)
+            if self.published is not None:
+                totals[self._own] = self.published
+        published = [totals[peer] for peer in aggregating if peer in totals]
+        total = median_of(published) if len(published) > 1 else None
         if total is not None:
-            self.total, self._heard_s = total, now_s
-            if total.bits != self.bits and now_s - self._moved_s > _HOLD_S:
-                return self._move(total.bits, now_s)
+            self.total, self._total_seen_s = total, now_s
+            if total.bits != self.bits and now_s - self._divided_s > _DIVISION_HOLD_S:
+                return self._change_division(total.bits, now_s)
         elif self.total is not None and now_s - self.total.at_s > _FRESH_S:
             self.total = None
-        if now_s - self._heard_s > _LOST_S:
-            self._distrust_s = now_s + _DISTRUST_S
-            return self._move(0, now_s)
+        if now_s - self._total_seen_s > _LOST_S:
+            self._ignore_notices_until_s = now_s + _IGNORE_NOTICES_S
+            return self._change_division(0, now_s)
         return False
 
-    def _enter(
-        self, told: Mapping[PeerId, ProgressTotal], claims: Mapping[PeerId, ProgressReport], now_s: float
+    def _enter_from_flat(
+        self, totals: Mapping[PeerId, ProgressTotal], reports: Mapping[PeerId, ProgressReport], now_s: float
     ) -> bool:
-        """In the one dictionary: is the run larger than that? By what is there, or by the word of a larger
-        part of it.
+        """Decide, from the single dictionary of a small run, whether the run is larger than that: by the
+        reports there, or by the notices of a larger part.
         """
-        self.total = self.said = None
-        present = len(claims)
+        self.total = self.published = None
+        present = len(reports)
         bits = bits_for(present, 0)
-        word = median_of(list(told.values())[:3]) if len(told) > 1 else None
+        notice = median_of(list(totals.values())[:3]) if len(totals) > 1 else None
         if (
-            word is not None
-            and word.bits
-            and word.peers > max(present, FLAT_MAX // 2)
-            and now_s > self._distrust_s
+            notice is not None
+            and notice.bits
+            and notice.peers > max(present, FLAT_MAX // 2)
+            and now_s > self._ignore_notices_until_s
         ):
-            bits = word.bits
-        return self._move(bits, now_s) if bits else False
+            bits = notice.bits
+        return self._change_division(bits, now_s) if bits else False
 
-    def _move(self, bits: int, now_s: float) -> bool:
-        """Our claim goes elsewhere. The old one is left to expire, so that whoever has not moved yet sees how
-        many there were.
+    def _change_division(self, bits: int, now_s: float) -> bool:
+        """Switch to another number of shards. The old record is left to expire, so that peers that have not
+        moved yet see how many there were.
         """
         if bits == self.bits:
             return False
         _log.info("run %s is divided into %d shards now", self._run, 1 << bits)
-        self.bits, self._moved_s, self._heard_s = bits, now_s, now_s
-        self.total = self.said = None
+        self.bits, self._divided_s, self._total_seen_s = bits, now_s, now_s
+        self.total = self.published = None
         self._totals.clear()
         return True
 
-    def _told(self, entries: Iterable[Entry], now_s: float) -> dict[PeerId, ProgressTotal]:
-        """The totals in a dictionary, by writer."""
+    def _totals_by_writer(self, entries: Iterable[Entry], now_s: float) -> dict[PeerId, ProgressTotal]:
+        """Return the totals in a dictionary, by writer."""
         found = {}
         for entry in entries:
             value = entry.value
@@ -140,51 +145,51 @@ class Tree:
                 try:
                     total = ProgressTotal.decode(value["total"], now_s, self._config)
                 except PeerError as error:
-                    _log.info("peer %s tells a malformed total: %s", entry.writer, error)
+                    _log.info("peer %s published a malformed total: %s", entry.writer, error)
                     continue
                 if now_s - total.at_s < _FRESH_S:
                     found[entry.writer] = total
         return found
 
-    async def _climb(self, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
-        """As an aggregator: the shard's sum goes up, as far as this peer has anything to say; the total comes
-        down.
+    async def _publish_sums(self, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
+        """Write the shard's sum upwards, as far as this peer is an aggregator. Return the total of the run,
+        or None when it is not known.
         """
-        node, mine = self.leaf, list[TreeNode]()
+        node, own_nodes = self.leaf, list[TreeNode]()
         total: ProgressTotal | None = None
         while True:
             parent = node.parent
-            written, told = await self._bring(node, parent, own, now_s)
-            added = sum_of_children(
+            written, totals = await self._publish_sum(node, parent, own, now_s)
+            summed = sum_of_children(
                 children_of(parent, self._run, written, now_s), parent.level, now_s, self._config
             )
-            adding = aggregators(parent, self._run, written, now_s)
-            above = [told[peer] for peer in adding if peer in told and peer != self._own]
-            said = median_of(above) if len(above) > 1 else None
-            if self._own in adding:
-                mine.append(parent)
+            aggregating = aggregators(parent, self._run, written, now_s)
+            totals_above = [totals[peer] for peer in aggregating if peer in totals and peer != self._own]
+            published = median_of(totals_above) if len(totals_above) > 1 else None
+            if self._own in aggregating:
+                own_nodes.append(parent)
             if parent.is_root:
                 bits = (
-                    await self._divide(added, now_s)
-                    if self._own in adding
-                    else said.bits
-                    if said is not None
+                    await self._publish_division(summed, now_s)
+                    if self._own in aggregating
+                    else published.bits
+                    if published is not None
                     else self.bits
                 )
-                total = replace(added, bits=bits)
+                total = replace(summed, bits=bits)
                 break
-            if self._own not in adding:
-                total = said
+            if self._own not in aggregating:
+                total = published
                 break
-            node, own = parent, added
-        self._totals = dict.fromkeys(mine, total) if total is not None else {}
+            node, own = parent, summed
+        self._totals = dict.fromkeys(own_nodes, total) if total is not None else {}
         return total
 
-    async def _bring(
+    async def _publish_sum(
         self, node: TreeNode, parent: TreeNode, own: ProgressTotal, now_s: float
     ) -> tuple[dict[PeerId, tuple[int, ProgressTotal]], dict[PeerId, ProgressTotal]]:
-        """Put a node's sum into the dictionary above; what stands there: the sums, and the totals that its
-        aggregators tell.
+        """Write a node's sum into the dictionary above. Return the sums that stand there, and the totals
+        that its aggregators published.
         """
         value: dict[str, Any] = {"child": node.prefix, "sum": own.encode()}
         if parent in self._totals:
@@ -192,37 +197,42 @@ class Tree:
         await self._dht.store(
             self._key(parent),
             value,
-            ttl_s=self._config.claim_ttl_s,
+            ttl_s=self._config.report_ttl_s,
             subkey=str(self._own),
             timeout_s=_TIMEOUT_S,
         )
         entries = await self._entries(parent)
-        return {**self._written(entries, now_s), self._own: (node.prefix, own)}, self._told(entries, now_s)
+        return {
+            **self._sums_by_writer(entries, now_s),
+            self._own: (node.prefix, own),
+        }, self._totals_by_writer(entries, now_s)
 
-    async def _divide(self, total: ProgressTotal, now_s: float) -> int:
-        """At the root: how the run is to be divided, and a word to newcomers about it. A larger part, divided
-        otherwise, is joined.
+    async def _publish_division(self, total: ProgressTotal, now_s: float) -> int:
+        """Return how the run is to be divided, as an aggregator of the root, and publish a notice for
+        newcomers. A larger part that is divided otherwise is joined.
         """
         flat = TreeNode(0, 0, 0)
         others = [
             one
-            for peer, one in self._told(await self._entries(flat), now_s).items()
+            for peer, one in self._totals_by_writer(await self._entries(flat), now_s).items()
             if one.bits != self.bits and peer != self._own
         ]
         bits = self.bits
         larger = median_of(others[:3]) if len(others) > 1 else None
-        if now_s - self._moved_s > _HOLD_S:
+        if now_s - self._divided_s > _DIVISION_HOLD_S:
             bits = (
                 larger.bits
                 if larger is not None and larger.peers > total.peers
                 else bits_for(total.peers, self.bits)
             )
-        word = ProgressReport(epoch=total.epoch, samples=0, rate=0.0, at_s=total.at_s, since_s=total.since_s)
-        value = {**word.encode(), "total": replace(total, bits=bits).encode()}
+        notice = ProgressReport(
+            epoch=total.epoch, samples=0, rate=0.0, at_s=total.at_s, since_s=total.since_s
+        )
+        value = {**notice.encode(), "total": replace(total, bits=bits).encode()}
         await self._dht.store(
             self._key(flat),
             value,
-            ttl_s=self._config.claim_ttl_s,
+            ttl_s=self._config.report_ttl_s,
             subkey=str(self._own),
             timeout_s=_TIMEOUT_S,
         )
@@ -232,8 +242,10 @@ class Tree:
         found = await self._dht.get(self._key(node), timeout_s=_TIMEOUT_S)
         return list(found.values()) if isinstance(found, dict) else []
 
-    def _written(self, entries: Iterable[Entry], now_s: float) -> dict[PeerId, tuple[int, ProgressTotal]]:
-        """The sums in a dictionary; what is malformed is its writer's fault, and no sum."""
+    def _sums_by_writer(
+        self, entries: Iterable[Entry], now_s: float
+    ) -> dict[PeerId, tuple[int, ProgressTotal]]:
+        """Return the well-formed sums in a dictionary, by writer, with the prefix of their child."""
         found = {}
         for entry in entries:
             value = entry.value
@@ -244,5 +256,5 @@ class Tree:
                         ProgressTotal.decode(value.get("sum"), now_s, self._config),
                     )
             except PeerError as error:
-                _log.info("peer %s brings up a malformed sum: %s", entry.writer, error)
+                _log.info("peer %s published a malformed sum: %s", entry.writer, error)
         return found

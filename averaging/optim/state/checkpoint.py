@@ -1,10 +1,10 @@
-"""Checkpoints on disk: the state of one moment as a safetensors file, written whole or not at all, and
-checked when it is read.
+"""Checkpoints on disk: the state of one moment as a safetensors file, written completely or not at all, and
+verified when it is read.
 
 A file holds parameters and statistics under the model's own names (`model.<name>`,
-`optimizer.<name>.<statistic>`, `extra.<number>`), so that any program that reads safetensors can use it;
-counters, hyperparameters and the schedule are msgpack in its metadata, and so is the digest of the state, by
-which a damaged file is found out.
+`optimizer.<name>.<statistic>`, `extra.<number>`), so that any program that reads safetensors can use it.
+Counters, hyperparameters and the schedule are msgpack in its metadata, together with the digest of the
+state, which reveals a damaged file.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _NAMES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A file that was read and found whole."""
+    """A file that was read and verified."""
 
     path: Path
     epoch: int
-    blob: bytearray  # as `TrainingState.load` takes it
-    tensors: dict[str, torch.Tensor]  # by the names of the file
+    blob: bytearray  # accepted by `TrainingState.load`
+    tensors: dict[str, torch.Tensor]  # by their names in the file
 
 
 def public_names(names: Sequence[str], parameters: Sequence[str]) -> list[str]:
-    """What the tensors of a view are called in a file. `parameters`: the model's names for its parameters, in
+    """Return the names of a view's tensors in a file. `parameters`: the model's names of its parameters, in
     the optimizer's order.
     """
     found = []
@@ -66,7 +66,7 @@ def public_names(names: Sequence[str], parameters: Sequence[str]) -> list[str]:
 
 
 def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The model's names of the parameters that the optimizer has, in its order; a parameter of no name has
+    """Return the model's names of the optimizer's parameters, in its order; a parameter without a name gets
     its number.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -77,12 +77,12 @@ def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[s
 def write(
     view: StateView, path: Path, parameters: Sequence[str], about: Mapping[str, str] | None = None
 ) -> None:
-    """Write a view to a file: to one beside it first, which takes its place when all of it lies on the disk.
-    SwarmError when it cannot.
+    """Write a view to a temporary file, which replaces `path` when it is completely on the disk. Raise
+    SwarmError when that fails.
     """
     named = public_names(view.names, parameters)
     try:
-        view.hash()
+        view.compute_digests()
         tensors = {name: view.tensor(place) for place, name in enumerate(named)}
     except (MemoryError, PeerError) as error:  # a view that could not be copied is closed
         raise SwarmError(
@@ -90,7 +90,7 @@ def write(
         ) from error
     order = [[inner, name] for inner, name in zip(view.names, named, strict=True)]
     metadata = {
-        "format": "pt",  # what readers of safetensors look for: torch's tensors
+        "format": "pt",  # readers of safetensors expect torch's tensors under this name
         "swarm": FORMAT,
         "epoch": str(view.epoch),
         "digest": view.digest.hex(),
@@ -107,14 +107,16 @@ def write(
 
 
 def _seal(metadata: Mapping[str, str]) -> str:
-    """A digest of everything in the metadata but itself: the state's digest does not cover what is only told."""
-    told = sorted((key, value) for key, value in metadata.items() if key != "seal")
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    """Return a digest of all metadata but itself: the state's digest does not cover metadata that is only
+    informative.
+    """
+    sealed = sorted((key, value) for key, value in metadata.items() if key != "seal")
+    return hashlib.sha256(json.dumps(sealed).encode()).hexdigest()
 
 
 def replace_durably(path: Path, write_to: Any) -> None:
-    """Let `write_to` fill a temporary file and put it at `path`, so that after a power cut there is the old
-    file or the new one.
+    """Let `write_to` fill a temporary file and move it to `path`, so that after a power cut there is either
+    the old or the new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -125,7 +127,7 @@ def replace_durably(path: Path, write_to: Any) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    if hasattr(os, "O_DIRECTORY"):  # the name, too, must be on the disk
+    if hasattr(os, "O_DIRECTORY"):  # the directory entry must be on the disk, too
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -134,11 +136,12 @@ def replace_durably(path: Path, write_to: Any) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a file and check it against its digest; PeerError says what is wrong with it."""
+    """Read a file and verify its digest. Raise PeerError with the reason when it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+            names = file.keys()  # a method of its own: `file` is not a dictionary
+            tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise PeerError(f"{path} cannot be read: {error}") from error
     if metadata.get("swarm") != FORMAT:
@@ -161,8 +164,8 @@ def read(path: Path) -> Checkpoint:
 
 
 class Checkpoints:
-    """A folder of checkpoints of one run: the newest few, each a file. It blocks: use it in a thread that may
-    wait for a disk.
+    """A folder with the newest checkpoints of one run. Its methods block: use it in a thread that may wait
+    for a disk.
     """
 
     def __init__(self, folder: Path, *, kept_max: int = 3) -> None:
@@ -173,16 +176,18 @@ class Checkpoints:
     def save(
         self, view: StateView, parameters: Sequence[str], about: Mapping[str, str] | None = None
     ) -> Path:
-        """Write one and remove what is too many. SwarmError when the disk does not take it."""
+        """Write a checkpoint and remove those beyond `kept_max`. Raise SwarmError when the disk does not
+        take it.
+        """
         path = self.folder / f"epoch-{view.epoch:010d}.safetensors"
         write(view, path, parameters, about)
-        # the latter: of a process that was killed
+        # the latter: left by a process that was killed
         for old in [*self.newest_first()[self._kept_max :], *self.folder.glob(".epoch-*.tmp")]:
             old.unlink(missing_ok=True)
         return path
 
     def newest_first(self) -> list[Path]:
-        """By epoch; half-written ones are not among them."""
+        """Return the files by epoch, without half-written ones."""
         try:
             found = [
                 (int(match[1]), path)
@@ -194,7 +199,7 @@ class Checkpoints:
         return [path for _, path in sorted(found, reverse=True)]
 
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest that is whole, and what is wrong with those that were passed over."""
+        """Return the newest valid checkpoint, and the defects of newer ones."""
         wrong: list[str] = []
         for path in self.newest_first():
             try:
@@ -203,14 +208,14 @@ class Checkpoints:
                 wrong.append(str(error))
         return None, wrong
 
-    def set_aside(self) -> Path | None:
-        """Another course of the run begins: what there is stays, in a folder of its own, and is not mixed
-        with what comes.
+    def archive(self) -> Path | None:
+        """Move the present files to a folder of their own, because the run starts from another state.
+        Return that folder, or None when there were no files.
         """
         if not self.newest_first():
             return None
         number = 1
-        while (aside := self.folder.with_name(f"{self.folder.name}.earlier-{number}")).exists():
+        while (archived := self.folder.with_name(f"{self.folder.name}.earlier-{number}")).exists():
             number += 1
-        self.folder.rename(aside)
-        return aside
+        self.folder.rename(archived)
+        return archived

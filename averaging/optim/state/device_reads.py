@@ -1,11 +1,11 @@
-"""Reads of a training state that lies on accelerators: ordered against the trainer's writes, beside its work,
-each byte copied once.
+"""Reads of a training state on accelerators: ordered against the trainer's writes, concurrent with its
+work, each byte copied once.
 
-A GPU executes what a stream is asked in order, and nothing orders two streams but events. The trainer writes
-the state on its current stream, while threads of the pool read it. So every device has a stream for reads. It
-waits for an event that is recorded on the trainer's stream when a write ends (`written`), and a write waits,
-on the device and not on the host, for the reads that were asked for before it (`before_write`). Reads are
-asked for only by a thread that holds the state's lock; arrivals are waited for without it.
+A GPU executes one stream's work in order, and only events order two streams. The trainer writes the state
+on its current stream, while threads of the pool read it. So every device has a stream for reads. It waits
+for an event that is recorded on the trainer's stream when a write ends (`after_write`), and a write waits, on
+the device and not on the host, for the reads queued before it (`before_write`). Reads are queued only by a
+thread that holds the state's lock; their arrival is waited for without it.
 
 Not yet run on a GPU. `tests/averaging/optim/simulated_cuda.py` executes streams in every order that CUDA
 allows.
@@ -25,11 +25,11 @@ from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, BlobLayout, copy_b
 
 # copied at a time. Smaller: more waits; larger: more pinned memory, of which a view needs two windows
 WINDOW_BYTES = 8 * CHUNK_BYTES
-_WINDOWS = 2  # one is on its way from the device while the other is put in its place and hashed
+_WINDOWS = 2  # one is in transit from the device while the other is copied to the blob and hashed
 
 
 class Transfer(Protocol):
-    """Copies to the host that were asked for."""
+    """Copies to the host that were queued."""
 
     def wait(self) -> None:
         """Return when the bytes have arrived. The thread sleeps meanwhile and lets other threads run."""
@@ -39,15 +39,15 @@ class Transfer(Protocol):
 class DeviceReader(Protocol):
     """Reads tensors on one device. Any thread may use it."""
 
-    def written(self) -> None:
-        """Let all reads that are asked for from now on come after what this thread's current stream was asked
-        so far.
+    def after_write(self) -> None:
+        """Make all reads queued from now on wait for the work queued so far on this thread's current
+        stream.
         """
         ...
 
     def before_write(self) -> None:
-        """Let what this thread's current stream is asked from now on come after all reads that were asked for
-        so far.
+        """Make the work queued from now on on this thread's current stream wait for all reads queued so
+        far.
         """
         ...
 
@@ -58,8 +58,8 @@ class DeviceReader(Protocol):
         ...
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """Copy each source, bytes on the device, to its target in `host_memory`. Sources must live until the
-        transfer is over.
+        """Copy each source, bytes on the device, to its target in `host_memory`. Sources must live until
+        the transfer has ended.
         """
         ...
 
@@ -77,18 +77,18 @@ class _CudaTransfer:
 
 
 class CudaReader:
-    """Reads of one CUDA device, on a stream of their own."""
+    """Reader of one CUDA device, on a stream of its own."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """Wait for the device once: on whatever streams the tensors were made, they are there now.
+        """Create the stream and wait for the device once, so that tensors made on any stream are complete.
 
-        `cuda` is the module `torch.cuda`, or what stands for it in tests.
+        `cuda` is the module `torch.cuda`, or a simulated one in tests.
         """
         self._cuda, self._device = cuda, device
         self._reads = cuda.Stream(device=device)
         cuda.synchronize(device)
 
-    def written(self) -> None:
+    def after_write(self) -> None:
         self._reads.wait_event(self._mark(self._cuda.current_stream(self._device)))
 
     def before_write(self) -> None:
@@ -110,7 +110,7 @@ class CudaReader:
         )
 
     def _mark(self, stream: Any) -> Any:
-        # a thread that waits sleeps, and leaves its core to the trainer
+        # a waiting thread sleeps and leaves its core to the trainer
         event = self._cuda.Event(blocking=True)
         event.record(stream)
         return event
@@ -122,11 +122,11 @@ class _Arrived:
 
 
 class PlainReader:
-    """Reads of a device without streams that we know of (MPS): it executes everything in the order in which
-    it is asked.
+    """Reader of a device without streams known to this library (MPS): it executes all work in the order in
+    which it is queued.
     """
 
-    def written(self) -> None:
+    def after_write(self) -> None:
         return
 
     def before_write(self) -> None:
@@ -157,7 +157,7 @@ def reader_of(device: torch.device) -> DeviceReader | None:
 
 
 class DeviceReads:
-    """The readers of all devices that a state lies on; none when that is the host alone."""
+    """The readers of all devices that a state lies on; empty when that is the host alone."""
 
     def __init__(
         self,
@@ -171,28 +171,28 @@ class DeviceReads:
         return any(reader is not None for reader in self._readers.values())
 
     def of(self, device: torch.device) -> DeviceReader | None:
-        """Return the device's reader, made now where a statistic lies on a device that no parameter is on;
-        None for the host.
+        """Return the device's reader, None for the host. It is created now for a device that has a
+        statistic but no parameter.
         """
         if device not in self._readers:
             self._readers.setdefault(device, self._make(device))
         return self._readers[device]
 
-    def written(self) -> None:
-        """Do what `DeviceReader.written` does, on all devices."""
+    def after_write(self) -> None:
+        """Call `DeviceReader.after_write` on all devices."""
         for reader in list(self._readers.values()):
             if reader is not None:
-                reader.written()
+                reader.after_write()
 
     def before_write(self) -> None:
-        """Do what `DeviceReader.before_write` does, on all devices."""
+        """Call `DeviceReader.before_write` on all devices."""
         for reader in list(self._readers.values()):
             if reader is not None:
                 reader.before_write()
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the value of each tensor, which has one element, as `item` does; with one transfer for all
-        of a device.
+        """Return the value of each tensor with one element, as `item` does, with a single transfer per
+        device.
         """
         found: list[Any] = [tensor.item() if self.of(tensor.device) is None else None for tensor in tensors]
         places: dict[torch.device, list[int]] = {}
@@ -211,7 +211,7 @@ class DeviceReads:
             at = 0
             for place in those:
                 dtype = tensors[place].dtype
-                # a view as another type begins at a multiple of its size
+                # a view with another dtype must begin at a multiple of its size
                 raw = target[at : at + dtype.itemsize].clone()
                 found[place] = raw.view(dtype).item()
                 at += dtype.itemsize
@@ -229,47 +229,49 @@ class HostCopy:
     """A copy of a state in host memory, made from the first byte to the last, window by window.
 
     It needs memory for the whole state, and two pinned windows until it is complete. It keeps the tensors
-    alive for as long.
+    alive until then.
     """
 
     def __init__(
         self, layout: BlobLayout, tensors: Sequence[torch.Tensor], reads: DeviceReads, blob: Blob
     ) -> None:
-        """`blob`: `layout.total_bytes` zeros, which become the copy. `tensors`: of any stride, on any
-        devices, the host too.
+        """Prepare the copy into `blob`: `layout.total_bytes` zeros. `tensors` may have any strides and lie
+        on any devices, the host included.
         """
         self.blob = blob
-        self.asked_bytes = 0  # from the first on: copied, or on their way
-        self.copied_bytes = 0  # these lie in the blob
+        self.queued_bytes = 0  # from the beginning: copied or in transit
+        self.copied_bytes = 0  # from the beginning: in the blob
         self._layout, self._tensors, self._reads = layout, list(tensors), reads
         # of the tensor that was read last: a window may end within it
         self._flat: tuple[int, torch.Tensor] | None = None
         self._free: list[torch.Tensor] = []
         self._buffers = 0
-        self._under_way: deque[_Window] = deque()
-        self._arriving = threading.Lock()
+        self._in_transit: deque[_Window] = deque()
+        self._finish_lock = threading.Lock()
 
     @property
     def copied_chunks(self) -> int:
-        """How many chunks lie in the blob, from the first on; the last one may be shorter than the others."""
+        """Return how many chunks are in the blob, from the first on; the last one may be shorter than the
+        others.
+        """
         copied = self.copied_bytes
         return -(-copied // CHUNK_BYTES) if copied == self._layout.total_bytes else copied // CHUNK_BYTES
 
     @property
-    def all_asked(self) -> bool:
-        """Whether the tensors need not be read any more, but by what was asked for."""
-        return self.asked_bytes == self._layout.total_bytes
+    def all_queued(self) -> bool:
+        """Return whether all reads of the tensors are queued."""
+        return self.queued_bytes == self._layout.total_bytes
 
-    def ask(self) -> bool:
-        """Ask for the next window, with the state's lock held; False when there is none, or no buffer is
-        free. Does not wait for a device.
+    def queue_next(self) -> bool:
+        """Queue the copy of the next window, without waiting for a device. The state's lock is held. Return
+        False when nothing is left, or no buffer is free.
 
-        MemoryError, or torch's error, when the host or the device has no memory for it; nothing was asked for
-        then.
+        Raises MemoryError, or torch's error, when the host or the device has no memory for it; nothing is
+        queued then.
         """
-        if self.all_asked or not (self._free or self._buffers < _WINDOWS):
+        if self.all_queued or not (self._free or self._buffers < _WINDOWS):
             return False
-        begin, end = self.asked_bytes, min(self.asked_bytes + WINDOW_BYTES, self._layout.total_bytes)
+        begin, end = self.queued_bytes, min(self.queued_bytes + WINDOW_BYTES, self._layout.total_bytes)
         buffer = self._buffer()
         pairs: dict[DeviceReader, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
@@ -277,7 +279,7 @@ class HostCopy:
         memory[: len(prefix)] = prefix
         at = begin + len(prefix)
         for place, low, high in self._layout.spans(begin, end):
-            memory[at - begin : low - begin] = bytes(low - at)  # between tensors
+            memory[at - begin : low - begin] = bytes(low - at)  # gap between tensors
             reader = self._reads.of(self._tensors[place].device)
             start = self._layout.starts[place]
             source, target = (
@@ -290,24 +292,27 @@ class HostCopy:
                 pairs.setdefault(reader, []).append((source, target))
             at = high
         memory[at - begin : end - begin] = bytes(end - at)
-        self._under_way.append(_Window(end, buffer, [reader.fetch(those) for reader, those in pairs.items()]))
-        self.asked_bytes = end
+        self._in_transit.append(
+            _Window(end, buffer, [reader.fetch(those) for reader, those in pairs.items()])
+        )
+        self.queued_bytes = end
         return True
 
-    def arrive(self) -> None:
-        """Wait for the oldest window that is under way, if there is one, and put it in its place. Needs no
-        lock of the state.
+    def finish_oldest(self) -> None:
+        """Wait for the oldest window in transit, if there is one, and move it to the blob. Needs no lock of
+        the state.
         """
-        with self._arriving:
-            if not self._under_way:
+        with self._finish_lock:
+            if not self._in_transit:
                 return
-            window = self._under_way[0]
+            window = self._in_transit[0]
             for transfer in window.transfers:
                 transfer.wait()
             begin, end = self.copied_bytes, window.end
-            copy_bytes(memoryview(window.buffer.numpy())[: end - begin], memoryview(self.blob)[begin:end])  # type: ignore[arg-type, unused-ignore]
+            arrived = memoryview(window.buffer.numpy())  # type: ignore[arg-type, unused-ignore]
+            copy_bytes(arrived[: end - begin], memoryview(self.blob)[begin:end])
             self.copied_bytes = end
-            self._under_way.popleft()
+            self._in_transit.popleft()
             self._free.append(window.buffer)
             if end == self._layout.total_bytes:
                 self._tensors, self._free, self._flat = [], [], None
@@ -323,8 +328,8 @@ class HostCopy:
         return buffer
 
     def _bytes_of(self, place: int, reader: DeviceReader | None) -> torch.Tensor:
-        """The bytes of a tensor where it lies. Of one that is not contiguous they are a copy, one such tensor
-        at a time.
+        """Return the bytes of a tensor on its device. Those of a non-contiguous tensor are a copy, one such
+        tensor at a time.
         """
         if self._flat is None or self._flat[0] != place:
             tensor = self._tensors[place]

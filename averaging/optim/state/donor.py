@@ -1,11 +1,12 @@
-"""Serves this peer's state to those who join: snapshots under leases, and the record that says so.
+"""Server of this peer's state to joining peers: snapshots under leases, and the DHT record that declares
+it.
 
 A lease is on a view of the state (`averaging.optim.state.view`), hashed in the pool when the first one is
-opened. A state in host memory is copied only if a lease is still open when the state is about to change:
-ahead of that, while this peer's round is on the network, so that a donor that trains is not stalled. A state
-on devices is copied to the host, once, while it is hashed: each view that is leased costs host memory for all
-of the state. Those who come in the same epoch share a view; it goes when its last lease is closed or has been
-idle for too long.
+opened. A state in host memory is copied only if a lease is still open when the state is about to change;
+the copy starts early, while this peer's round is on the network, so that a donor's training does not stall.
+A state on devices is copied to the host, once, while it is hashed: each leased view costs host memory for
+the whole state. Peers that join in the same epoch share a view; it is freed when its last lease is closed
+or has been idle for too long.
 """
 
 from __future__ import annotations
@@ -13,20 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import ClassVar
 
 from averaging.optim.admission import Blocklist
 from averaging.optim.contacts import ADDRESSES_MAX
 from averaging.optim.exchange import chunk_head, parse_chunks_request
+from averaging.optim.peer_node import PeerNode
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
-from swarm.core.clock import Clock
 from swarm.core.device import is_out_of_memory
-from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
-from swarm.core.ids import Contact, Key, PeerId
-from swarm.dht.service.dht_service import DhtService
+from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.core.ids import Key, PeerId
 from swarm.net.rpc import Stream
 from swarm.wire import state_pb2
 
@@ -37,40 +36,24 @@ _STORE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorConfig:
-    """How much this peer gives to those who join."""
+    """How much this peer serves to joining peers."""
 
-    serve: bool = True  # False: this peer never gives its state
+    serve: bool = True  # False: this peer never serves its state
     leases_max: int = 16  # downloads at once
     # states of different epochs leased at once, each a copy in host memory; further joiners wait until one is
     # free
     snapshots_max: int = 2
-    # a download that has taken so long, and at its pace would take another `copy_worth_s` for all of the
-    # state, is served from a copy, made beside it. Too small: memory and time for what would have been over
-    # soon; too large: whoever is about to write has all of the copy to make
+    # a download that has taken this long, and would take another `copy_worth_s` for the whole state at its
+    # present rate, is served from a copy that is made meanwhile. Too small: memory and time for downloads
+    # that are almost over; too large: the next writer has to make the whole copy
     copy_after_s: float = 0.5
     copy_worth_s: float = 5.0
-    lease_idle_s: float = 30.0  # a joiner that is silent for so long has gone
-    record_ttl_s: float = 60.0  # a donor that died is asked in vain for so long
-    record_renew_s: float = 15.0
-    record_gap_s: float = 2.0  # the record follows the epoch no more often than this
-    indices_max: int = 1024  # chunks asked for in one message
-
-    def __post_init__(self) -> None:
-        if self.record_renew_s * 2 > self.record_ttl_s:
-            raise UsageError(
-                "record_ttl_s must be at least twice record_renew_s, or live donors would vanish between two renewals"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DonorServices:
-    """What a donor needs of its node."""
-
-    own: Callable[[], Contact]
-    dht: DhtService
-    clock: Clock
-    loop: asyncio.AbstractEventLoop
-    pool: Executor
+    lease_idle_s: ClassVar[float] = 30.0  # a joiner that is silent for this long is considered gone
+    # a failed donor is asked in vain for at most this long; at least twice `record_renew_s`
+    record_ttl_s: ClassVar[float] = 60.0
+    record_renew_s: ClassVar[float] = 15.0
+    record_gap_s: ClassVar[float] = 2.0  # minimum time between two updates of the record
+    indices_max: ClassVar[int] = 1024  # chunks requested in one message
 
 
 @dataclass(slots=True)
@@ -84,94 +67,98 @@ class _Lease:
 
 
 class Donor:
-    """One per optimizer. Lives on the network thread; `changed` and `start` may be called from any."""
+    """Server of one optimizer's state. Runs on the network thread; `changed` and `start` may be called from
+    any.
+    """
 
     def __init__(
         self,
-        services: DonorServices,
+        node: PeerNode,
         run: str,
         state: TrainingState,
         config: DonorConfig,
-        banned: Blocklist | None = None,
+        blocklist: Blocklist | None = None,
     ) -> None:
-        self._banned = banned or Blocklist()
-        self._services, self.run_id, self._state, self._config = services, run, state, config
+        self._blocklist = blocklist or Blocklist()
+        self._node, self.run_id, self._state, self._config = node, run, state, config
         self._key = Key(f"run.{run}", "donors")
         self._leases: dict[bytes, _Lease] = {}
-        self._fresh: StateView | None = None  # the latest
+        self._latest: StateView | None = None  # the latest view
         self._copying = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._serving = self._stored = False
+        self._serving = self._is_published = False
 
-    # any thread
+    # --- any thread
 
     def start(self) -> None:
-        """From now on this peer's state is worth having."""
+        """Begin to serve: this peer's state is valid from now on."""
         if self._config.serve and not self._serving:
             self._serving = True
-            self._state.written()  # a model's first values may have been set without the state's lock
+            self._state.after_write()  # a model's first values may have been set without the state's lock
             self.changed()
 
     def changed(self) -> None:
-        """The state has another epoch."""
+        """Update the record soon: the state is in another epoch."""
         if self._serving:
-            self._services.loop.call_soon_threadsafe(self._wake.set)
+            self._node.network.loop.call_soon_threadsafe(self._wake.set)
 
-    def round_begins(self) -> None:
-        """The state is about to change: complete the copies of what is leased while the network is busy. May
+    def on_round_begin(self) -> None:
+        """Complete the copies of leased views while the network is busy: the state is about to change. May
         be called with locks held.
         """
         if self._leases:
-            self._services.loop.call_soon_threadsafe(self._settle)
+            self._node.network.loop.call_soon_threadsafe(self._copy_leased)
 
-    # the network thread
+    # --- the network thread
 
-    def _settle(self) -> None:
+    def _copy_leased(self) -> None:
         for view in {
-            id(lease.view): lease.view for lease in self._leases.values() if not lease.view.settled
+            id(lease.view): lease.view for lease in self._leases.values() if not lease.view.is_copied
         }.values():
             self._copy(view)
 
     def _copy(self, view: StateView) -> None:
-        self._services.loop.run_in_executor(self._services.pool, view.settle)
+        self._node.network.loop.run_in_executor(self._node.network.pool, view.complete_copy)
 
     async def run(self) -> None:
         """Keep the record fresh and drop idle leases, until cancelled."""
         while True:
-            await self._wait(self._config.record_renew_s if self._serving else None)
-            self._drop_idle()
+            await self._wait_for_change(self._config.record_renew_s if self._serving else None)
+            self._end_idle_leases()
             if self._serving:
                 await self._declare()
             await asyncio.sleep(self._config.record_gap_s)
 
     async def close(self) -> None:
-        """Withdraw the record and let all leases go."""
+        """Withdraw the record and end all leases."""
         self._serving = False
         for name in list(self._leases):
-            self._end(name)
-        self._let_go()
-        if self._stored:
+            self._end_lease(name)
+        self._release_latest()
+        if self._is_published:
             try:
-                await self._services.dht.delete(
-                    self._key, subkey=str(self._services.own().peer_id), timeout_s=0.5
+                await self._node.dht.service.delete(
+                    self._key, subkey=str(self._node.contact.peer_id), timeout_s=0.5
                 )
             except SwarmError as error:
                 _log.debug("the donor record of run %s was not withdrawn: %s", self.run_id, error)
 
     async def on_open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply:
-        """A peer wants the state: give it a lease on a snapshot of this moment."""
-        self._banned.check(peer)
-        self._drop_idle()
+        """Give a peer a lease on a view of the present state. Raise PeerError with the reason when it is
+        refused.
+        """
+        self._blocklist.check(peer)
+        self._end_idle_leases()
         if not self._serving:
             raise PeerError("this peer has no state to give yet")
-        view = self._held(request.digest)
+        view = self._leased_view(request.digest)
         if view is None and self._state.epoch < request.epoch_min:
             raise PeerError(f"this peer is in epoch {self._state.epoch} only")
         if len(self._leases) >= self._config.leases_max:
             raise PeerError(f"busy: {self._config.leases_max} peers are downloading from this one already")
-        view = view or await self._view()
+        view = view or await self._latest_view()
         lease = secrets.token_bytes(16)
-        now_s = self._services.clock.monotonic_s()
+        now_s = self._node.clock.monotonic_s()
         self._leases[lease] = _Lease(peer, view, now_s, now_s)
         return state_pb2.OpenReply(
             lease=lease,
@@ -182,17 +169,20 @@ class Donor:
         )
 
     async def on_close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply:
+        """End a lease of the calling peer."""
         lease = self._leases.get(request.lease)
         if lease is not None and lease.peer == peer:
-            self._end(request.lease)
-        self._drop_idle()
+            self._end_lease(request.lease)
+        self._end_idle_leases()
         return state_pb2.CloseReply()
 
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
-        """Send what is asked for, one request after another, until the other end finishes."""
+        """Send the requested chunks, one request after another, until the other end finishes. Raise
+        PeerError for an invalid lease or request.
+        """
         request = first
         while True:
-            self._banned.check(stream.peer_id)
+            self._blocklist.check(stream.peer_id)
             lease = self._leases.get(request.lease)
             if lease is None or lease.peer != stream.peer_id:
                 raise PeerError("this lease is over: open the state again")
@@ -201,9 +191,9 @@ class Donor:
             for index in request.indices:
                 if index >= lease.view.chunks:
                     raise PeerError(f"the state has {lease.view.chunks} chunks; there is no number {index}")
-                await stream.send(await self._message(lease.view, index))
+                await stream.send(await self._chunk_message(lease.view, index))
                 lease.sent += 1
-                lease.used_s = self._services.clock.monotonic_s()
+                lease.used_s = self._node.clock.monotonic_s()
                 if not lease.copying and self._takes_long(lease):
                     lease.copying = True
                     self._copy(lease.view)
@@ -213,41 +203,45 @@ class Donor:
             request = parse_chunks_request(message)
 
     def _takes_long(self, lease: _Lease) -> bool:
-        """Whether a download is worth a copy: under way for a while, and at its pace far from its end."""
+        """Return whether a download is slow enough to be worth a copy: it has taken some time, and at its
+        rate is far from its end.
+        """
         took_s = lease.used_s - lease.opened_s
         return (
             took_s > self._config.copy_after_s
             and took_s * (lease.view.chunks - lease.sent) > self._config.copy_worth_s * lease.sent
         )
 
-    async def _message(self, view: StateView, index: int) -> bytes:
-        """A chunk as it is sent: put together in one copy."""
+    async def _chunk_message(self, view: StateView, index: int) -> bytes:
+        """Return the message for a chunk, assembled in one copy."""
         head = chunk_head(index)
-        message = view.chunk_at_once(index, head)
-        if message is None:  # out of live tensors: in the pool, since it waits while they change
+        message = view.chunk_without_waiting(index, head)
+        if message is None:  # from live tensors: in the pool, since it waits while they are being changed
             message = await asyncio.get_running_loop().run_in_executor(
-                self._services.pool, view.chunk, index, head
+                self._node.network.pool, view.chunk, index, head
             )
         return message
 
-    def _held(self, digest: bytes) -> StateView | None:
-        """A state that is leased already, by its digest."""
+    def _leased_view(self, digest: bytes) -> StateView | None:
+        """Return a view that is leased already, by its digest."""
         held = [lease.view for lease in self._leases.values() if digest and not lease.view.closed]
         return next((view for view in held if view.digest == digest), None)
 
-    async def _view(self) -> StateView:
-        async with self._copying:  # one at a time; who waited shares it
-            fresh = self._fresh
-            if fresh is not None and fresh.version == self._state.version and not fresh.closed:
-                return fresh
+    async def _latest_view(self) -> StateView:
+        async with self._copying:  # one at a time; callers that waited share the result
+            latest = self._latest
+            if latest is not None and latest.version == self._state.version and not latest.closed:
+                return latest
             held = {id(lease.view) for lease in self._leases.values()}
             if len(held) >= self._config.snapshots_max:
                 raise PeerError("busy: other peers are downloading states of earlier epochs from this one")
-            self._let_go()
-            self._fresh = await asyncio.get_running_loop().run_in_executor(self._services.pool, self._hashed)
-            return self._fresh
+            self._release_latest()
+            self._latest = await asyncio.get_running_loop().run_in_executor(
+                self._node.network.pool, self._open_view
+            )
+            return self._latest
 
-    def _hashed(self) -> StateView:
+    def _open_view(self) -> StateView:
         try:
             view = self._state.view()
         except (MemoryError, RuntimeError) as error:
@@ -255,56 +249,56 @@ class Donor:
                 raise PeerError("this peer has no memory to read its state with: ask another") from error
             raise
         try:
-            view.hash()
-        except BaseException:  # nobody gets this view: no writer must copy it
+            view.compute_digests()
+        except BaseException:  # this view has no reader, so no writer must copy it
             view.close()
             raise
         return view
 
-    def _drop_idle(self) -> None:
-        oldest_s = self._services.clock.monotonic_s() - self._config.lease_idle_s
+    def _end_idle_leases(self) -> None:
+        oldest_s = self._node.clock.monotonic_s() - self._config.lease_idle_s
         gone = [name for name, lease in self._leases.items() if lease.used_s < oldest_s]
         for name in gone:
-            self._end(name)
+            self._end_lease(name)
         if not self._leases and not self._copying.locked():
-            self._let_go()
+            self._release_latest()
 
-    def _end(self, name: bytes) -> None:
-        """Forget a lease, and the view that it was the last one on."""
+    def _end_lease(self, name: bytes) -> None:
+        """End a lease, and close its view if it was the last one on it."""
         view = self._leases.pop(name).view
-        if view is not self._fresh and all(lease.view is not view for lease in self._leases.values()):
+        if view is not self._latest and all(lease.view is not view for lease in self._leases.values()):
             view.close()
 
-    def _let_go(self) -> None:
-        """The latest view is not handed out any more."""
-        view, self._fresh = self._fresh, None
+    def _release_latest(self) -> None:
+        """Stop handing out the latest view, and close it if it is not leased."""
+        view, self._latest = self._latest, None
         if view is not None and all(lease.view is not view for lease in self._leases.values()):
             view.close()
 
     async def _declare(self) -> None:
-        contact = self._services.own()
+        contact = self._node.contact
         if not contact.addresses:
-            return  # nobody can connect to this peer
+            return  # other peers cannot connect to this one
         value = {
             "epoch": self._state.epoch,
             "canonical": self._state.canonical,
-            "digest": self._fresh.digest if self._fresh is not None and self._fresh.chunk_digests else b"",
+            "digest": self._latest.digest if self._latest is not None and self._latest.chunk_digests else b"",
             "bytes": self._state.bytes_about,
             "addresses": [address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
         }
         try:
-            await self._services.dht.store(
+            await self._node.dht.service.store(
                 self._key,
                 value,
                 ttl_s=self._config.record_ttl_s,
                 subkey=str(contact.peer_id),
                 timeout_s=_STORE_TIMEOUT_S,
             )
-            self._stored = True
+            self._is_published = True
         except NetworkError as error:
             _log.info("the donor record of run %s was not stored: %s", self.run_id, error)
 
-    async def _wait(self, timeout_s: float | None) -> None:
+    async def _wait_for_change(self, timeout_s: float | None) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()

@@ -1,11 +1,11 @@
-"""Fetching the state from those who have it: several donors at once, every chunk checked, what was received
-kept when donors fail.
+"""Download of the state from several donors at once. Every chunk is verified, and received chunks are kept
+when donors fail.
 
-What most donors hold is taken, of the highest epoch that the swarm is known to have reached. The digest
-commits to every chunk, so that a donor that sends something else is found out at that chunk, by name, and the
-others go on; one that was not asked before takes its place. When all have failed, a cut cable for instance,
-the same state is asked for again for a while, and only what is missing is fetched. What a download in vain
-has received serves the next one, chunk by chunk, where the states have chunks in common.
+Of the highest epoch that the swarm is known to have reached, the state that most donors hold is taken. The
+digest commits to every chunk, so that a donor that sends other data is identified at that chunk and the
+rest go on; another donor takes its place. When all have failed, because of a cut cable for instance, the
+same state is requested again for a while, and only missing chunks are fetched. Chunks of a failed download
+are reused by the next one, where the two states have them in common.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from averaging.optim.exchange import CHUNKS, CLOSE, OPEN
 from averaging.optim.state.intake import Intake, PartialState
@@ -31,13 +31,13 @@ from swarm.wire import state_pb2
 _log = logging.getLogger(__name__)
 
 _LANE = 7  # a connection of its own: a download must not hold up rounds and heartbeats
-_EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of what the swarm was last known to have reached
+_EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of the epoch that the swarm is known to have reached
 _DIGEST_BYTES = 32
 _LATE_S_MIN = 0.05
 
 
 class StreamCaller(Caller, Protocol):
-    """Unary calls and streams: `swarm.net.channels.Channels`."""
+    """Unary calls and streams, as `swarm.net.channels.Channels` has them."""
 
     def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
@@ -46,32 +46,32 @@ class StreamCaller(Caller, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadConfig:
-    """How a download goes about it."""
+    """Limits and times of a download."""
 
-    donors_max: int = 5  # asked for the state, and downloaded from if they hold the same
-    open_timeout_s: float = 60.0  # the donor copies and hashes its state meanwhile
-    # a donor that sends nothing for so long is given up; small enough to try the next, large enough for 50
+    donors_max: int = 5  # asked for the state, and downloaded from if they hold the same one
+    open_timeout_s: float = 60.0  # includes the time in which the donor copies and hashes its state
+    # a donor that sends nothing for this long has failed; small enough to try the next, large enough for 50
     # kB/s
     chunk_timeout_s: float = 20.0
-    batch: int = 8  # chunks asked for ahead, per donor: covers 1 MiB/s at 8 s of delay
-    # after all donors of a state have failed it is asked for again for so long. Beyond what donors keep an
-    # idle lease it is in vain
+    batch: int = 8  # chunks requested ahead, per donor: covers 1 MiB/s at 8 s of delay
+    # after all donors of a state have failed, how long it is requested again. Useless beyond the time for
+    # which donors keep an idle lease
     resume_s: float = 25.0
-    resume_pause_s: float = 0.5  # before the first time; doubled with each
-    reopen_timeout_s: float = 3.0  # then there is nothing to be hashed
+    resume_pause_s: ClassVar[float] = 0.5  # before the first retry; doubled with each
+    reopen_timeout_s: ClassVar[float] = 3.0  # shorter, since nothing has to be hashed then
 
 
 @dataclass(slots=True)
-class Fetched:
-    """A complete, verified snapshot. `failures`: who did not do their part, and why."""
+class DownloadedState:
+    """A complete, verified snapshot. `failures`: the donors that failed, with the reason."""
 
     epoch: int
     canonical: bool
     digest: bytes
     blob: Blob
-    donors: dict[PeerId, int]  # bytes that each gave
+    donors: dict[PeerId, int]  # bytes from each donor
     failures: dict[PeerId, str]
-    agreed: int = 1  # donors that offered this very state
+    agreed: int = 1  # donors that offered this state
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +87,31 @@ class _Offer:
 
 @dataclass(slots=True)
 class Download:
-    """One attempt at getting the state of a run."""
+    """One attempt at downloading the state of a run."""
 
     run: str
     caller: StreamCaller
-    bytes_max: int  # no snapshot that fits our optimizer is larger
+    bytes_max: int  # maximum size of a snapshot that fits this peer's optimizer
     epoch_min: int
-    epoch_known: int  # what the swarm is known to have reached
+    epoch_known: int  # the epoch that the swarm is known to have reached
     config: DownloadConfig
-    failures: dict[PeerId, str] = field(default_factory=dict)  # who did not do its part, and why
-    liars: set[PeerId] = field(default_factory=set)  # of these, who sent what it had not declared
-    on_progress: Callable[[int, int], None] | None = None  # bytes so far, of how many
-    pool: Executor | None = None  # where chunks are checked; None: the event loop's own
-    majority: bool = False  # take only a state that most of the donors who answered hold, of whatever epoch
-    epoch: int | None = None  # of the state that is being downloaded, once that is known
-    part: PartialState | None = None  # what there is of it; of an earlier download before that
+    failures: dict[PeerId, str] = field(default_factory=dict)  # donors that failed, with the reason
+    liars: set[PeerId] = field(default_factory=set)  # of these, donors that sent data other than declared
+    on_progress: Callable[[int, int], None] | None = None  # bytes so far and in total
+    pool: Executor | None = None  # threads that check chunks; None: the event loop's own
+    majority: bool = False  # accept only a state that most of the answering donors hold, of any epoch
+    epoch: int | None = None  # of the state that is being downloaded, once it is known
+    partial: PartialState | None = None  # what has arrived of it; at first that of an earlier download
     _received_bytes: int = 0
 
     @property
     def received_bytes(self) -> int:
-        """Of chunks that were good and not there before."""
+        """Return the bytes of valid chunks that were not there before."""
         return self._received_bytes
 
-    async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> Fetched:
-        """NotEnoughPeers when no donor could serve; DeadlineExceeded; both say who was asked and what each
-        answered.
+    async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> DownloadedState:
+        """Download the state. Raise NotEnoughPeers when no donor could serve, and DeadlineExceeded after
+        `timeout_s`; both messages list the donors and their failures.
         """
         offers: list[_Offer] = []
         try:
@@ -131,16 +131,17 @@ class Download:
             await self._close_all(offers)
         if self.majority and len(offers) > 1:
             raise NotEnoughPeers(
-                f"the {len(offers)} donors that answered hold different states of run {self.run}{self._reasons()}"
+                f"the {len(offers)} donors that answered hold different states of run {self.run}"
+                f"{self._reasons()}"
             )
         raise NotEnoughPeers(f"no peer could give the state of run {self.run}{self._reasons()}")
 
     def _reasons(self) -> str:
-        told = "; ".join(f"{peer}: {reason}" for peer, reason in itertools.islice(self.failures.items(), 8))
-        return f" ({told})" if told else " (nobody declares that it has it)"
+        shown = "; ".join(f"{peer}: {reason}" for peer, reason in itertools.islice(self.failures.items(), 8))
+        return f" ({shown})" if shown else " (no peer declares that it has it)"
 
     async def _open_all(self, donors: Sequence[Contact], digest: bytes = b"") -> list[_Offer]:
-        """Ask for the newest state, or for that of a digest."""
+        """Ask for the newest state, or for the one with this digest."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._open(contact, digest)) for contact in donors]
         return [offer for offer in (task.result() for task in tasks) if offer is not None]
@@ -159,7 +160,8 @@ class Download:
         raw, chunks = reply.chunk_digests, -(-reply.total_bytes // CHUNK_BYTES)
         if not 0 < reply.total_bytes <= self.bytes_max:
             raise PeerError(
-                f"offers a state of {reply.total_bytes} bytes; ours has at most {self.bytes_max}: another model or optimizer"
+                f"offers a state of {reply.total_bytes} bytes; ours has at most {self.bytes_max}: "
+                "another model or optimizer"
             )
         if len(raw) != chunks * _DIGEST_BYTES or len(reply.lease) > 64:
             raise PeerError("offers a state with a wrong number of chunk digests")
@@ -172,8 +174,8 @@ class Download:
         return _Offer(contact, reply.lease, reply.epoch, reply.canonical, reply.total_bytes, digests, digest)
 
     def _by_preference(self, offers: Sequence[_Offer]) -> list[list[_Offer]]:
-        """Offers of the same state together; the latest epoch first, of one epoch what most hold, then what
-        came out of a round.
+        """Group offers of the same state. The latest epoch comes first, within an epoch the state that most
+        donors hold, then a canonical one.
         """
         groups: dict[bytes, list[_Offer]] = {}
         for offer in offers:
@@ -186,42 +188,42 @@ class Download:
 
     async def _fetch_from(
         self, candidates: list[_Offer], donors: Sequence[Contact], offers: list[_Offer]
-    ) -> Fetched | None:
-        """Download one state from all who hold it; None when they failed before it was complete, and for some
-        time after.
+    ) -> DownloadedState | None:
+        """Download one state from all donors that hold it. Return None when they failed before it was
+        complete, and retries failed for some time.
 
-        `offers` takes up every lease that is opened, so that it is closed in the end.
+        Every lease that is opened is added to `offers`, so that it is closed in the end.
         """
         first = candidates[0]
         self.epoch = first.epoch
-        part = self.part = PartialState.begin(first.chunk_digests, first.total_bytes, self.part)
+        partial = self.partial = PartialState.begin(first.chunk_digests, first.total_bytes, self.partial)
         known = {offer.contact.peer_id for offer in offers} | self.failures.keys()
         spares = deque(contact for contact in donors if contact.peer_id not in known)
         live = [offer for offer in candidates if offer.contact.peer_id not in self.liars]
-        while not part.complete and live:
+        while not partial.complete and live:
             async with asyncio.TaskGroup() as group:
-                # no donor takes what others could give
-                ahead = max(1, min(self.config.batch, len(part.missing) // (2 * len(live))))
+                # no donor takes chunks that others could deliver
+                ahead = max(1, min(self.config.batch, len(partial.missing) // (2 * len(live))))
                 for offer in live:
-                    task = group.create_task(self._serve(offer, part, spares, offers, ahead))
-                    part.tasks.add(task)
-            part.tasks.clear()
-            live = [] if part.complete else await self._again(first, donors, offers)
-        if not part.complete:
+                    task = group.create_task(self._fetch_with_spares(offer, partial, spares, offers, ahead))
+                    partial.tasks.add(task)
+            partial.tasks.clear()
+            live = [] if partial.complete else await self._reopen(first, donors, offers)
+        if not partial.complete:
             return None
-        return Fetched(
+        return DownloadedState(
             first.epoch,
             any(o.canonical for o in candidates),
             first.digest,
-            part.blob,
-            part.given,
+            partial.blob,
+            partial.given,
             dict(self.failures),
             len(candidates),
         )
 
-    async def _again(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
-        """Everybody failed. Whoever lied is not asked again, the others are: they keep what was leased for a
-        while.
+    async def _reopen(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
+        """Ask again for the same state after all donors failed, except those that lied: donors keep leases
+        for a while.
         """
         loop, pause_s = asyncio.get_running_loop(), self.config.resume_pause_s
         until_s = loop.time() + self.config.resume_s
@@ -235,39 +237,46 @@ class Download:
                 break
             opened = await self._open_all(asked, wanted.digest)
             offers += opened
-            if opened:  # somebody is there again: it has that state, or nobody is going to have it
+            if opened:  # a donor is back: either it has that state, or no donor will
                 return [offer for offer in opened if offer.digest == wanted.digest]
         return []
 
-    async def _serve(
-        self, offer: _Offer, part: PartialState, spares: deque[Contact], offers: list[_Offer], ahead: int
+    async def _fetch_with_spares(
+        self, offer: _Offer, partial: PartialState, spares: deque[Contact], offers: list[_Offer], ahead: int
     ) -> None:
         """Fetch chunks from one donor, and when it fails from one that was not asked yet."""
         serving: _Offer | None = offer
-        while serving is not None and not await self._take(serving, part, ahead):
+        while serving is not None and not await self._fetch_chunks_from(serving, partial, ahead):
             serving = None
-            while spares and serving is None and not part.complete:
+            while spares and serving is None and not partial.complete:
                 opened = await self._open(spares.popleft(), offer.digest)
                 if opened is not None:
                     offers.append(opened)
                     serving = opened if opened.digest == offer.digest else None
 
-    async def _take(self, offer: _Offer, part: PartialState, ahead: int) -> bool:
-        """Fetch chunks from one donor until there are none left, its own or those that others are late with;
-        False when it failed.
+    async def _fetch_chunks_from(self, offer: _Offer, partial: PartialState, ahead: int) -> bool:
+        """Fetch chunks from one donor until none are left, including those that others are late with.
+        Return False when it failed.
         """
         peer = offer.contact.peer_id
         intake: Intake | None = None
         try:
             async with AsyncExitStack() as stack:
-                stream = await self._opened(stack, offer)
+                stream = await self._open_stream(stack, offer)
                 intake = Intake(
-                    part, peer, stream, offer.chunk_digests, self.pool, self.config.chunk_timeout_s, self._got
+                    partial,
+                    peer,
+                    stream,
+                    offer.chunk_digests,
+                    self.pool,
+                    self.config.chunk_timeout_s,
+                    self._on_new_bytes,
                 )
                 try:
-                    await self._take_in(intake, offer, ahead)
+                    await self._request_and_receive(intake, offer, ahead)
                 except (PeerError, NetworkError):
-                    await intake.settle()  # what had come before counts, a lie most of all
+                    # account for the chunks received before, above all a false one
+                    await intake.wait_checked()
                     raise
                 await stream.finish()
         except (PeerError, NetworkError) as error:
@@ -277,24 +286,24 @@ class Download:
             _log.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
             return False
         finally:
-            part.give_back(intake.close() if intake is not None else ())
+            partial.return_undelivered(intake.close() if intake is not None else ())
         return True
 
-    async def _take_in(self, intake: Intake, offer: _Offer, ahead: int) -> None:
-        part, asked, loop = intake.part, intake.asked, asyncio.get_running_loop()
+    async def _request_and_receive(self, intake: Intake, offer: _Offer, ahead: int) -> None:
+        partial, asked, loop = intake.partial, intake.requested, asyncio.get_running_loop()
         took_s, before_s = 0.0, loop.time()
-        while not part.complete:
-            # several with one message
-            batch = part.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []
+        while not partial.complete:
+            # request several with one message
+            batch = partial.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []
             if not batch and not asked:
                 if intake.checking:
-                    await intake.settle()
+                    await intake.wait_checked()
                     continue
-                # as long as a chunk takes here: then another is late with it
+                # as long as a chunk takes from this donor: then another donor counts as late with it
                 await asyncio.sleep(max(took_s, _LATE_S_MIN))
-                late = part.late(asked)
-                batch = part.take(1) if late is None else [late]
-                part.asked.update(batch if late is not None else ())
+                late = partial.find_late(asked)
+                batch = partial.take(1) if late is None else [late]
+                partial.requested.update(batch if late is not None else ())
                 before_s = loop.time()
             if batch:
                 asked.extend(batch)
@@ -304,13 +313,15 @@ class Download:
                 await intake.receive()
                 took_s, before_s = loop.time() - before_s, loop.time()
 
-    def _got(self, new_bytes: int) -> None:
-        """A chunk was good; of it so much was new."""
+    def _on_new_bytes(self, new_bytes: int) -> None:
+        """Account for a valid chunk with `new_bytes` bytes that were not there before."""
         self._received_bytes += new_bytes
-        if self.on_progress is not None and self.part is not None:
-            self.on_progress(min(len(self.part.have) * CHUNK_BYTES, len(self.part.blob)), len(self.part.blob))
+        if self.on_progress is not None and self.partial is not None:
+            self.on_progress(
+                min(len(self.partial.have) * CHUNK_BYTES, len(self.partial.blob)), len(self.partial.blob)
+            )
 
-    async def _opened(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
+    async def _open_stream(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
         try:
             async with asyncio.timeout(self.config.chunk_timeout_s):
                 return await stack.enter_async_context(
@@ -330,4 +341,6 @@ class Download:
                 offer.contact, CLOSE, state_pb2.CloseRequest(run=self.run, lease=offer.lease), timeout_s=1.0
             )
         except SwarmError as error:
-            _log.debug("peer %s was not told that the download is over: %s", offer.contact.peer_id, error)
+            _log.debug(
+                "the lease of peer %s was not closed after the download: %s", offer.contact.peer_id, error
+            )

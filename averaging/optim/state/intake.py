@@ -1,9 +1,9 @@
-"""Chunks of a state as they arrive: held against what their donor declared and put in their place, by threads
-of the pool.
+"""Verification of the chunks of a state as they arrive: threads of the pool compare them with the digests
+that the donor declared, and copy them to their place.
 
-While chunks are checked the next one is received: hashing, and pages that a machine hands out slowly, cost a
-download no time of its own as long as another core is free. Of each donor's no more than two are in that
-state.
+While chunks are checked the next one is received: hashing, and slow allocation of memory pages by the
+system, do not delay a download while another core is free. At most two chunks of each donor are being
+checked.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from averaging.optim.exchange import unpack_chunk
-from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, chunk_digest, copy_bytes, room
+from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, allocate_zeros, chunk_digest, copy_bytes
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import PeerId
 from swarm.net.rpc import Stream
 
-# chunks of one donor at once: two threads get their pages in half the time where a machine under ours has to
-# find them
+# chunks of one donor at once: in a virtual machine two threads allocate their memory pages in half the time
 _CHECKED_MAX = 2
 
 
 @dataclass(slots=True)
 class PartialState:
-    """A state that is being downloaded: what of it is there."""
+    """A state that is being downloaded, with the chunks that have arrived."""
 
     digests: tuple[bytes, ...]
     blob: Blob
-    missing: deque[int]  # chunks that nobody was asked for
-    # chunks that donors were asked for, and by how many of us
-    asked: Counter[int] = field(default_factory=Counter)
+    missing: deque[int]  # chunks that were not requested yet
+    # requested chunks, with the number of donors asked
+    requested: Counter[int] = field(default_factory=Counter)
     have: set[int] = field(default_factory=set)
     given: dict[PeerId, int] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -42,92 +41,96 @@ class PartialState:
     def begin(
         cls, digests: tuple[bytes, ...], total_bytes: int, earlier: PartialState | None
     ) -> PartialState:
-        """Chunks that an earlier download received are not fetched again, whatever state they were of."""
-        part = cls(digests, room(total_bytes), deque())
+        """Begin with the chunks that an earlier download received, of whatever state they were: these are
+        not fetched again.
+        """
+        partial = cls(digests, allocate_zeros(total_bytes), deque())
         known = (
             {}
             if earlier is None
             else {earlier.digests[index]: earlier.chunk(index) for index in earlier.have}
         )
         for index, digest in enumerate(digests):
-            if digest in known and len(known[digest]) == len(part.chunk(index)):
-                part.chunk(index)[:] = known[digest]
-                part.have.add(index)
+            if digest in known and len(known[digest]) == len(partial.chunk(index)):
+                partial.chunk(index)[:] = known[digest]
+                partial.have.add(index)
             else:
-                part.missing.append(index)
-        return part
+                partial.missing.append(index)
+        return partial
 
     @property
     def complete(self) -> bool:
+        """Return whether all chunks have arrived."""
         return len(self.have) == len(self.digests)
 
     def chunk(self, index: int) -> memoryview:
+        """Return the memory of a chunk."""
         return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
     def take(self, count: int) -> list[int]:
-        """The next chunks to ask for."""
+        """Return the next chunks to ask for, at most `count`."""
         taken = [self.missing.popleft() for _ in range(min(count, len(self.missing)))]
-        self.asked.update(taken)
+        self.requested.update(taken)
         return taken
 
-    def late(self, own: Container[int]) -> int | None:
-        """A chunk that one other donor was asked for and has not given yet."""
+    def find_late(self, own: Container[int]) -> int | None:
+        """Return a chunk that exactly one other donor was asked for and has not delivered yet."""
         return next(
             (
                 index
-                for index, times in self.asked.items()
+                for index, times in self.requested.items()
                 if times == 1 and index not in self.have and index not in own
             ),
             None,
         )
 
-    def got(self, index: int, peer: PeerId) -> int:
-        """A chunk was checked and is in its place; the last one ends the work of donors who are still at it.
-        Returns the bytes that are new.
+    def record_received(self, index: int, peer: PeerId) -> int:
+        """Record that a chunk was verified and is in its place. The last one cancels the tasks of donors
+        still at work. Return the number of new bytes.
         """
         new_bytes = 0
         if index not in self.have:
             self.have.add(index)
             new_bytes = len(self.chunk(index))
             self.given[peer] = self.given.get(peer, 0) + new_bytes
-        self.asked[index] -= 1
+        self.requested[index] -= 1
         if self.complete:
             for task in self.tasks - {asyncio.current_task()}:
                 task.cancel()
         return new_bytes
 
-    def give_back(self, indices: Iterable[int]) -> None:
-        """Chunks that a donor did not give."""
+    def return_undelivered(self, indices: Iterable[int]) -> None:
+        """Make chunks available again that a donor did not deliver."""
         for index in indices:
-            self.asked[index] -= 1
-            if not self.asked[index] and index not in self.have:
+            self.requested[index] -= 1
+            if not self.requested[index] and index not in self.have:
                 self.missing.append(index)
 
 
 @dataclass(slots=True)
 class Intake:
-    """What one donor sends, in the order in which it was asked for it."""
+    """The chunks that one donor sends, in the order of the requests."""
 
-    part: PartialState
+    partial: PartialState
     peer: PeerId
     stream: Stream
-    digests: tuple[bytes, ...]  # as it has declared them
+    digests: tuple[bytes, ...]  # as the donor declared them
     pool: Executor | None  # None: the event loop's own
-    timeout_s: float  # a donor that sends nothing for so long has failed
-    on_new: Callable[[int], None]  # so many bytes are good and were not there before
-    asked: deque[int] = field(default_factory=deque)  # and not received
-    lie: str = ""  # how it was caught, if it was
+    timeout_s: float  # a donor that sends nothing for this long has failed
+    on_new: Callable[[int], None]  # called with the number of valid bytes that were not there before
+    requested: deque[int] = field(default_factory=deque)  # requested and not received
+    lie: str = ""  # how the donor was caught lying; "" if it was not
     # chunks that are being checked
     _checked: deque[tuple[int, asyncio.Future[bool]]] = field(default_factory=deque)
-    _waiting: asyncio.Timeout | None = None  # for the next chunk, while that is so
-    _settling: bool = False
+    _waiting: asyncio.Timeout | None = None  # the wait for the next chunk, if there is one
+    _is_waiting_checked: bool = False
     _closed: bool = False
 
     async def receive(self) -> None:
-        """The next chunk: when this returns it is being checked.
+        """Receive the next chunk and start its check.
 
-        PeerError when it or one before it is not what was asked for or declared, DeadlineExceeded,
-        NetworkError.
+        Raises PeerError when it or one before it is not what was requested or declared, DeadlineExceeded
+        after `timeout_s` of silence, and NetworkError.
         """
         try:
             async with asyncio.timeout(self.timeout_s) as self._waiting:
@@ -140,72 +143,77 @@ class Intake:
             ) from None
         finally:
             self._waiting = None
-        await self.settle(_CHECKED_MAX - 1)
+        await self.wait_checked(_CHECKED_MAX - 1)
         if message is None:
             raise PeerError("stopped before it had sent what was asked for")
         index, payload = unpack_chunk(message)
-        if index != self.asked[0]:
-            raise PeerError(f"sent chunk {index} where {self.asked[0]} was asked for")
-        self.asked.popleft()
-        place = self.part.chunk(index)
+        if index != self.requested[0]:
+            raise PeerError(f"sent chunk {index} where {self.requested[0]} was asked for")
+        self.requested.popleft()
+        place = self.partial.chunk(index)
         checked = asyncio.get_running_loop().run_in_executor(
-            self.pool, _put, payload, self.digests[index], place
+            self.pool, _copy_if_valid, payload, self.digests[index], place
         )
         self._checked.append((index, checked))
-        checked.add_done_callback(self._done)
+        checked.add_done_callback(self._on_check_end)
 
     @property
     def checking(self) -> bool:
-        """Whether chunks are being checked."""
+        """Return whether chunks are being checked."""
         return bool(self._checked)
 
-    async def settle(self, left: int = 0) -> None:
-        """Wait until all but the last so many of what was received are checked; PeerError when one is not
-        what was declared.
+    async def wait_checked(self, left: int = 0) -> None:
+        """Wait until at most `left` received chunks are unchecked. Raise PeerError when one does not match
+        its declared digest.
         """
-        self._settling = True
+        self._is_waiting_checked = True
         try:
             while len(self._checked) > left and not self.lie:
                 first = self._checked[0][1]
                 await asyncio.wait((first,))
                 if first.cancelled():
                     raise NetworkError("was given up: this node closes")
-                self._conclude()
+                self._process_ended_checks()
         finally:
-            self._settling = False
+            self._is_waiting_checked = False
         if self.lie:
             raise PeerError(self.lie)
 
     def close(self) -> list[int]:
-        """What comes out of checks from now on counts no more; returns what it was asked for and has not
-        given.
+        """Ignore the results of checks from now on. Return the chunks that were requested and not
+        delivered.
         """
         self._closed = True
-        return [*self.asked, *(index for index, _ in self._checked)]
+        return [*self.requested, *(index for index, _ in self._checked)]
 
-    def _done(self, checked: asyncio.Future[bool]) -> None:
-        """A check ended, while the next chunk is waited for perhaps: that is over now if this donor lies."""
-        if not (self._settling or self._closed or checked.cancelled()):
-            self._conclude()
+    def _on_check_end(self, checked: asyncio.Future[bool]) -> None:
+        """Handle the end of a check, perhaps while the next chunk is waited for: that wait ends now if this
+        donor lied.
+        """
+        if not (self._is_waiting_checked or self._closed or checked.cancelled()):
+            self._process_ended_checks()
             if self.lie and self._waiting is not None:
                 self._waiting.reschedule(asyncio.get_running_loop().time())
 
-    def _conclude(self) -> None:
-        """Take note of the checks that have ended, in the order of their chunks."""
+    def _process_ended_checks(self) -> None:
+        """Handle the checks that have ended, in the order of their chunks."""
         while self._checked and self._checked[0][1].done() and not self.lie:
             index, checked = self._checked[0]
             if checked.cancelled():
                 return
             if checked.result():
                 self._checked.popleft()
-                self.on_new(self.part.got(index, self.peer))
+                self.on_new(self.partial.record_received(index, self.peer))
             else:
-                self.lie = f"sent a chunk {index} whose digest is not what it had declared: it lies, or its memory is broken"
+                self.lie = (
+                    f"sent a chunk {index} whose digest is not what it had declared: "
+                    "it lies, or its memory is broken"
+                )
 
 
-def _put(payload: memoryview, digest: bytes, place: memoryview) -> bool:
-    """Whether a chunk is what was declared; then it is in its place. For any thread: who else writes there
-    writes the same.
+def _copy_if_valid(payload: memoryview, digest: bytes, place: memoryview) -> bool:
+    """Copy a chunk to its place if its digest is the declared one, and return whether it is. Threads that
+    write to the same place write the same bytes.
     """
     if len(payload) != len(place) or chunk_digest(payload) != digest:
         return False

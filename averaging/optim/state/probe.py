@@ -1,8 +1,8 @@
-"""Which statistics an optimizer keeps, before its first step has made them.
+"""Statistics that an optimizer keeps, found out before its first step has created them.
 
 A second optimizer of the same class makes that step, with zero gradients, on copies of the parameters:
-joining must not move weights, and a real step with zero gradients does (weight decay). The copies have shapes
-and no memory where the optimizer can be had to step so.
+joining must not move weights, and a real step with zero gradients does (weight decay). Where the optimizer
+allows it, the copies have shapes but no memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 
 from swarm.core.errors import UsageError
 
-# ways to compute the same step, which tensors without memory do not know; what a step makes has the same
-# shapes and types in all of them
+# variants of the same step that need tensors with memory; the resulting shapes and types are the same in all
+# of them
 _PLAIN_STEP = {"fused": False, "foreach": False, "capturable": False}
-# in the place of a hyperparameter that is a tensor, on a device perhaps: a valid learning rate, and a valid
-# beta
+# replaces a hyperparameter that is a tensor, perhaps on a device: valid as a learning rate and as a beta
 _ANY_NUMBER = 0.5
 
 
@@ -33,11 +32,11 @@ def is_statistic(p: torch.Tensor, key: str, value: Any) -> bool:
 def probe_shapes(
     inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[dict[str, Any]] | None:
-    """Return per parameter what a first step makes: statistics on the meta device, without memory, and
+    """Return per parameter the result of a first step: statistics on the meta device, without memory, and
     counters where the step needs them.
 
-    None where an optimizer looks at values, or always keeps a counter beside its parameter: `probe` is for
-    those.
+    Returns None for an optimizer that reads values, or always keeps a counter beside its parameter: use
+    `probe` for those.
     """
     try:
         probed = _step(inner, parameters, shapes_only=True)
@@ -54,17 +53,17 @@ def probe_shapes(
 
 
 def probe(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-    """Return per parameter what a first step makes, with values; takes memory for the parameters, their
-    gradients and statistics.
+    """Return per parameter the result of a first step, with values. This takes memory for the parameters,
+    their gradients and statistics.
 
-    UsageError when the optimizer cannot be had to step.
+    Raises UsageError when such a step fails.
     """
     return _step(inner, parameters, shapes_only=False)
 
 
 def _placed(group: dict[str, Any], p: torch.Tensor, key: str, counter: torch.Tensor) -> torch.Tensor:
-    """A counter as torch's optimizers have it: beside its parameter in fused and capturable steps, and of
-    float32 in fused ones.
+    """Return a counter as torch's optimizers keep it: beside its parameter in fused and capturable steps,
+    and in float32 in fused ones.
     """
     if not (group.get("fused") or group.get("capturable")):
         return counter
@@ -98,7 +97,8 @@ def _step(
         second.step()
     except (RuntimeError, KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
         raise UsageError(
-            f"cannot find out which statistics {type(inner).__name__} keeps: a step with zero gradients failed ({error})"
+            f"cannot find out which statistics {type(inner).__name__} keeps: "
+            f"a step with zero gradients failed ({error})"
         ) from error
     return [dict(second.state.get(copies[p], {})) for p in parameters]
 

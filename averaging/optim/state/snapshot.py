@@ -1,7 +1,9 @@
-"""A training state as bytes: one blob, `4-byte little-endian header length | msgpack header | tensors`. Pure.
+"""A training state as bytes: one blob, `4-byte little-endian header length | msgpack header | tensors`.
+Pure.
 
-Each tensor begins at a multiple of 64 bytes; chunks have 1 MiB. A snapshot's digest is over its chunks'
-digests, so that each chunk can be checked by itself, whoever sent it. Equal states give equal blobs.
+Each tensor begins at a multiple of 64 bytes; chunks have 1 MiB. A snapshot's digest covers its chunks'
+digests, so that each chunk can be verified separately, whichever peer sent it. Equal states give equal
+blobs.
 """
 
 from __future__ import annotations
@@ -42,30 +44,33 @@ class Snapshot:
     """A copy of the state at one epoch, ready to be served."""
 
     epoch: int
-    version: int  # of the state that it shows
-    canonical: bool  # that state was the output of an averaging round
+    version: int  # version of the state
+    canonical: bool  # the state was the output of an averaging round
     blob: Blob
     chunk_digests: tuple[bytes, ...]
 
     @property
     def digest(self) -> bytes:
+        """Return the digest of the whole state."""
         return snapshot_digest(len(self.blob), self.chunk_digests)
 
     def chunk(self, index: int) -> memoryview:
+        """Return the bytes of a chunk."""
         return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
 
 def snapshot_digest(total_bytes: int, chunk_digests: Sequence[bytes]) -> bytes:
-    """The name of a state: 32 bytes. It commits to every chunk."""
+    """Return the identifier of a state: 32 bytes that commit to every chunk."""
     return blake3(struct.pack("<4sQQ", b"swst", total_bytes, CHUNK_BYTES) + b"".join(chunk_digests)).digest()
 
 
 def chunk_digest(chunk: bytes | memoryview) -> bytes:
+    """Return the BLAKE3 digest of a chunk."""
     return blake3(chunk).digest()
 
 
 def pieces_digest(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """`chunk_digest` of a chunk that lies in several places."""
+    """Return `chunk_digest` of a chunk whose bytes are in several places."""
     whole = blake3()
     for piece in pieces:
         whole.update(piece)
@@ -74,8 +79,8 @@ def pieces_digest(pieces: Iterable[bytes | memoryview]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BlobLayout:
-    """Where everything lies in the blob of a state: the prefix (header length and header), then the tensors,
-    with zeros between them.
+    """Positions in the blob of a state: the prefix (header length and header), then the tensors, with zeros
+    between them.
     """
 
     prefix: bytes
@@ -99,7 +104,7 @@ class BlobLayout:
 def encode_snapshot(
     epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]
 ) -> bytearray:
-    """The blob of `named` tensors and a header of plain values (`plain`)."""
+    """Return the blob of `named` tensors and a header of plain values (`plain`)."""
     layout = plan_snapshot(epoch, header, named)
     blob = bytearray(layout.total_bytes)
     blob[: len(layout.prefix)] = layout.prefix
@@ -113,7 +118,9 @@ def encode_snapshot(
 def plan_snapshot(
     epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]
 ) -> BlobLayout:
-    """Lay out the blob of `named` tensors and a header of plain values (`plain`), without reading a tensor."""
+    """Return the layout of the blob of `named` tensors and a header of plain values (`plain`), without
+    reading a tensor.
+    """
     described = [[name, DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in named]
     packed = pack({**header, "format": _FORMAT, "epoch": epoch, "tensors": described})
     starts, total_bytes = _places(4 + len(packed), [t for _, t in named])
@@ -123,29 +130,32 @@ def plan_snapshot(
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values as bytes, on its device: its own memory where that is contiguous, else a copy."""
+    """Return a tensor's values as bytes, on its device: its own memory where that is contiguous, else a
+    copy.
+    """
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def room(total_bytes: int) -> Blob:
-    """Zeros to be written over. MemoryError.
+def allocate_zeros(total_bytes: int) -> Blob:
+    """Allocate zeros to be overwritten. Raise MemoryError when there is no memory.
 
-    Nothing is touched here: pages come when they are written, large ones where the system has them. A
-    bytearray is written twice, and its small pages cost a newcomer more processor time than all the digests.
+    Memory pages are not touched here: they are allocated when they are written, large ones where the system
+    has them. A bytearray would be written twice, and its small pages cost a newcomer more processor time
+    than all the digests.
     """
     return memoryview(numpy.zeros(total_bytes, dtype=numpy.uint8))  # type: ignore[arg-type, unused-ignore]
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """`target[:] = source`, without the interpreter's lock: pages that are written for the first time may
-    take their time.
+    """Copy `source` to `target` without the interpreter's lock: pages that are written for the first time
+    may be slow.
     """
     numpy.copyto(numpy.frombuffer(target, dtype=numpy.uint8), numpy.frombuffer(source, dtype=numpy.uint8))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all of its numbers are. One pass and no temporary: both of NaN and infinity show in the least
-    and the largest.
+    """Return whether all numbers are finite. One pass without a temporary: both NaN and infinity show in
+    the minimum and the maximum.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return True
@@ -153,24 +163,29 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(flat: torch.Tensor) -> memoryview | None:
-    """Where a tensor of `flat_bytes` lies; None when that is a device."""
-    return memoryview(flat.numpy()) if flat.device.type == "cpu" else None  # type: ignore[arg-type, unused-ignore]
+    """Return the memory of a tensor of `flat_bytes`, or None when it is on a device."""
+    if flat.device.type != "cpu":
+        return None
+    return memoryview(flat.numpy())  # type: ignore[arg-type, unused-ignore]
 
 
 def digests_of(blob: Blob) -> tuple[bytes, ...]:
-    """Digests of every chunk: a second for a gigabyte, so not under a lock."""
+    """Return the digests of every chunk. This takes a second for a gigabyte, so do not call it under a
+    lock.
+    """
     view = memoryview(blob)
     return tuple(chunk_digest(view[at : at + CHUNK_BYTES]) for at in range(0, len(blob), CHUNK_BYTES))
 
 
 def pack(value: Any) -> bytes:
+    """Encode a value as msgpack."""
     packed = msgpack.packb(value, use_bin_type=True)
     assert isinstance(packed, bytes)
     return packed
 
 
 def _places(start: int, tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins, and the length of the whole."""
+    """Return the start of each tensor, and the length of the whole."""
     places = []
     for tensor in tensors:
         start = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -180,12 +195,15 @@ def _places(start: int, tensors: Sequence[torch.Tensor]) -> tuple[list[int], int
 
 
 def read_header(blob: Blob) -> tuple[dict[str, Any], int]:
+    """Return the header of a blob, and the position of its first tensor. Raise PeerError when it is
+    malformed.
+    """
     (header_bytes,) = struct.unpack_from("<I", blob) if len(blob) >= 4 else (0,)
     if not 0 < header_bytes <= min(_HEADER_BYTES_MAX, len(blob) - 4):
         raise PeerError("the state has no header")
     try:
         header = msgpack.unpackb(memoryview(blob)[4 : 4 + header_bytes], raw=False, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map as a map's key
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map as the key of a map
         raise PeerError(f"the state's header is not msgpack: {error}") from None
     epoch = header.get("epoch") if isinstance(header, dict) else None
     if (
@@ -199,7 +217,9 @@ def read_header(blob: Blob) -> tuple[dict[str, Any], int]:
 
 
 def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str, torch.Tensor]:
-    """The tensors of a blob by name, without copying."""
+    """Return the tensors of a blob by name, without copying. Raise PeerError when the header does not
+    describe them correctly.
+    """
     described = header.get("tensors")
     if not isinstance(described, list):
         raise PeerError("the state describes no tensors")
@@ -237,12 +257,13 @@ def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str,
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
+    """Return `value` if it is a dictionary, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def plain(value: Any, depth: int, number: Callable[[torch.Tensor], Any] = torch.Tensor.item) -> Any:
-    """The numbers of a nested structure, fit for msgpack; None stands for whatever else is in it. `number`:
-    of a tensor of one element.
+    """Return the numbers of a nested structure, fit for msgpack, with None for everything else. `number`
+    returns the value of a tensor with one element.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -262,7 +283,9 @@ def plain(value: Any, depth: int, number: Callable[[torch.Tensor], Any] = torch.
 
 
 def merge(own: Any, theirs: Any, depth: int) -> Any:
-    """Our structure with their numbers: where theirs is missing, of another kind or not finite, ours stays."""
+    """Return our structure with their numbers. Ours stays where theirs is missing, of another type or not
+    finite.
+    """
     if isinstance(own, torch.Tensor):
         fits = own.numel() == 1 and isinstance(theirs, (int, float)) and math.isfinite(theirs)
         return torch.full_like(own, theirs) if fits else own
@@ -279,7 +302,7 @@ def merge(own: Any, theirs: Any, depth: int) -> Any:
         return tuple(merged) if isinstance(own, tuple) else merged
     if depth < _DEPTH_MAX and isinstance(own, dict) and isinstance(theirs, dict):
         merged_map = own.copy()
-        for key in own.keys() & theirs.keys():  # not update(): a Counter's adds up
+        for key in own.keys() & theirs.keys():  # not update(): a Counter would add
             merged_map[key] = merge(own[key], theirs[key], depth + 1)
         return merged_map
     return own

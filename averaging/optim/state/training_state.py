@@ -1,8 +1,8 @@
-"""The training state as peers share it: parameters, optimizer statistics, counters, schedule, extra tensors,
+"""The training state that peers share: parameters, optimizer statistics, counters, schedule, extra tensors,
 epoch. No network here.
 
-What arrives is a stranger's word: names, dtypes and shapes must be exactly those of our own optimizer,
-numbers finite, and of the structured parts (hyperparameters, schedule) only numbers are taken over, never
+A received state is not trusted: names, dtypes and shapes must be exactly those of this peer's optimizer,
+and numbers finite. From the structured parts (hyperparameters, schedule) only numbers are taken, never
 structure.
 """
 
@@ -37,7 +37,7 @@ from swarm.core.errors import PeerError, UsageError
 
 
 class Scheduler(Protocol):
-    """What we use of a torch learning-rate scheduler."""
+    """The part of a torch learning-rate scheduler that is used here."""
 
     def step(self) -> Any: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -45,8 +45,8 @@ class Scheduler(Protocol):
 
 
 class TrainingState:
-    """The one owner of what training changes. Parameters change only while `lock` is held, so that a view of
-    it is of one moment.
+    """The single owner of what training changes. Parameters change only while `lock` is held, so that a
+    view shows one moment.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class TrainingState:
         scheduler: Scheduler | None = None,
         make_reader: Callable[[torch.device], DeviceReader | None] = reader_of,
     ) -> None:
-        """`make_reader`: returns what reads tensors on a device, None for the host; tests put a simulated
-        device in its place.
+        """Take over the tensors of the optimizer. `make_reader` returns the reader of a device, None for
+        the host; tests put a simulated device in its place.
         """
         self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
         self.parameters = _parameters(inner)
@@ -66,41 +66,41 @@ class TrainingState:
         refuse_sharded(self.extras, "extra tensor")
         self._reads = DeviceReads((tensor.device for tensor in (*self.parameters, *self.extras)), make_reader)
         self._reading = threading.RLock()
-        self._views: list[StateView] = []  # somebody reads the state of a moment
-        # to be held by whoever changes the state: views that are open are copied before that
+        self._views: list[StateView] = []  # open views
+        # held while the state is changed: open views are copied before that
         self.lock = WriteLock(self._reading, self._views, self._reads)
         self.epoch = 0
-        self.version = 0  # changes whenever the state does
-        # the state is the output of an averaging round, equal on all peers whatever their processors
+        self.version = 0  # increases with every change of the state
+        # the state is the output of an averaging round, equal on all peers and processors
         self.canonical = False
         for tensor in (*self.parameters, *self.extras):
             if tensor.dtype not in DTYPE_NAMES:
                 raise UsageError(
                     f"tensors of {tensor.dtype} cannot be shared; known are {', '.join(DTYPE_NAMES.values())}"
                 )
-        # Buffers move with every forward pass, on the trainer's thread, differently on each peer: served is
-        # what all agreed on last.
+        # Buffers change with every forward pass, on the trainer's thread, differently on each peer: the
+        # values served are those that all agreed on last.
         self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
-        self.written()
+        self.after_write()
 
-    def moved(self, epoch: int, *, canonical: bool = False) -> None:
-        """The state has changed; call it with the lock still held."""
+    def mark_changed(self, epoch: int, *, canonical: bool = False) -> None:
+        """Record that the state has changed and is in `epoch`. The lock is still held."""
         self.epoch, self.canonical = epoch, canonical
         self.version += 1
-        self._probed = None  # what was probed may be part of the state now
-        self.written()
+        self._probed = None  # the probed statistics may be part of the state now
+        self.after_write()
 
-    def written(self) -> None:
-        """What this thread has asked the devices so far is part of the state, before anybody reads it;
-        implied when `lock` is released.
+    def after_write(self) -> None:
+        """Make this thread's queued device work part of the state, before any reader sees it. Releasing
+        `lock` implies this.
         """
-        self._reads.written()
+        self._reads.after_write()
 
-    # averaging
+    # --- averaging
 
-    def averaged(self) -> list[torch.Tensor]:
-        """What peers average to become equal, in one order on all: trained parameters, their statistics,
-        floating extra tensors.
+    def averaged_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that peers average to become equal, in one order on all: trained parameters,
+        their statistics, floating-point extra tensors.
         """
         trained = [p for p in self.parameters if p.requires_grad and p.is_floating_point()]
         statistics = [value for _, value in self._statistics() if value.is_floating_point()]
@@ -111,8 +111,8 @@ class TrainingState:
         ]
 
     def agree_extras(self, counts: Sequence[Sequence[int]] = ()) -> None:
-        """The extra tensors are what all peers hold now; whole numbers become the largest of any peer
-        (`counts`: their `extra_counts`).
+        """Adopt the extra tensors as the shared ones; integers become the largest of any peer (`counts`:
+        their `extra_counts`).
         """
         with self.lock, torch.no_grad():
             whole = [t for t in self.extras if not t.is_floating_point()]
@@ -126,7 +126,7 @@ class TrainingState:
                 agreed.copy_(tensor)
 
     def extra_counts(self) -> list[int]:
-        """All values of the whole-number extra tensors (BatchNorm's batch counters)."""
+        """Return all values of the integer extra tensors (BatchNorm's batch counters)."""
         whole = [t.detach().flatten().to(torch.int64) for t in self.extras if not t.is_floating_point()]
         devices = {t.device for t in whole}
         # one transfer for each
@@ -136,16 +136,16 @@ class TrainingState:
         return [next(values[t.device]) for t in whole for _ in range(t.numel())]
 
     def counters_digest(self) -> bytes:
-        """Of everything that must be equal without being averaged: step counters, hyperparameters, schedule,
-        epoch.
+        """Return the digest of the state that peers must agree on but do not average: step counters,
+        hyperparameters, schedule, epoch.
         """
         return blake3(pack(self._scalars())).digest()
 
-    # out
+    # --- reading
 
     def view(self) -> StateView:
-        """The state of this moment, to be read while training goes on: copied when it is about to change, and
-        not before. `close` it.
+        """Return a view of the present state, to be read while training continues. It is copied only when
+        the state is about to change. Close it afterwards.
         """
         with self._reading, torch.no_grad():
             view = StateView(
@@ -159,20 +159,20 @@ class TrainingState:
             return view
 
     def snapshot(self) -> Snapshot:
-        """A copy of the state, hashed. Fit for any thread."""
+        """Return a copy of the state, with digests. Callable from any thread."""
         view = self.view()
-        view.settle()
+        view.complete_copy()
         view.close()
         return Snapshot(view.epoch, view.version, view.canonical, view.blob, digests_of(view.blob))
 
     @property
     def bytes_about(self) -> int:
-        """The size of a snapshot without its header."""
+        """Return the size of a snapshot without its header."""
         return sum(tensor.nbytes for _, tensor in self._named())
 
     def bytes_max(self) -> int:
-        """No honest snapshot of this optimizer is larger; it may be smaller (statistics of parameters that
-        never had a gradient).
+        """Return the maximum size of an honest snapshot of this optimizer. It may be smaller: parameters
+        that never had a gradient have no statistics.
         """
         tensors = [
             *self.parameters,
@@ -190,10 +190,10 @@ class TrainingState:
             + 4096 * (len(tensors) + 16)
         )
 
-    # in
+    # --- loading
 
     def load(self, blob: Blob) -> None:
-        """Take over a snapshot; PeerError, and nothing changed, when it does not fit this optimizer."""
+        """Load a snapshot. Raise PeerError, with nothing changed, when it does not fit this optimizer."""
         structure = self._structure()
         header, payload_start = read_header(blob)
         tensors = read_tensors(blob, header, payload_start)
@@ -208,11 +208,11 @@ class TrainingState:
         ):
             structure = self._completed(probe(self.inner, self.parameters))
         with self.lock, torch.no_grad():
-            rooms = self._rooms(structure, tensors)  # first: there may be no memory for them
+            targets = self._targets(structure, tensors)  # first, because there may be no memory for them
             for index, p in enumerate(self.parameters):
                 p.copy_(tensors[f"p.{index}"])
                 self._load_statistics(
-                    index, p, structure[index], tensors, mapping(counters.get(str(index))), rooms[index]
+                    index, p, structure[index], tensors, mapping(counters.get(str(index))), targets[index]
                 )
             for index, (extra, agreed) in enumerate(zip(self.extras, self._agreed_extras, strict=True)):
                 extra.copy_(tensors[f"x.{index}"])
@@ -223,20 +223,22 @@ class TrainingState:
                 )
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(merge(self.scheduler.state_dict(), header.get("schedule"), 0))
-            self.moved(header["epoch"])
+            self.mark_changed(header["epoch"])
 
-    def _rooms(
+    def _targets(
         self, structure: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]
     ) -> list[dict[str, torch.Tensor]]:
-        """Per parameter, where each statistic of a snapshot goes: the tensors that are there, else those of
-        the probe.
+        """Return, per parameter, the tensor that receives each statistic of a snapshot: the present one,
+        else that of the probe.
         """
-        rooms = []
+        targets = []
         for index, (p, statistics) in enumerate(zip(self.parameters, structure, strict=True)):
             own = self.inner.state.get(p, {})
             held = [key for key in statistics if f"s.{index}.{key}" in tensors]
-            rooms.append({key: own[key] if key in own else _made(statistics[key], p) for key in held})
-        return rooms
+            targets.append(
+                {key: own[key] if key in own else _materialized(statistics[key], p) for key in held}
+            )
+        return targets
 
     def _load_statistics(
         self,
@@ -245,16 +247,16 @@ class TrainingState:
         structure: dict[str, Any],
         tensors: Mapping[str, torch.Tensor],
         counters: Mapping[str, Any],
-        rooms: Mapping[str, torch.Tensor],
+        targets: Mapping[str, torch.Tensor],
     ) -> None:
-        """Statistics of one parameter: tensors into their rooms, counters merged with ours."""
+        """Load the statistics of one parameter: tensors into `targets`, counters merged with ours."""
         if not any(f"s.{index}.{key}" in tensors or key in counters for key in structure):
             self.inner.state.pop(p, None)
             return
         own = self.inner.state[p]
         for key, value in structure.items():
-            if key in rooms:
-                own[key] = rooms[key].copy_(tensors[f"s.{index}.{key}"])
+            if key in targets:
+                own[key] = targets[key].copy_(tensors[f"s.{index}.{key}"])
             else:
                 own[key] = merge(value, counters.get(key), 0)
 
@@ -264,7 +266,8 @@ class TrainingState:
         missing = known.keys() - tensors.keys()
         if missing:
             raise PeerError(
-                f"the state lacks {len(missing)} tensors of ours, {min(missing)} among them: another model or optimizer"
+                f"the state lacks {len(missing)} tensors of ours, {min(missing)} among them: "
+                "another model or optimizer"
             )
         known |= {
             f"s.{i}.{key}": t
@@ -276,11 +279,13 @@ class TrainingState:
             own = known.get(name)
             if own is None:
                 raise PeerError(
-                    f"the state has a tensor {name[:40]!r} that this optimizer has not: another model or optimizer"
+                    f"the state has a tensor {name[:40]!r} that this optimizer has not: "
+                    "another model or optimizer"
                 )
             if own.dtype != tensor.dtype or own.shape != tensor.shape:
                 raise PeerError(
-                    f"the state's {name[:40]!r} is {tensor.dtype} {tuple(tensor.shape)}, ours is {own.dtype} {tuple(own.shape)}"
+                    f"the state's {name[:40]!r} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"ours is {own.dtype} {tuple(own.shape)}"
                 )
             if not is_finite(tensor):
                 raise PeerError(f"the state's {name[:40]!r} is not finite")
@@ -289,7 +294,7 @@ class TrainingState:
             if any(held) and not all(held):
                 raise PeerError(f"the state has only some statistics of parameter {index}")
 
-    # what is in it
+    # --- contents
 
     def _statistics(self) -> list[tuple[str, torch.Tensor]]:
         named = []
@@ -297,7 +302,8 @@ class TrainingState:
             for key, value in sorted(self.inner.state.get(p, {}).items()):
                 if isinstance(value, (list, dict)):
                     raise UsageError(
-                        f"{type(self.inner).__name__} keeps {key!r} as a {type(value).__name__}; only tensors and numbers can be shared"
+                        f"{type(self.inner).__name__} keeps {key!r} as a {type(value).__name__}; "
+                        "only tensors and numbers can be shared"
                     )
                 if is_statistic(p, key, value):
                     named.append((f"s.{index}.{key}", value))
@@ -312,11 +318,11 @@ class TrainingState:
         )
 
     def _scalars(self) -> dict[str, Any]:
-        """The header of a snapshot. Of tensors on devices all numbers come in one transfer.
+        """Return the header of a snapshot. All numbers on one device come in one transfer.
 
-        A view holds the state's lock for as long as that takes. It delays no writer: what is written next was
-        computed from the state that the last write left, so that this write is over on the device before the
-        next one is due.
+        A view holds the state's lock for that time. This delays no writer: what is written next was
+        computed from the state that the last write left, so that this write is complete on the device
+        before the next one is due.
         """
         schedule = None if self.scheduler is None else self.scheduler.state_dict()
         if not self._reads:
@@ -329,7 +335,7 @@ class TrainingState:
     def _header(
         self, schedule: dict[str, Any] | None, number: Callable[[torch.Tensor], Any]
     ) -> dict[str, Any]:
-        """`number`: returns the value of a tensor with one element."""
+        """Return the header of a snapshot. `number` returns the value of a tensor with one element."""
         counters = {}
         for index, p in enumerate(self.parameters):
             held = {
@@ -351,17 +357,17 @@ class TrainingState:
         }
 
     def _structure(self) -> list[dict[str, Any]]:
-        """Per parameter, the statistics that this optimizer keeps: key -> tensor or number; those that a
-        first step is going to make have no memory where `probe_shapes` can find them.
+        """Return, per parameter, the statistics that this optimizer keeps: key -> tensor or number. Those
+        that a first step would create have no memory where `probe_shapes` can find them.
         """
         if all(self.inner.state.get(p) or not p.requires_grad for p in self.parameters):
             return self._completed([{}] * len(self.parameters))
-        if self._probed is None:  # its size is asked for before a download, its tensors are used after it
+        if self._probed is None:  # used for the size before a download, and for its tensors after it
             self._probed = probe_shapes(self.inner, self.parameters) or probe(self.inner, self.parameters)
         return self._completed(self._probed)
 
     def _completed(self, probed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Per parameter, the statistics that there are; those of a probe where there are none yet."""
+        """Return, per parameter, the present statistics; those of a probe where there are none yet."""
         return [
             dict(self.inner.state.get(p, {})) or made for p, made in zip(self.parameters, probed, strict=True)
         ]
@@ -370,8 +376,8 @@ class TrainingState:
 def _lacks_values(
     index: int, structure: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]
 ) -> bool:
-    """Whether a state has counters of a parameter and not its statistics: these begin at what a first step
-    makes them.
+    """Return whether a state has counters of a parameter but not its statistics: these then begin with the
+    values that a first step gives them.
     """
     lacking = [
         k
@@ -381,8 +387,10 @@ def _lacks_values(
     return bool(lacking) and any(key in counters for key in structure)
 
 
-def _made(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """A statistic to be written: that of the probe, and where it has no memory one beside its parameter."""
+def _materialized(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return a statistic to be written: that of the probe, or a new one beside its parameter where the
+    probe's has no memory.
+    """
     return torch.empty_like(value, device=p.device) if value.is_meta else value
 
 

@@ -1,12 +1,13 @@
-"""The state of one moment, read chunk by chunk while training goes on: copied lazily, before the next write.
+"""A view of the state of one moment, read chunk by chunk while training continues, and copied lazily before
+the next write.
 
-A view of a state in host memory reads the live tensors as long as nothing is written: a download that is over
-before the epoch is costs no copy at all. A view of a state that lies on a device, even in part, is copied to
-the host when it is first read, each byte once, and hashed and served from that copy: it costs host memory for
-the whole state until it is closed, and 16 MiB of pinned memory while it is made.
+A view of a state in host memory reads the live tensors until something is written: a download that ends
+before the epoch does costs no copy at all. A view of a state that lies on a device, even in part, is copied
+to the host when it is first read, each byte once, and hashed and served from that copy: it costs host
+memory for the whole state until it is closed, and 16 MiB of pinned memory while it is made.
 
-Whoever is about to write takes `WriteLock`, which completes the copy of every open view first; a copy that
-began ahead of that, beside a round (`settle`), leaves the writer little to do.
+A thread that is about to write takes `WriteLock`, which completes the copy of every open view first. A copy
+that began earlier, beside a round (`complete_copy`), leaves the writer little to do.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from averaging.optim.state.device_reads import DeviceReads, HostCopy
 from averaging.optim.state.snapshot import (
     CHUNK_BYTES,
     Blob,
+    allocate_zeros,
     chunk_digest,
     flat_bytes,
     memory_of,
     pieces_digest,
     plan_snapshot,
-    room,
     snapshot_digest,
 )
 from swarm.core.device import is_out_of_memory
@@ -36,13 +37,13 @@ from swarm.core.errors import PeerError
 
 _log = logging.getLogger(__name__)
 
-_GONE = "this copy of the state is gone: open the state again"
-_SETTLE_CHUNKS = 8  # copied while the lock is held once: a writer that comes meanwhile waits for so many
+_LOST_COPY = "this copy of the state is gone: open the state again"
+_SETTLE_CHUNKS = 8  # copied while the lock is held once: a writer waits for at most this many
 
 
 class StateView:
-    """One moment of a training state as a blob (`averaging.optim.state.snapshot`). Fit for any thread; what
-    reads may wait for the lock.
+    """One moment of a training state as a blob (`averaging.optim.state.snapshot`). Callable from any
+    thread; methods that read may wait for the lock.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class StateView:
         lock: threading.RLock,
         reads: DeviceReads,
     ) -> None:
-        """`moment`: epoch, version, canonical. `reads`: how tensors on devices are read. To be made with the
-        lock held.
+        """Create a view, with the lock held. `moment`: epoch, version, canonical. `reads`: the readers of
+        tensors on devices.
         """
         self.epoch, self.version, self.canonical = moment
         self.names = [name for name, _ in named]
@@ -65,53 +66,54 @@ class StateView:
         self._lock, self._reads = lock, reads
         self._on_device = any(reads.of(tensor.device) is not None for _, tensor in named)
         self._live = [tensor.detach() if self._on_device else flat_bytes(tensor) for _, tensor in named]
-        # what lies in this machine's own memory is read without a detour through tensors
+        # host memory is read directly, without tensors
         self._memory = [] if self._on_device else [memory_of(live) for live in self._live]
-        self._fetched: HostCopy | None = None  # copies `_live` from devices, from the first read on
+        self._host_copy: HostCopy | None = None  # copies `_live` from devices, from the first read on
         self._blob: Blob | None = None
-        self._gathered = 0  # chunks that were copied from host memory to the blob, from the first on
+        self._copied_from_host = 0  # chunks copied from host memory to the blob, from the first on
         self._digests: tuple[bytes, ...] = ()
         self.closed = False
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """Return the number of chunks."""
         return -(-self.total_bytes // CHUNK_BYTES)
 
     @property
     def _copied(self) -> int:
-        """Chunks that are in the blob, from the first on."""
-        return self._gathered if self._fetched is None else self._fetched.copied_chunks
+        """Return how many chunks are in the blob, from the first on."""
+        return self._copied_from_host if self._host_copy is None else self._host_copy.copied_chunks
 
     @property
-    def settled(self) -> bool:
-        """Whether all of it is copied: the live tensors are not read any more."""
+    def is_copied(self) -> bool:
+        """Return whether everything is copied: the live tensors are not read any more."""
         return self._copied == self.chunks
 
     @property
     def header(self) -> dict[str, Any]:
-        """Everything in the state that is no tensor."""
+        """Return everything in the state that is not a tensor."""
         return dict(self._header)
 
     @property
     def blob(self) -> Blob:
-        """The whole copy, once it is settled; PeerError when it never will be."""
-        if self._blob is None or not self.settled:
-            raise PeerError(_GONE)
+        """Return the complete copy. Raise PeerError when it is not complete."""
+        if self._blob is None or not self.is_copied:
+            raise PeerError(_LOST_COPY)
         return self._blob
 
     @property
     def chunk_digests(self) -> tuple[bytes, ...]:
-        """What `hash` has found."""
+        """Return the digests that `compute_digests` computed; empty before that."""
         return self._digests
 
     @property
     def digest(self) -> bytes:
+        """Return the digest of the whole state."""
         return snapshot_digest(self.total_bytes, self._digests)
 
-    def hash(self) -> None:
-        """Work out the digests: a second for a gigabyte, from live memory or from the copy. PeerError without
-        memory for the copy.
+    def compute_digests(self) -> None:
+        """Compute the digests, from live memory or from the copy: a second for a gigabyte. Raise PeerError
+        when there is no memory for the copy.
         """
         if not self._digests:
             self._digests = tuple(self._digest(index) for index in range(self.chunks))
@@ -121,22 +123,22 @@ class StateView:
         if self._on_device:
             return chunk_digest(self._read(begin, end))
         with self._lock:
-            if self.settled or self.closed:
+            if self.is_copied or self.closed:
                 return chunk_digest(self._read(begin, end))
-            return pieces_digest(self._pieces(begin, end))
+            return pieces_digest(self._live_bytes(begin, end))
 
     def chunk(self, index: int, before: bytes = b"") -> bytes:
-        """One chunk, and what is to stand `before` it. PeerError when there was no memory for the copy."""
+        """Return one chunk with `before` prepended. Raise PeerError when there was no memory for the copy."""
         begin, end = self._bounds(index)
         if index >= self._copied and not self._on_device:
             with self._lock:
                 if self._is_live(index):
-                    return b"".join((before, *self._pieces(begin, end)))
+                    return b"".join((before, *self._live_bytes(begin, end)))
         return b"".join((before, self._read(begin, end)))
 
-    def chunk_at_once(self, index: int, before: bytes = b"") -> bytes | None:
-        """The same without any waiting; None when it is not copied yet, and a writer has the lock or a device
-        the tensors.
+    def chunk_without_waiting(self, index: int, before: bytes = b"") -> bytes | None:
+        """Return the result of `chunk` without waiting; None when the chunk is not copied yet and either a
+        writer has the lock or the tensors are on a device.
         """
         if index < self._copied:
             return self.chunk(index, before)
@@ -148,15 +150,15 @@ class StateView:
             self._lock.release()
 
     def _is_live(self, index: int) -> bool:
-        """Whether a chunk can be read where the tensors lie; with the lock held."""
+        """Return whether a chunk can be read from the live tensors. The lock is held."""
         return not (self.closed or index < self._copied)
 
     def _bounds(self, index: int) -> tuple[int, int]:
         return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
 
     def tensor(self, place: int) -> torch.Tensor:
-        """The tensor `names[place]` on the CPU, as it was: to be read only. It is a part of the view's copy
-        where there is one.
+        """Return the tensor `names[place]` on the CPU, as it was, read-only. It is a part of the view's
+        copy if there is one.
         """
         dtype, shape = self._shapes[place]
         start, length = self._layout.starts[place], self._layout.lengths[place]
@@ -169,83 +171,84 @@ class StateView:
             .reshape(shape)
         )
 
-    def settle(self) -> None:
-        """Complete the copy, a few chunks at a time, so that a writer who comes meanwhile can go on with it."""
+    def complete_copy(self) -> None:
+        """Complete the copy, a few chunks at a time, so that a writer that comes meanwhile can finish it."""
         if self._on_device:
-            self._fetch(self.chunks)
-        while not (self.settled or self.closed):
+            self._copy_from_devices(self.chunks)
+        while not (self.is_copied or self.closed):
             with self._lock:
-                self.settle_now(self._copied + _SETTLE_CHUNKS)
+                self.complete_copy_locked(self._copied + _SETTLE_CHUNKS)
 
-    def settle_now(self, until: int | None = None) -> None:
-        """The same in one go, up to a chunk; with the lock held. Without memory for it the view is closed,
-        and readers are told.
+    def complete_copy_locked(self, until: int | None = None) -> None:
+        """Complete the copy in one go, up to chunk `until`. The lock is held. If there is no memory for it
+        the view is closed, and readers get an error.
 
-        Afterwards the tensors may be written by this thread. Bytes may still be on their way from a device:
-        `settled` is false until a reader has waited for them.
+        Afterwards this thread may write the tensors. Bytes may still be in transit from a device: `is_copied`
+        is false until a reader has waited for them.
         """
-        if self.closed or self.settled:
+        if self.closed or self.is_copied:
             return
         until = self.chunks if until is None else min(until, self.chunks)
         if until <= self._copied:
             return
         try:
             if self._on_device:
-                self._ask_for(until * CHUNK_BYTES)
+                self._queue_reads(until * CHUNK_BYTES)
             else:
                 if self._blob is None:
-                    self._blob = room(self.total_bytes)
+                    self._blob = allocate_zeros(self.total_bytes)
                 begin, end = self._copied * CHUNK_BYTES, min(until * CHUNK_BYTES, self.total_bytes)
-                self._gather(begin, end, memoryview(self._blob)[begin:end])
-                self._gathered = until
+                self._copy_live(begin, end, memoryview(self._blob)[begin:end])
+                self._copied_from_host = until
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             _log.warning(
-                "there is no memory for a copy of the state of epoch %d: those who download it must begin anew",
+                "there is no memory for a copy of the state of epoch %d: "
+                "peers that download it must start again",
                 self.epoch,
             )
             self.close()
             return
-        if self._gathered == self.chunks:
+        if self._copied_from_host == self.chunks:
             self._live, self._memory = [], []
 
     def close(self) -> None:
-        """Nobody reads it any more: it is not copied when the state changes."""
+        """Mark the view as unused: it is not copied when the state changes."""
         self.closed = True
 
     def _read(self, begin: int, end: int) -> memoryview:
-        """The blob's bytes [begin, end): a part of the copy, or copied from host memory."""
+        """Return the blob's bytes [begin, end): a part of the copy, or copied from host memory."""
         if self._on_device:
-            self._fetch(-(-end // CHUNK_BYTES))
-        if not self._has(end):
+            self._copy_from_devices(-(-end // CHUNK_BYTES))
+        if not self._is_copied_until(end):
             with self._lock:
-                if not self._has(end):  # nor meanwhile
+                if not self._is_copied_until(end):  # not copied by another thread meanwhile
                     if self.closed or self._on_device:
-                        raise PeerError(_GONE)
-                    return memoryview(b"".join(self._pieces(begin, end)))
+                        raise PeerError(_LOST_COPY)
+                    return memoryview(b"".join(self._live_bytes(begin, end)))
         assert self._blob is not None
         return memoryview(self._blob)[begin:end]
 
-    def _pieces(self, begin: int, end: int) -> Iterator[bytes | memoryview]:
-        """The blob's bytes [begin, end) where they lie in host memory, with the lock held."""
+    def _live_bytes(self, begin: int, end: int) -> Iterator[bytes | memoryview]:
+        """Yield the blob's bytes [begin, end) from live host memory. The lock is held."""
         prefix = self._layout.prefix[begin:end]
         yield prefix
         at = begin + len(prefix)
         for place, low, high in self._layout.spans(begin, end):
             live, start = self._memory[place], self._layout.starts[place]
             assert live is not None
-            yield bytes(low - at)  # between tensors
+            yield bytes(low - at)  # gap between tensors
             yield live[low - start : high - start]
             at = high
         yield bytes(end - at)
 
-    def _has(self, end: int) -> bool:
-        """Whether the blob's bytes before `end` are copied."""
-        return self.settled or end <= self._copied * CHUNK_BYTES
+    def _is_copied_until(self, end: int) -> bool:
+        """Return whether the blob's bytes before `end` are copied."""
+        return self.is_copied or end <= self._copied * CHUNK_BYTES
 
-    def _gather(self, begin: int, end: int, out: memoryview) -> None:
-        """Copy the blob's bytes [begin, end) out of live host memory; what is between tensors stays zero."""
+    def _copy_live(self, begin: int, end: int, out: memoryview) -> None:
+        """Copy the blob's bytes [begin, end) from live host memory; gaps between tensors stay zero."""
         prefix = self._layout.prefix[begin:end]
         out[: len(prefix)] = prefix
         flat = torch.frombuffer(out, dtype=torch.uint8)
@@ -253,38 +256,38 @@ class StateView:
             start = self._layout.starts[place]
             flat[low - begin : high - begin].copy_(self._live[place][low - start : high - start])
 
-    # what lies on devices
+    # --- tensors on devices
 
-    def _fetch(self, until: int) -> None:
-        """Copy chunks to the host, up to one. The lock is held while bytes are asked for, and not while they
-        are waited for.
+    def _copy_from_devices(self, until: int) -> None:
+        """Copy chunks to the host, up to chunk `until`. The lock is held while reads are queued, and not
+        while they are waited for.
         """
         while self._copied < until and not self.closed:
             with self._lock:
-                self.settle_now(self._copied + 1)
-            if self._fetched is not None:
-                self._fetched.arrive()
+                self.complete_copy_locked(self._copied + 1)
+            if self._host_copy is not None:
+                self._host_copy.finish_oldest()
 
-    def _ask_for(self, until_bytes: int) -> None:
-        """Ask for bytes up to these, and for as many beyond them as there is room for, with the lock held.
+    def _queue_reads(self, until_bytes: int) -> None:
+        """Queue reads up to these bytes, and as many beyond them as there is room for. The lock is held.
 
         Waits for a device only when those bytes are more than the windows of a copy take.
         """
-        if self._fetched is None:
-            self._blob = room(self.total_bytes)
-            self._fetched, self._live = HostCopy(self._layout, self._live, self._reads, self._blob), []
-        while self._fetched.asked_bytes < min(until_bytes, self.total_bytes):
-            if not self._fetched.ask():
-                self._fetched.arrive()
-        while self._fetched.ask():
+        if self._host_copy is None:
+            self._blob = allocate_zeros(self.total_bytes)
+            self._host_copy, self._live = HostCopy(self._layout, self._live, self._reads, self._blob), []
+        while self._host_copy.queued_bytes < min(until_bytes, self.total_bytes):
+            if not self._host_copy.queue_next():
+                self._host_copy.finish_oldest()
+        while self._host_copy.queue_next():
             pass
 
 
 class WriteLock:
-    """Held while the state is changed, any number of times by one thread. Open views are copied first.
+    """Lock held while the state is changed, reentrant within one thread. Open views are copied first.
 
-    What the thread's current streams are asked while it holds the lock begins after the reads of the old
-    values are over, on the device; reads of the new values begin after it. The thread itself waits for
+    Work that the thread queues on its current streams while it holds the lock begins, on the device, after
+    the reads of the old values; reads of the new values begin after it. The thread itself waits for
     neither.
     """
 
@@ -296,8 +299,8 @@ class WriteLock:
         try:
             with torch.no_grad():
                 for view in self._views:
-                    view.settle_now()
-            self._views.clear()  # nothing of them is left to ask for
+                    view.complete_copy_locked()
+            self._views.clear()  # none of their reads are left to queue
             self._reads.before_write()
         except BaseException:
             self._lock.release()
@@ -307,6 +310,6 @@ class WriteLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._reads.written()
+            self._reads.after_write()
         finally:
             self._lock.release()

@@ -1,18 +1,19 @@
-"""A run on a terminal: a view and what the user chose to look at, as so many lines of so many columns. No
-I/O.
-"""
+"""Presentation of `swarm monitor`: views as JSON or plain lines, and a screen for a terminal. No I/O."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
 
-from swarm.cli.render.live import sparkline
-from swarm.cli.render.plain import size
-from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RoundView
+from swarm.cli.render.output import Output, Presentation
+from swarm.cli.render.text import size, sparkline
+from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RoundView, plain
+from swarm.run.events import Event, Notice
 
 SORTS: dict[str, tuple[Callable[[PeerView], object], str]] = {
     "samples/s": (lambda peer: (not peer.fresh, -peer.samples_per_s), "pace"),
@@ -42,9 +43,82 @@ _BAR = "█▏▎▍▌▋▊▉"
 _KEYS = "q quit   ↑↓ choose   enter details   s sort   tab below   "
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStarted(Notice):
+    """A page or metrics are served at `url`."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewUpdated(Event):
+    """A new view of the run. Its JSON line does not repeat the events."""
+
+    view: MonitorView
+
+    def json_line(self) -> str:
+        fields = self.view.as_dict()
+        del fields["events"]
+        return json.dumps(fields, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent(Event):
+    """Something that happened in the run."""
+
+    happened: MonitorEvent
+
+    def json_line(self) -> str:
+        return json.dumps({"event": "event", **plain(dataclasses.asdict(self.happened))}, ensure_ascii=False)
+
+
+class ViewFeed:
+    """Emits each event of the run once, and views at most every `every_s` seconds."""
+
+    def __init__(self, output: Output, every_s: float) -> None:
+        self._output, self._every_s = output, every_s
+        self._next_s = float("-inf")
+        self._number = 0  # of the last event
+
+    def show(self, view: MonitorView) -> None:
+        for event in view.events:
+            if event.number > self._number:
+                self._number = event.number
+                self._output.emit(RunEvent(happened=event))
+        if view.at_s >= self._next_s:
+            self._next_s = view.at_s + self._every_s
+            self._output.emit(ViewUpdated(view=view))
+
+
+class MonitorPresentation(Presentation):
+    """Views and events in words."""
+
+    def sentence(self, event: Event) -> str:
+        match event:
+            case RunEvent():
+                return event.happened.text
+            case ViewUpdated():
+                return headline(event.view)
+        return super().sentence(event)
+
+
+def headline(view: MonitorView) -> str:
+    """Return a view in one sentence."""
+    if not view.live:
+        age = f" for {view.link.age_s:.0f} s" if view.link.age_s is not None else ""
+        return f"nothing seen{age}: {view.link.text or view.link.status}"
+    loss = f", loss {view.loss:.3f}" if view.loss is not None else ""
+    held_out = f" (held out {view.validation_loss:.3f})" if view.validation_loss is not None else ""
+    part = f" {100 * view.fraction:.0f} %" if view.fraction is not None else ""
+    return (
+        f"epoch {view.epoch:,}{part}{loss}{held_out}, "
+        f"{view.samples_per_s:,.0f} samples/s by {view.peers_live} peers"
+    )
+
+
 @dataclass(slots=True)
-class Ui:
-    """What the user has chosen."""
+class ScreenState:
+    """The user's selection on the screen."""
 
     sort: str = "samples/s"
     chosen: int = 0
@@ -53,7 +127,7 @@ class Ui:
     quit: bool = False
 
     def key(self, name: str, peers: int, page: int = 8) -> None:
-        """Take one key."""
+        """React to a key."""
         moves = {
             "up": -1,
             "k": -1,
@@ -80,35 +154,37 @@ class Ui:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """How numbers moved lately; None where nothing was seen."""
+class Trends:
+    """Recent values of the loss and the throughput; None where there is no value."""
 
     loss: Sequence[float | None] = ()
     samples_per_s: Sequence[float | None] = ()
 
 
-def screen(view: MonitorView, ui: Ui, course: Course, columns: int, rows: int) -> list[Text]:
-    """Exactly `rows` lines at most, none longer than `columns`."""
-    lines = [*_head(view, columns), *_numbers(view, course, columns), Text("")]
-    peers = sorted(view.peers, key=SORTS[ui.sort][0])  # type: ignore[arg-type]
-    ui.chosen = min(ui.chosen, max(0, len(peers) - 1))
-    room = rows - len(lines) - 1  # the last line holds the keys
-    if ui.details and peers:
-        lines += _details(peers[ui.chosen], view.at_s)[:room]
+def render_screen(
+    view: MonitorView, state: ScreenState, trends: Trends, columns: int, rows: int
+) -> list[Text]:
+    """Return at most `rows` lines of at most `columns` columns."""
+    lines = [*_head(view, columns), *_numbers(view, trends, columns), Text("")]
+    peers = sorted(view.peers, key=SORTS[state.sort][0])  # type: ignore[arg-type]
+    state.chosen = min(state.chosen, max(0, len(peers) - 1))
+    free = rows - len(lines) - 1  # the last line shows the keys
+    if state.details and peers:
+        lines += _details(peers[state.chosen], view.at_s)[:free]
     else:
-        below = max(4, room // 3)
-        shown = max(1, min(len(peers), room - below - 1))
-        first = min(max(0, ui.chosen - shown // 2), max(0, len(peers) - shown))
+        below = max(4, free // 3)
+        shown = max(1, min(len(peers), free - below - 1))
+        first = min(max(0, state.chosen - shown // 2), max(0, len(peers) - shown))
         lines.append(_peer_head(columns))
         lines += [
-            _peer_line(peer, columns, first + place == ui.chosen)
+            _peer_line(peer, columns, first + place == state.chosen)
             for place, peer in enumerate(peers[first : first + shown])
         ]
         if not peers:
-            lines.append(Text("  nobody takes part at the moment", style="dim"))
-        lines += _below(view, ui.section, rows - len(lines) - 1)
+            lines.append(Text("  no peer takes part at the moment", style="dim"))
+        lines += _below(view, state.section, rows - len(lines) - 1)
     lines += [Text("")] * (rows - len(lines) - 1)
-    lines.append(Text(f"{_KEYS}{len(peers)} peers by {SORTS[ui.sort][1]}", style="dim"))
+    lines.append(Text(f"{_KEYS}{len(peers)} peers by {SORTS[state.sort][1]}", style="dim"))
     for line in lines:
         line.truncate(columns, overflow="ellipsis")
         if not view.live and line is not lines[0]:
@@ -124,16 +200,16 @@ def _head(view: MonitorView, columns: int) -> list[Text]:
     if view.link.age_s is not None and view.link.status != "live":
         title.append(f"  seen {_ago(view.link.age_s)} ago", style=style)
     elif view.link.entry_answers is False:
-        title.append("  the way in is gone", style="yellow")
+        title.append("  the entry peer is gone", style="yellow")
     title.append(f"  {view.peers_live} peer{'' if view.peers_live == 1 else 's'}")
     if view.peers_quiet:
         title.append(f", {view.peers_quiet} silent", style="yellow")
     about = [run.description, f"{run.parameters:,} parameters" if run.parameters else "", run.mode, run.codec]
-    told = view.link.text or " · ".join(filter(None, about))
-    return [title, Text(f" {told}", style="yellow" if view.link.text else "dim")]
+    text = view.link.text or " · ".join(filter(None, about))
+    return [title, Text(f" {text}", style="yellow" if view.link.text else "dim")]
 
 
-def _numbers(view: MonitorView, course: Course, columns: int) -> list[Text]:
+def _numbers(view: MonitorView, trends: Trends, columns: int) -> list[Text]:
     width = max(10, min(40, columns - 50))
     target = f" of {view.run.target:,}" if view.run.target else ""
     eta = f"  {_ago(view.eta_s)} to go" if view.eta_s is not None and view.eta_s > 2 else ""
@@ -145,19 +221,19 @@ def _numbers(view: MonitorView, course: Course, columns: int) -> list[Text]:
         ),
         Text.assemble(
             (f" loss     {_number(view.loss):>10}  ", "bold"),
-            (_spark(course.loss, width), "magenta"),
+            (_spark(trends.loss, width), "magenta"),
             f" held out {_number(view.validation_loss)}" if view.validation_loss is not None else "",
             f"  drift {view.drift:.1e}" if view.drift is not None else "",
         ),
         Text.assemble(
             (f" samples/s{view.samples_per_s:>10,.0f}  ", "bold"),
-            (_spark(course.samples_per_s, width), "green"),
+            (_spark(trends.samples_per_s, width), "green"),
             f" sending {size(view.bytes_per_s)}/s" if view.bytes_per_s else "",
         ),
     ]
     if view.own:
-        told = "   ".join(f"{name} {_number(own.median)}" for name, own in view.own.items())
-        lines.append(Text(f" {told}"))
+        own = "   ".join(f"{name} {_number(value.median)}" for name, value in view.own.items())
+        lines.append(Text(f" {own}"))
     if view.checkpoint:
         lines.append(Text(f" {view.checkpoint}", style="dim"))
     return lines
@@ -229,14 +305,15 @@ def _details(peer: PeerView, now_s: float) -> list[Text]:
     rows = {
         "peer": peer.peer_id,
         "name": peer.name or "-",
-        "state": f"{state}; told {_ago(peer.age_s)} ago"
+        "state": f"{state}; reported {_ago(peer.age_s)} ago"
         + (f"; here for {_ago(now_s - peer.since_s)}" if peer.since_s else ""),
         "device": f"{peer.device or '-'}   {peer.agent}",
         "reachable": f"{peer.reach or 'does not say'}; {reached}",
         "pace": f"{peer.samples_per_s:,.1f} samples/s"
         + ("; claims more than is believed" if peer.capped else ""),
         "epoch": f"{peer.epoch:,}; {peer.samples:,} samples in it so far",
-        "contributed": f"{peer.samples_given:,} samples; the last {_ago(peer.contributed_ago_s)} ago in epoch {peer.contributed_epoch}"
+        "contributed": f"{peer.samples_given:,} samples; "
+        f"the last {_ago(peer.contributed_ago_s)} ago in epoch {peer.contributed_epoch}"
         if peer.contributed_ago_s is not None
         else "nothing yet",
         "loss": f"{_number(peer.loss)}; held out {_number(peer.validation_loss)}",
@@ -253,30 +330,31 @@ def _details(peer: PeerView, now_s: float) -> list[Text]:
     return [Text.assemble((f" {name:<13}", "dim"), value) for name, value in rows.items()]
 
 
-def _below(view: MonitorView, section: str, room: int) -> list[Text]:
-    if room < 2:
+def _below(view: MonitorView, section: str, rows: int) -> list[Text]:
+    if rows < 2:
         return []
     title = "   ".join(f"[{name}]" if name == section else name for name in _SECTIONS)
     lines = [Text(f" {title}", style="dim")]
     if section == "rounds":
-        half = max(1, (room - 1) // 2)
+        half = max(1, (rows - 1) // 2)
         lines += [_round_line(one) for one in view.rounds[:half]]
         lines += (
-            [_event_line(one) for one in view.events[-(room - len(lines)) :]] if room > len(lines) else []
+            [_event_line(one) for one in view.events[-(rows - len(lines)) :]] if rows > len(lines) else []
         )
     elif section == "events":
-        lines += [_event_line(one) for one in view.events[-(room - 1) :]]
+        lines += [_event_line(one) for one in view.events[-(rows - 1) :]]
     elif view.experts:
-        for expert in view.experts[: room - 1]:
+        for expert in view.experts[: rows - 1]:
             load = f"  load {_number(expert.load)}" if expert.load is not None else ""
             lines.append(
                 Text(
-                    f" {expert.uid:<24} {expert.servers} server{'' if expert.servers == 1 else 's'}{load}  {expert.text}"
+                    f" {expert.uid:<24} {expert.servers} server{'' if expert.servers == 1 else 's'}"
+                    f"{load}  {expert.text}"
                 )
             )
     else:
         lines.append(Text("  no experts are declared", style="dim"))
-    return lines[:room]
+    return lines[:rows]
 
 
 def _round_line(one: RoundView) -> Text:
@@ -305,7 +383,7 @@ def _event_line(event: MonitorEvent) -> Text:
 
 
 def bar(fraction: float, width: int) -> str:
-    """A bar of eighths of columns."""
+    """Draw a bar with a resolution of an eighth of a column."""
     eighths = round(min(max(fraction, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (_BAR[rest] if rest else "")).ljust(width, "░")[:width]

@@ -1,83 +1,147 @@
-"""What a command prints: JSON lines, plain lines, or a live view, for the same events.
+"""The renderers without a terminal (JSON lines and plain lines), and the base classes of all renderers.
 
-Whatever a stranger could have written (names, descriptions, reasons) is stripped of control characters first:
-a peer must not steer a terminal.
+Texts from other peers (names, descriptions, reasons) are stripped of control characters before they are
+printed, so that a peer cannot control the terminal.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import unicodedata
-from typing import TYPE_CHECKING, Protocol, TextIO
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO
+
+from swarm.run.events import Event, Failed, Listening, Notice
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from swarm.run.events import Event
+    from rich.console import RenderableType
 
 _TEXT_MAX = 2000
 
 
-class Output(Protocol):
-    """A context manager that takes events."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(Event):
+    """The result of a command that ends at once."""
 
-    def __enter__(self) -> Output: ...
+    name: str
+    fields: Mapping[str, Any]
+    text: str
+
+    def json_line(self) -> str:
+        return json.dumps({"event": self.name, **self.fields}, ensure_ascii=False)
+
+
+class Presentation:
+    """Describes the events of one command in words and draws them. The base class knows the common events."""
+
+    # events that a live view shows in its picture only, and not as a line
+    picture_events: ClassVar[tuple[type[Event], ...]] = ()
+    # events that end a live picture
+    final_events: ClassVar[tuple[type[Event], ...]] = ()
+    # whether the last picture stays on the terminal
+    keeps_picture: ClassVar[bool] = False
+
+    def sentence(self, event: Event) -> str:
+        """Return the event in words; empty for events that are not shown as a line."""
+        match event:
+            case Listening():
+                return (
+                    f"peer {event.peer_id} listens at {event.addresses[0]}"
+                    if event.addresses
+                    else f"peer {event.peer_id} takes no calls"
+                )
+            case Notice() | Failed() | Result():
+                return event.text
+        return ""
+
+    def is_due(self, event: Event) -> bool:
+        """Return whether a log should show the event. Frequent events are shown only once in a while."""
+        return True
+
+    def draw(self, event: Event) -> RenderableType | None:
+        """Return the picture after the event, or None if there is none or it stays as it is."""
+        return None
+
+
+class Output:
+    """Base class of the renderers: a context manager that shows events."""
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
-    def emit(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None:
+        """Show an event. May be called from any thread."""
+        raise NotImplementedError
 
-    def question(self, text: str) -> bool:
-        """Ask; only on a terminal."""
-        ...
+    def ask(self, text: str) -> bool:
+        """Ask the user a question. Return False if there is no terminal."""
+        return False
+
+    def close(self) -> None:
+        """Restore the terminal. May be called more than once."""
+
+
+class JsonOutput(Output):
+    """Prints one JSON line per event and flushes it at once, because a program waits for it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def emit(self, event: Event) -> None:
+        line = event.json_line()
+        if line:
+            # One write per line: events come from several threads (the trainer's, the network's, the one that
+            # writes checkpoints) and must not mix in one line.
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class PlainOutput(Output):
+    """Prints events as sentences without control characters, for logs and pipes."""
+
+    def __init__(self, presentation: Presentation, stream: TextIO) -> None:
+        self._presentation = presentation
+        self._stream = stream
+
+    def emit(self, event: Event) -> None:
+        text = self._presentation.sentence(event) if self._presentation.is_due(event) else ""
+        if text:
+            self._stream.write(printable(text) + "\n")  # in one write, as in JsonOutput
+            self._stream.flush()
+
+
+def output_kind(*, as_json: bool) -> Literal["json", "live", "plain"]:
+    """Return how a command shows its events, by its option --json and by its standard output."""
+    if as_json:
+        return "json"
+    return "live" if is_terminal(sys.stdout) else "plain"
 
 
 def printable(text: str) -> str:
-    """Without control characters and invisible steering marks; line breaks stay."""
+    """Return the text without control characters and invisible formatting characters. Line breaks stay."""
     kept = (
         c for c in text[:_TEXT_MAX] if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
     )
     return "".join(kept)
 
 
-def report_error(text: str, *, json_too: bool) -> None:
-    """One sentence (or a line per problem) on standard error; with `--json` an `error` line on standard
-    output as well.
-    """
+def report_error(text: str, *, as_json: bool) -> None:
+    """Print an error on standard error and, with `--json`, as an `error` line on standard output."""
     text = printable(text)
-    if json_too:
+    if as_json:
         print(json.dumps({"event": "error", "text": text}, ensure_ascii=False), flush=True)
     print(f"swarm: {text}", file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    import os
-
     return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-class JsonOutput:
-    """A line per event, flushed at once, since a program waits for it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return None
-
-    def emit(self, event: Event) -> None:
-        # in one piece: events of several threads (the trainer's, the network's, the one that writes
-        # checkpoints) must not mix in one line
-        self._stream.write(event.json_line() + "\n")
-        self._stream.flush()
-
-    def question(self, text: str) -> bool:
-        return False

@@ -1,1 +1,1 @@
-"""What a monitor makes of the records it reads, without I/O or clock."""
+"""Logic of the monitor: what the records of a run amount to, without I/O or clock."""

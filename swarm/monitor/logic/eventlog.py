@@ -1,4 +1,4 @@
-"""What happened, as sentences: bounded, and no peer fills it alone."""
+"""Log of events as sentences. It is bounded, and no single peer can fill it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TEXT_CHARACTERS_MAX = 300
 
 
 class EventLog:
-    """The latest events; `taken` yields each once to whoever writes them down."""
+    """The latest events. `take` returns each new event once, for a caller that stores them."""
 
     def __init__(self, events_max: int = 300, first_number: int = 1) -> None:
         self._events: deque[MonitorEvent] = deque(maxlen=events_max)
@@ -21,7 +21,7 @@ class EventLog:
         self._new: list[MonitorEvent] = []
 
     def add(self, at_s: float, kind: str, level: str, text: str, peer_id: str = "") -> None:
-        """`at_s`: swarm time."""
+        """Add an event at swarm time `at_s`, unless its peer has had too many within the last minute."""
         while self._recent and self._recent[0][0] < at_s - _MINUTE_S:
             self._recent.popleft()
         if peer_id and sum(1 for _, peer in self._recent if peer == peer_id) >= _PER_PEER_MAX:
@@ -40,7 +40,7 @@ class EventLog:
         self._new.append(event)
 
     def restore(self, events: list[MonitorEvent]) -> None:
-        """Those of an earlier start come first."""
+        """Put the events of an earlier process before the present ones."""
         self._events.extendleft(reversed(events))
         self._next = max([self._next, *(event.number + 1 for event in events)])
 
@@ -49,6 +49,6 @@ class EventLog:
         return tuple(self._events)
 
     def take(self) -> list[MonitorEvent]:
-        """Those since the last call."""
+        """Return the events since the last call."""
         new, self._new = self._new, []
         return new

@@ -1,8 +1,8 @@
-"""What peers tell, folded into a view: a pure machine. It believes nobody alone, and knows the age of
-everything that it shows.
+"""Model of a run: folds the records of peers into a view. It trusts no single peer, and knows the age of
+every value that it shows.
 
-Fed with looks (`on_look`: all records that were found at once) and with how well the monitor sees
-(`on_link`); asked for `view(now_s)`. All times are the swarm's, in seconds.
+Inputs are snapshots (`on_snapshot`: all records read in one poll) and the state of the monitor's link
+(`on_link`); the output is `view(now_s)`. All times are swarm time, in seconds.
 """
 
 from __future__ import annotations
@@ -14,101 +14,94 @@ from averaging.optim.progress.logic.reports import ProgressConfig, ProgressTotal
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
-from swarm.monitor.logic.robust import capped, median, reached
-from swarm.monitor.logic.rounds import RoundBook, RoundKey
-from swarm.monitor.logic.tracked import Heard, Judgement, Tracked
+from swarm.monitor.logic.robust import capped, median, swarm_epoch
+from swarm.monitor.logic.rounds import RoundKey, RoundTable
+from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, TrackedPeer
 from swarm.monitor.logic.view import ExpertView, LinkView, MonitorView, OwnView, RunView, StateSummary
 
 _PROGRESS = ProgressConfig()
-_TOTAL_S = 15.0  # a total older than this says nothing
-_FIRST_TOLD_MAX = 3  # peers that a first look names one by one
+_TOTAL_S = 15.0  # a total older than this is ignored
+_FIRST_NAMED_MAX = 3  # peers that the first snapshot names one by one
+_PEERS_MAX = 5000
+_QUIET_PERIODS = 3.0  # renewals that a peer may miss before its values are stale
+_QUIET_S_MIN = 8.0
+_PERIOD_S_MAX = 30.0  # upper bound of the renewal period that a peer may claim
+_GONE_SNAPSHOTS = 2  # consecutive snapshots without records before a peer is taken to have left
+_GONE_SHOWN_S = 90.0  # a peer that left or was lost stays in the table this long
+_RATE_RATIO_MAX = 3.0  # a rate counts up to this multiple of the median, as for trainers
+_BEHIND_EPOCHS = 2
+_OWN_MAX = 24  # names of users' metrics over all peers
+_LATE_INTERVALS = 3.0  # poll intervals without an answer before the whole view is late
+_LATE_S_MIN = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """What counts, and for how long things are shown."""
+class Snapshot:
+    """All records of one poll."""
 
-    peers_max: int = 5000
-    quiet_periods: float = 3.0  # of its own renewals that a peer may miss before its numbers are stale
-    quiet_s_min: float = 8.0
-    period_s_max: float = 30.0  # a peer that says it renews less often than this is quiet after some of these
-    gone_looks: int = 2  # looks in a row without a record, before its peer is taken to have left
-    gone_shown_s: float = 90.0  # how long who left or was lost stays in the table
-    rate_ratio_max: float = 3.0  # a pace counts up to so many times the median; as trainers count
-    behind_epochs: int = 2
-    own_max: int = 24  # names of users' metrics over all peers
-    looks_late: float = 3.0  # intervals without an answered look, before the whole view is late
-    late_s_min: float = 6.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """All that was found in one look."""
-
-    peers: Mapping[PeerId, Heard]
+    peers: Mapping[PeerId, PeerRecords]
     refused: int = 0
     # the epoch and digest that donors declare
     states: Mapping[PeerId, tuple[int, str]] = field(default_factory=dict)
-    total: ProgressTotal | None = None  # of a run so large that its claims are spread over shards
+    total: ProgressTotal | None = None  # of a run so large that its reports are spread over shards
     experts: tuple[ExpertView, ...] = ()
-    interval_s: float = 2.0  # to the next one
+    interval_s: float = 2.0  # until the next poll
 
 
 class Model:
     """One run, as this monitor sees it."""
 
-    def __init__(
-        self, run: RunView, config: ModelConfig | None = None, events: EventLog | None = None
-    ) -> None:
+    def __init__(self, run: RunView, events: EventLog | None = None) -> None:
         self.run = run
-        self.config = config or ModelConfig()
         self.events = events or EventLog()
         self.checkpoint = ""
-        self._peers: dict[PeerId, Tracked] = {}
-        self._rounds = RoundBook()
-        self._untold: dict[RoundKey, float] = {}  # rounds whose failure has not been told yet, and since when
+        self._peers: dict[PeerId, TrackedPeer] = {}
+        self._rounds = RoundTable()
+        self._unreported: dict[RoundKey, float] = {}  # new rounds without a failure event yet, and since when
         self._accused: dict[str, int] = {}
         self._differing: set[RoundKey] = set()
-        self._look: Look | None = None
-        self._looked_s: float | None = None
+        self._snapshot: Snapshot | None = None
+        self._snapshot_s: float | None = None
         self._link = LinkView()
         self._epoch = 0
 
     @property
     def epoch(self) -> int:
-        """That the swarm has reached."""
+        """Return the epoch that the swarm has reached."""
         return self._epoch
 
-    # what comes in
+    # inputs
 
-    def on_look(self, look: Look, now_s: float) -> None:
-        """Fold one answered look in."""
-        first = self._look is None
-        self._look, self._looked_s = look, now_s
+    def on_snapshot(self, snapshot: Snapshot, now_s: float) -> None:
+        """Take in the records of one answered poll."""
+        first = self._snapshot is None
+        self._snapshot, self._snapshot_s = snapshot, now_s
         arrived = []
-        for peer, heard in look.peers.items():
+        for peer, records in snapshot.peers.items():
             if peer not in self._peers or self._peers[peer].gone_s is not None:
-                if self._gone(peer, heard):
+                if self._is_old_record(peer, records):
                     continue
-                if peer not in self._peers and len(self._peers) >= self.config.peers_max:
+                if peer not in self._peers and len(self._peers) >= _PEERS_MAX:
                     continue
-                self._peers[peer] = Tracked(heard, now_s)
+                self._peers[peer] = TrackedPeer(records, now_s)
                 arrived.append(peer)
-            self._update(peer, heard, now_s)
+            self._update(peer, records, now_s)
         for peer, known in self._peers.items():
-            if peer not in look.peers and known.gone_s is None:
-                self._miss(peer, known, now_s)
-        self._epoch = reached([known.pace[1] for known in self._live(now_s).values()]) or self._epoch
+            if peer not in snapshot.peers and known.gone_s is None:
+                self._on_missing(peer, known, now_s)
+        self._epoch = swarm_epoch([known.pace[1] for known in self._live(now_s).values()]) or self._epoch
         self._arrivals(arrived, first, now_s)
         self._mark_quiet(now_s)
-        self._tell_rounds(look, now_s)
-        old_s = now_s - self.config.gone_shown_s
+        self._report_rounds(snapshot, now_s)
+        old_s = now_s - _GONE_SHOWN_S
         self._peers = {
             peer: known for peer, known in self._peers.items() if known.gone_s is None or known.gone_s > old_s
         }
 
     def on_link(self, link: LinkView, now_s: float) -> None:
-        """How well the monitor sees; `status` is "lost" when nobody answered, else ours to say."""
+        """Take in the state of the link. `status` is "lost" when no peer answered; any other status is
+        derived here.
+        """
         before, self._link = self._link, link
         if link.entry_answers is False and before.entry_answers is not False:
             self.events.add(
@@ -121,46 +114,52 @@ class Model:
             self.events.add(now_s, "entry_back", "good", f"{link.entry} answers again")
         if link.status == "lost" and before.status != "lost":
             self.events.add(
-                now_s, "link_lost", "bad", f"nobody answers: what is shown is old. {link.text}".strip()
+                now_s, "link_lost", "bad", f"no peer answers: what is shown is old. {link.text}".strip()
             )
         elif before.status == "lost" and link.status != "lost":
-            self.events.add(now_s, "link_back", "good", f"seeing again, through {_count(link.known, 'peer')}")
+            self.events.add(
+                now_s,
+                "link_back",
+                "good",
+                f"peers answer again: watching through {_count(link.known, 'peer')}",
+            )
 
     def on_run(self, run: RunView, now_s: float) -> None:
-        """A newer version of the specification."""
+        """Take in a newer version of the specification."""
         if self.run.version:
             self.events.add(now_s, "run", "info", f"the owner changed the run: version {run.version}")
         self.run = run
 
     def on_dialed(self, peer: PeerId, answered: bool) -> None:
-        """This monitor called the peer itself."""
+        """Record whether the peer answered a call of this monitor."""
         if peer in self._peers:
             self._peers[peer].reached = answered
 
-    # what follows from it
+    # output
 
     def view(self, now_s: float) -> MonitorView:
-        """Everything at this moment; ages included, so that the same look makes another view later."""
-        live, config = self._live(now_s), self.config
+        """Return the view at this moment. Ages are included, so that the same snapshot gives another view
+        later.
+        """
+        live = self._live(now_s)
         claimed = {peer: known.pace[0] for peer, known in live.items()}
-        rates = capped(claimed, config.rate_ratio_max)
-        told = [known.heard.metrics for known in live.values() if known.heard.metrics is not None]
+        rates = capped(claimed, _RATE_RATIO_MAX)
+        published = [known.records.metrics for known in live.values() if known.records.metrics is not None]
         recent = [
             one
-            for one in told
-            if one.contributed_epoch is None
-            or abs(self._epoch - one.contributed_epoch) <= config.behind_epochs
+            for one in published
+            if one.contributed_epoch is None or abs(self._epoch - one.contributed_epoch) <= _BEHIND_EPOCHS
         ]
         samples = self._samples(live, rates, now_s)
         target, rate = self.run.target, sum(rates.values())
-        accusers = {peer: len(found) for peer, found in self._rounds.accusers().items()}
+        accusers = {peer: len(reporters) for peer, reporters in self._rounds.accusers().items()}
         shown = [
             known.view(
                 peer,
                 now_s,
-                Judgement(
+                PeerAssessment(
                     fresh=peer in live,
-                    behind=known.pace[1] + config.behind_epochs <= self._epoch,
+                    behind=known.pace[1] + _BEHIND_EPOCHS <= self._epoch,
                     capped=rates.get(peer, 0.0) < claimed.get(peer, 0.0),
                     accused_by=accusers.get(str(peer), 0),
                 ),
@@ -178,32 +177,32 @@ class Model:
             eta_s=max(0.0, target - samples) / rate if target and rate > 0 and live_now else None,
             samples_per_s=rate,
             loss=median(one.loss for one in recent),
-            validation_loss=median(one.validation_loss for one in told),
-            drift=median(one.drift for one in told),
+            validation_loss=median(one.validation_loss for one in published),
+            drift=median(one.drift for one in published),
             bytes_per_s=sum(capped({peer: known.up_per_s for peer, known in live.items()}, 10.0).values()),
             peers_live=len(live),
             peers_quiet=sum(peer.state in ("quiet", "lost") for peer in shown),
-            refused=self._look.refused if self._look else 0,
-            own=self._own(told),
+            refused=self._snapshot.refused if self._snapshot else 0,
+            own=self._own(published),
             state=self._state(),
             peers=tuple(sorted(shown, key=lambda peer: (not peer.fresh, -peer.samples_per_s, peer.peer_id))),
             rounds=tuple(self._rounds.latest()),
             events=self.events.latest,
-            experts=self._look.experts if self._look else (),
+            experts=self._snapshot.experts if self._snapshot else (),
             checkpoint=self.checkpoint,
         )
 
     def _status(self, now_s: float) -> str:
         if self._link.status == "lost":
             return "lost"
-        if self._looked_s is None or self._look is None:
+        if self._snapshot_s is None or self._snapshot is None:
             return "joining"
-        late_s = max(self.config.late_s_min, self.config.looks_late * self._look.interval_s)
-        return "late" if now_s - self._looked_s > late_s else "live"
+        late_s = max(_LATE_S_MIN, _LATE_INTERVALS * self._snapshot.interval_s)
+        return "late" if now_s - self._snapshot_s > late_s else "live"
 
     def _link_view(self, now_s: float) -> LinkView:
         link, status = self._link, self._status(now_s)
-        age_s = max(0.0, now_s - self._looked_s) if self._looked_s is not None else None
+        age_s = max(0.0, now_s - self._snapshot_s) if self._snapshot_s is not None else None
         text = link.text
         if status == "live" and link.entry_answers is False:
             text = f"{link.entry} does not answer: watching through {_count(link.known, 'other peer')}"
@@ -218,71 +217,77 @@ class Model:
             text=text,
         )
 
-    def _live(self, now_s: float) -> dict[PeerId, Tracked]:
+    def _live(self, now_s: float) -> dict[PeerId, TrackedPeer]:
         return {
             peer: known
             for peer, known in self._peers.items()
             if known.gone_s is None and not self._is_quiet(known, now_s)
         }
 
-    def _is_quiet(self, known: Tracked, now_s: float) -> bool:
-        metrics = known.heard.metrics
-        period_s = min(metrics.every_s, self.config.period_s_max) if metrics else 5.0
-        return now_s - known.heard.at_s > max(self.config.quiet_s_min, self.config.quiet_periods * period_s)
+    def _is_quiet(self, known: TrackedPeer, now_s: float) -> bool:
+        metrics = known.records.metrics
+        period_s = min(metrics.every_s, _PERIOD_S_MAX) if metrics else 5.0
+        return now_s - known.records.at_s > max(_QUIET_S_MIN, _QUIET_PERIODS * period_s)
 
-    def _samples(self, live: Mapping[PeerId, Tracked], rates: Mapping[PeerId, float], now_s: float) -> float:
-        """Of the swarm in its present epoch: claims, each held to what a believed pace gives since the epoch
-        began.
+    def _samples(
+        self, live: Mapping[PeerId, TrackedPeer], rates: Mapping[PeerId, float], now_s: float
+    ) -> float:
+        """Return the samples of the swarm in its present epoch: the sum of the reports, each limited to what
+        a believed rate yields since the epoch began.
         """
-        claims = {peer: known.heard.claim for peer, known in live.items() if known.heard.claim is not None}
-        present = {
-            peer: claim for peer, claim in claims.items() if claim is not None and claim.epoch == self._epoch
+        reports = {
+            peer: known.records.report for peer, known in live.items() if known.records.report is not None
         }
-        since_s = median(claim.since_s for claim in present.values()) or now_s
-        told = self._look.total if self._look else None
+        present = {
+            peer: report
+            for peer, report in reports.items()
+            if report is not None and report.epoch == self._epoch
+        }
+        since_s = median(report.since_s for report in present.values()) or now_s
+        total_of_shards = self._snapshot.total if self._snapshot else None
         if (
-            told is not None
-            and told.epoch == self._epoch
+            total_of_shards is not None
+            and total_of_shards.epoch == self._epoch
             and 2 * len(present) < len(live)
-            and now_s - told.at_s < _TOTAL_S
+            and now_s - total_of_shards.at_s < _TOTAL_S
         ):
-            sofar = told.samples_at(now_s, _PROGRESS)
-            return min(sofar, float(self.run.target)) if self.run.target else sofar
+            samples = total_of_shards.samples_at(now_s, _PROGRESS)
+            return min(samples, float(self.run.target)) if self.run.target else samples
         total = 0.0
-        for peer, claim in present.items():
+        for peer, report in present.items():
             rate = rates.get(peer, 0.0)
             counted = (
-                min(float(claim.samples), rate * max(0.0, claim.at_s - since_s) + rate)
+                min(float(report.samples), rate * max(0.0, report.at_s - since_s) + rate)
                 if len(present) > 2
-                else float(claim.samples)
+                else float(report.samples)
             )
-            total += counted + min(rate * min(3.0, max(0.0, now_s - claim.at_s)), counted)
+            total += counted + min(rate * min(3.0, max(0.0, now_s - report.at_s)), counted)
         return min(total, float(self.run.target)) if self.run.target else total
 
-    def _own(self, told: list[Metrics]) -> dict[str, OwnView]:
+    def _own(self, published: list[Metrics]) -> dict[str, OwnView]:
         values: dict[str, list[float]] = {}
-        for one in told:
+        for one in published:
             for name, value in one.own.items():
                 values.setdefault(name, []).append(value)
-        # a liar can invent names: those that most peers report come first
-        names = sorted(values, key=lambda name: (-len(values[name]), name))[: self.config.own_max]
+        # a liar can invent names: the names that most peers report come first
+        names = sorted(values, key=lambda name: (-len(values[name]), name))[:_OWN_MAX]
         return {
             name: OwnView(
                 median=median(values[name]) or 0.0,
-                least=min(values[name]),
-                most=max(values[name]),
+                minimum=min(values[name]),
+                maximum=max(values[name]),
                 peers=len(values[name]),
             )
             for name in sorted(names)
         }
 
     def _state(self) -> StateSummary | None:
-        states = self._look.states if self._look else {}
-        epochs = [epoch for epoch, _ in states.values() if epoch <= self._epoch + self.config.behind_epochs]
+        states = self._snapshot.states if self._snapshot else {}
+        epochs = [epoch for epoch, _ in states.values() if epoch <= self._epoch + _BEHIND_EPOCHS]
         if not epochs:
             return None
-        epoch = reached(epochs)
-        digests = [digest for told, digest in states.values() if told == epoch]
+        epoch = swarm_epoch(epochs)
+        digests = [digest for its_epoch, digest in states.values() if its_epoch == epoch]
         if not digests:
             return None
         most = max(sorted(set(digests)), key=digests.count)
@@ -292,31 +297,31 @@ class Model:
 
     # events
 
-    def _gone(self, peer: PeerId, heard: Heard) -> bool:
-        """A record of one that has gone and told nothing since."""
+    def _is_old_record(self, peer: PeerId, records: PeerRecords) -> bool:
+        """Return whether the records are old ones of a peer that has gone and published nothing since."""
         known = self._peers.get(peer)
-        return known is not None and heard.at_s <= known.heard.at_s
+        return known is not None and records.at_s <= known.records.at_s
 
-    def _update(self, peer: PeerId, heard: Heard, now_s: float) -> None:
+    def _update(self, peer: PeerId, records: PeerRecords, now_s: float) -> None:
         known = self._peers[peer]
-        known.hear(heard)
-        new = heard.metrics
+        known.update(records)
+        new = records.metrics
         broken = frozenset(new.broken) if new is not None else known.broken
         for name in sorted(broken - known.broken):
             self.events.add(
                 now_s,
                 "not_finite",
                 "warning",
-                f"{self._named(peer)}: {name} is not a finite number",
+                f"{self._name_of(peer)}: {name} is not a finite number",
                 str(peer),
             )
         known.broken = broken
 
-    def _miss(self, peer: PeerId, known: Tracked, now_s: float) -> None:
-        """No record of it any more: withdrawn, if it could have lived on."""
+    def _on_missing(self, peer: PeerId, known: TrackedPeer, now_s: float) -> None:
+        """Record that a peer has no record any more. It has left if its records had not expired yet."""
         known.missing += 1
-        expired = known.heard.expires_s <= now_s
-        if not expired and known.missing < self.config.gone_looks:
+        expired = known.records.expires_s <= now_s
+        if not expired and known.missing < _GONE_SNAPSHOTS:
             return
         known.gone_s, known.left = now_s, not expired
         if expired:
@@ -324,26 +329,27 @@ class Model:
                 now_s,
                 "lost",
                 "warning",
-                f"{self._named(peer)} went silent: it did not say goodbye",
+                f"{self._name_of(peer)} was lost: it disappeared without leaving the run",
                 str(peer),
             )
         else:
-            self.events.add(now_s, "left", "info", f"{self._named(peer)} left", str(peer))
+            self.events.add(now_s, "left", "info", f"{self._name_of(peer)} left", str(peer))
 
     def _arrivals(self, arrived: list[PeerId], first: bool, now_s: float) -> None:
-        if first and len(arrived) > _FIRST_TOLD_MAX:
+        if first and len(arrived) > _FIRST_NAMED_MAX:
             self.events.add(
                 now_s, "watching", "info", f"watching {self.run.full_name}: {len(arrived)} peers take part"
             )
             return
         for peer in arrived:
             what = "takes part" if first else "joined"
-            device = self._peers[peer].heard.metrics.device if self._peers[peer].heard.metrics else ""  # type: ignore[union-attr]
+            metrics = self._peers[peer].records.metrics
+            device = metrics.device if metrics is not None else ""
             self.events.add(
                 now_s,
                 "joined",
                 "good",
-                f"{self._named(peer)} {what}{f' on {device}' if device else ''}",
+                f"{self._name_of(peer)} {what}{f' on {device}' if device else ''}",
                 str(peer),
             )
 
@@ -352,41 +358,47 @@ class Model:
             quiet = known.gone_s is None and self._is_quiet(known, now_s)
             if quiet and not known.quiet:
                 self.events.add(
-                    now_s, "quiet", "warning", f"{self._named(peer)} has told nothing for a while", str(peer)
+                    now_s,
+                    "quiet",
+                    "warning",
+                    f"{self._name_of(peer)} has published nothing lately",
+                    str(peer),
                 )
             elif known.quiet and not quiet and known.gone_s is None:
-                self.events.add(now_s, "back", "good", f"{self._named(peer)} is heard again", str(peer))
+                self.events.add(now_s, "back", "good", f"{self._name_of(peer)} publishes again", str(peer))
             known.quiet = quiet
 
-    def _tell_rounds(self, look: Look, now_s: float) -> None:
-        for peer, heard in look.peers.items():
-            for told in heard.metrics.rounds if heard.metrics else ():
-                key = self._rounds.tell(peer, told, self._epoch, now_s)
-                if key is not None and now_s - told.at_s < 120.0:
-                    self._untold[key] = now_s
-        for key, since_s in list(self._untold.items()):
+    def _report_rounds(self, snapshot: Snapshot, now_s: float) -> None:
+        for peer, records in snapshot.peers.items():
+            for report in records.metrics.rounds if records.metrics else ():
+                key = self._rounds.add_report(peer, report, self._epoch, now_s)
+                if key is not None and now_s - report.at_s < 120.0:
+                    self._unreported[key] = now_s
+        for key, since_s in list(self._unreported.items()):
             view = self._rounds.view(key)
             if view is None or now_s - since_s > 30.0:
-                del self._untold[key]
+                del self._unreported[key]
                 continue
             if view.failed_for:
-                del self._untold[key]
-                whom = f" for {view.failed_for} of {view.told_by} that told of it" if view.told_by > 1 else ""
+                del self._unreported[key]
+                share = (
+                    f" for {view.failed_for} of {view.reported_by} members" if view.reported_by > 1 else ""
+                )
                 what = "round" if view.kind == "epoch" else "round of the state"
                 self.events.add(
                     now_s,
                     "round_failed",
                     "warning",
-                    f"a {what} of epoch {view.epoch} failed{whom}: {view.detail or view.reason}",
+                    f"a {what} of epoch {view.epoch} failed{share}: {view.detail or view.reason}",
                 )
-        self._tell_lies(now_s)
+        self._report_accusations(now_s)
 
-    def _tell_lies(self, now_s: float) -> None:
+    def _report_accusations(self, now_s: float) -> None:
         for accused, accusers in self._rounds.accusers().items():
             known = self._accused.get(accused, 0)
-            if len(accusers) > known and (known == 0 or known == 1):
+            if len(accusers) > known and known in (0, 1):
                 who = next((peer for peer in self._peers if str(peer) == accused), None)
-                name = self._named(who) if who is not None else accused[-8:]
+                name = self._name_of(who) if who is not None else accused[-8:]
                 text = f"{name} was caught lying as a reducer, by {_count(len(accusers), 'peer')}"
                 self.events.add(now_s, "lied", "bad", text, accused)
             self._accused[accused] = max(known, len(accusers))
@@ -401,9 +413,9 @@ class Model:
                     f"members of a round of epoch {one.epoch} hold different averages: {one.digests} digests",
                 )
 
-    def _named(self, peer: PeerId) -> str:
+    def _name_of(self, peer: PeerId) -> str:
         known = self._peers.get(peer)
-        name = known.heard.metrics.name if known is not None and known.heard.metrics is not None else ""
+        name = known.records.metrics.name if known is not None and known.records.metrics is not None else ""
         return f"{name} ({peer.short})" if name else peer.short
 
 

@@ -1,6 +1,4 @@
-"""From a run's records in the DHT to a look: what is malformed in them is its writer's fault, counted and
-passed over.
-"""
+"""Decoding of a run's DHT records. Malformed records are counted and skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Address, Contact, Key, PeerId
 from swarm.dht.logic.records import Entry
 from swarm.metrics.record import Metrics, metrics_keys
-from swarm.monitor.logic.tracked import Heard
+from swarm.monitor.logic.tracked import PeerRecords
 
 _ADDRESSES_MAX = 8
 _TOTALS_MAX = 3  # of the root's aggregators, as trainers read them
@@ -22,20 +20,20 @@ _PROGRESS = ProgressConfig()
 
 
 @dataclass(slots=True)
-class Found:
-    """What one look found."""
+class RunRecords:
+    """Result of one read of a run's records."""
 
-    peers: dict[PeerId, Heard] = field(default_factory=dict)
+    peers: dict[PeerId, PeerRecords] = field(default_factory=dict)
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
     states: dict[PeerId, tuple[int, str]] = field(default_factory=dict)
-    donors: dict[PeerId, Contact] = field(default_factory=dict)  # who gives its state
+    donors: dict[PeerId, Contact] = field(default_factory=dict)  # peers that offer their state
     refused: int = 0
-    # of a run that is divided into shards: the middle one of those who add it up
+    # of a run whose reports are spread over shards: the median of its aggregators' totals
     total: ProgressTotal | None = None
 
 
 def keys_of(run_id: str) -> list[Key]:
-    """Everything that a monitor reads in one look."""
+    """Return the keys of all records that a monitor reads in one poll."""
     return [*metrics_keys(run_id), progress_key(run_id), donors_key(run_id)]
 
 
@@ -47,43 +45,51 @@ def donors_key(run_id: str) -> Key:
     return Key(f"run.{run_id}", "donors")
 
 
-def read(run_id: str, answers: Mapping[Any, Any], now_s: float) -> Found:
-    """`answers`: of `get_many(keys_of(run_id))`; `now_s`: swarm time, which no record is let run ahead of."""
-    found = Found()
+def read(run_id: str, answers: Mapping[Any, Any], now_s: float) -> RunRecords:
+    """Decode the `answers` of `get_many(keys_of(run_id))`. Times of records are limited to `now_s`, the
+    present swarm time.
+    """
+    run_records = RunRecords()
     for key in metrics_keys(run_id):
         for entry in _entries(answers.get(key)):
             try:
                 metrics = Metrics.decode(entry.value)
             except PeerError:
-                found.refused += 1
+                run_records.refused += 1
                 continue
             at_s = min(metrics.at_s, entry.issued_at, now_s)
-            _merge(found, entry, Heard(metrics=replace(metrics, at_s=at_s), expires_s=entry.expiration))
+            _merge(
+                run_records,
+                entry,
+                PeerRecords(metrics=replace(metrics, at_s=at_s), expires_s=entry.expiration),
+            )
     totals: list[ProgressTotal] = []
     for entry in _entries(answers.get(progress_key(run_id))):
         try:
             if isinstance(entry.value, Mapping) and "total" in entry.value:
                 totals.append(ProgressTotal.decode(entry.value["total"], now_s, _PROGRESS))
-            claim = ProgressReport.decode(entry.value, now_s, _PROGRESS)
+            report = ProgressReport.decode(entry.value, now_s, _PROGRESS)
         except PeerError:
-            found.refused += 1
+            run_records.refused += 1
             continue
         _merge(
-            found, entry, Heard(claim=replace(claim, at_s=min(claim.at_s, now_s)), expires_s=entry.expiration)
+            run_records,
+            entry,
+            PeerRecords(report=replace(report, at_s=min(report.at_s, now_s)), expires_s=entry.expiration),
         )
         contact = _contact(entry)
         if contact is not None:
-            found.contacts[entry.writer] = contact
-    found.total = median_of(totals[:_TOTALS_MAX]) if len(totals) > 1 else None
+            run_records.contacts[entry.writer] = contact
+    run_records.total = median_of(totals[:_TOTALS_MAX]) if len(totals) > 1 else None
     for entry in _entries(answers.get(donors_key(run_id))):
         value = entry.value if isinstance(entry.value, Mapping) else {}
         epoch, digest = value.get("epoch"), value.get("digest")
         if value.get("canonical") and isinstance(epoch, int) and isinstance(digest, bytes) and digest:
-            found.states[entry.writer] = (epoch, digest.hex())
+            run_records.states[entry.writer] = (epoch, digest.hex())
         contact = _contact(entry)
         if contact is not None:
-            found.donors[entry.writer] = contact
-    return found
+            run_records.donors[entry.writer] = contact
+    return run_records
 
 
 def _entries(answer: Any) -> Iterable[Entry]:
@@ -94,15 +100,15 @@ def _entries(answer: Any) -> Iterable[Entry]:
     )
 
 
-def _merge(found: Found, entry: Entry, heard: Heard) -> None:
-    known = found.peers.get(entry.writer)
+def _merge(run_records: RunRecords, entry: Entry, records: PeerRecords) -> None:
+    known = run_records.peers.get(entry.writer)
     if known is not None:
-        heard = Heard(
-            metrics=heard.metrics or known.metrics,
-            claim=heard.claim or known.claim,
-            expires_s=max(heard.expires_s, known.expires_s),
+        records = PeerRecords(
+            metrics=records.metrics or known.metrics,
+            report=records.report or known.report,
+            expires_s=max(records.expires_s, known.expires_s),
         )
-    found.peers[entry.writer] = heard
+    run_records.peers[entry.writer] = records
 
 
 def _contact(entry: Entry) -> Contact | None:
@@ -110,7 +116,7 @@ def _contact(entry: Entry) -> Contact | None:
     if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
         return None
     try:
-        found = tuple(Address.parse(one) for one in addresses[:_ADDRESSES_MAX])
+        parsed = tuple(Address.parse(one) for one in addresses[:_ADDRESSES_MAX])
     except UsageError:
         return None
-    return Contact(entry.writer, found) if found else None
+    return Contact(entry.writer, parsed) if parsed else None

@@ -1,4 +1,6 @@
-"""Sums over what strangers claim: none of them moves the result further than the others allow."""
+"""Robust sums over claims of untrusted peers: no single claim moves the result further than the others
+allow.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,29 @@ from typing import TypeVar
 
 K = TypeVar("K")
 
-_MAJORITY_FROM = 3  # of two peers nobody is the majority
+_MAJORITY_FROM = 3  # two peers have no majority
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None when none is."""
+    """Return the median of the known values; None when there is none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def capped(values: Mapping[K, float], ratio_max: float) -> dict[K, float]:
-    """Each counts up to `ratio_max` times the median of those above zero; from three such on."""
-    moving = [value for value in values.values() if value > 0]
-    if len(moving) < _MAJORITY_FROM:
+    """Return the values, each limited to `ratio_max` times the median of those above zero. With fewer than
+    three of these, nothing is limited.
+    """
+    positive = [value for value in values.values() if value > 0]
+    if len(positive) < _MAJORITY_FROM:
         return dict(values)
-    most = ratio_max * statistics.median_low(moving)
-    return {key: min(value, most) for key, value in values.items()}
+    limit = ratio_max * statistics.median_low(positive)
+    return {key: min(value, limit) for key, value in values.items()}
 
 
-def reached(epochs: Collection[int]) -> int:
-    """The epoch of a swarm: one claimed by enough peers that a single liar does not move it; trainers use the
-    same rule.
+def swarm_epoch(epochs: Collection[int]) -> int:
+    """Return the epoch of a swarm: the highest that enough peers claim for a single liar not to move it.
+    Trainers use the same rule.
     """
     ordered = sorted(epochs, reverse=True)
     if not ordered:

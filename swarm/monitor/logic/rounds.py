@@ -1,5 +1,5 @@
-"""Rounds as their members tell of them, merged: a liar can tell of rounds that never were, and cannot push
-the others' out.
+"""Rounds as reported by their members, merged. A liar can report rounds that never took place, but cannot
+displace those that others report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarm.monitor.logic.robust import median
 from swarm.monitor.logic.view import RoundView
 
 _AHEAD_MAX = 2  # epochs that a round may be ahead of the swarm
-_ALONE_MAX = 4  # rounds that one peer alone tells of
+_ALONE_MAX = 4  # rounds that only one and the same peer reports
 _BLAME_MAX = 8
 
 RoundKey = tuple[str, int, str]
@@ -22,81 +22,83 @@ RoundKey = tuple[str, int, str]
 
 @dataclass(slots=True)
 class _Round:
-    told: dict[PeerId, RoundReport] = field(default_factory=dict)
-    first_s: float = 0.0  # when the monitor heard of it
+    reports: dict[PeerId, RoundReport] = field(default_factory=dict)
+    first_s: float = 0.0  # when the monitor learned of it
 
 
-class RoundBook:
+class RoundTable:
     """The latest rounds of a run."""
 
     def __init__(self, rounds_max: int = 50) -> None:
         self._rounds_max = rounds_max
         self._rounds: dict[RoundKey, _Round] = {}
 
-    def tell(self, writer: PeerId, told: RoundReport, epoch: int, now_s: float) -> RoundKey | None:
-        """One member's word; returns the round's key when it is the first to tell of it. `epoch`: the
-        swarm's.
+    def add_report(self, writer: PeerId, report: RoundReport, epoch: int, now_s: float) -> RoundKey | None:
+        """Take in one member's report. Return the round's key when no other report of it was known. `epoch`
+        is the swarm's.
         """
-        if told.epoch > epoch + _AHEAD_MAX or told.at_s > now_s + 60.0 or not told.kind:
+        if report.epoch > epoch + _AHEAD_MAX or report.at_s > now_s + 60.0 or not report.kind:
             return None
-        key = (told.kind, told.epoch, told.group or "-")
+        key = (report.kind, report.epoch, report.group or "-")
         known = self._rounds.get(key)
         if known is not None:
-            known.told[writer] = told
+            known.reports[writer] = report
             return None
         self._make_room(writer)
-        self._rounds[key] = _Round({writer: told}, now_s)
+        self._rounds[key] = _Round({writer: report}, now_s)
         return key
 
     def view(self, key: RoundKey) -> RoundView | None:
+        """Return the merged reports of one round, or None when it is unknown."""
         found = self._rounds.get(key)
         return _merged(key, found) if found is not None else None
 
     def latest(self) -> list[RoundView]:
-        """The newest first."""
+        """Return all rounds, the newest first."""
         views = [_merged(key, found) for key, found in self._rounds.items()]
         return sorted(views, key=lambda view: (view.at_s, view.epoch), reverse=True)
 
     def accusers(self) -> dict[str, set[PeerId]]:
-        """Who was caught lying as a reducer, and by whom."""
+        """Return, for every peer that was caught lying as a reducer, the peers that report it."""
         found: dict[str, set[PeerId]] = {}
         for one in self._rounds.values():
-            for writer, told in one.told.items():
-                for peer, _ in told.accused:
+            for writer, report in one.reports.items():
+                for peer, _ in report.accused:
                     found.setdefault(peer, set()).add(writer)
         return found
 
     def _make_room(self, writer: PeerId) -> None:
-        alone = [key for key, one in self._rounds.items() if set(one.told) == {writer}]
+        alone = [key for key, one in self._rounds.items() if set(one.reports) == {writer}]
         for key in alone[: max(0, len(alone) - _ALONE_MAX + 1)]:
             del self._rounds[key]
         while len(self._rounds) >= self._rounds_max:
             del self._rounds[
                 min(
-                    self._rounds, key=lambda key: (len(self._rounds[key].told) > 1, self._rounds[key].first_s)
+                    self._rounds,
+                    key=lambda key: (len(self._rounds[key].reports) > 1, self._rounds[key].first_s),
                 )
             ]
 
 
 def _merged(key: RoundKey, one: _Round) -> RoundView:
-    told = list(one.told.values())
-    failed = [one for one in told if one.reason]
-    members = round(median(one.members for one in told) or 0)
-    digests = Counter(one.digest for one in told if one.digest)
+    reports = list(one.reports.values())
+    failed = [one for one in reports if one.reason]
+    members = round(median(one.members for one in reports) or 0)
+    digests = Counter(one.digest for one in reports if one.digest)
     left, accused = (
-        {peer: why for one in told for peer, why in getattr(one, blame)} for blame in ("left", "accused")
+        {peer: why for one in reports for peer, why in getattr(one, blame)} for blame in ("left", "accused")
     )
     reason = Counter(one.reason for one in failed).most_common(1)
     detail = Counter(one.detail for one in failed if one.detail).most_common(1)
     return RoundView(
         kind=key[0],
         epoch=key[1],
-        at_s=statistics.median(one.at_s for one in told),
+        at_s=statistics.median(one.at_s for one in reports),
         members=members,
-        told_by=len(told),
-        seconds=median(one.seconds for one in told) or 0.0,
-        bytes=(median(one.bytes for one in told) or 0.0) * max(1, members),
-        failed=2 * len(failed) > len(told),
+        reported_by=len(reports),
+        seconds=median(one.seconds for one in reports) or 0.0,
+        bytes=(median(one.bytes for one in reports) or 0.0) * max(1, members),
+        failed=2 * len(failed) > len(reports),
         failed_for=len(failed),
         reason=reason[0][0] if reason else "",
         detail=detail[0][0] if detail else "",

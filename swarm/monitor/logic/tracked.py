@@ -1,4 +1,4 @@
-"""One peer as the monitor knows it: what it told last, how old that is, and how its counters move."""
+"""One peer as the monitor knows it: its last records, their age, and the rates of its counters."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.view import PeerView
 
-_BURST_S = 5.0  # bytes come in rounds: a pace is taken over about so long
-_SECONDS_MIN = 0.5  # between two records; closer ones would make a pace out of noise
+_BURST_S = 5.0  # time constant of the rates, because bytes come in bursts, round by round
+_SECONDS_MIN = 0.5  # between two records: closer ones would give rates of noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """What one peer's records say; one of the two at least."""
+class PeerRecords:
+    """Records of one peer, of which at least one is present."""
 
     metrics: Metrics | None = None
-    claim: ProgressReport | None = None
-    expires_s: float = 0.0  # the later of the two
+    report: ProgressReport | None = None
+    expires_s: float = 0.0  # of the later record
 
     @property
     def at_s(self) -> float:
-        """When it was true."""
-        return max(self.metrics.at_s if self.metrics else 0.0, self.claim.at_s if self.claim else 0.0)
+        """Return the time at which the newest record was true."""
+        return max(self.metrics.at_s if self.metrics else 0.0, self.report.at_s if self.report else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """What follows for one peer from what all of them say."""
+class PeerAssessment:
+    """Assessment of one peer by comparison with all others."""
 
     fresh: bool
     behind: bool
@@ -38,14 +38,14 @@ class Judgement:
 
 
 @dataclass(slots=True)
-class Tracked:
-    """A peer in the model."""
+class TrackedPeer:
+    """State of one peer in the model."""
 
-    heard: Heard
-    seen_s: float  # first heard of
+    records: PeerRecords
+    seen_s: float  # when the first record was read
     missing: int = 0
     gone_s: float | None = None
-    left: bool = False  # said goodbye, as against lost
+    left: bool = False  # it left, as opposed to being lost
     quiet: bool = False
     up_per_s: float = 0.0
     down_per_s: float = 0.0
@@ -54,69 +54,71 @@ class Tracked:
 
     @property
     def pace(self) -> tuple[float, int]:
-        """Samples/s and epoch, from whichever record is newer."""
-        metrics, claim = self.heard.metrics, self.heard.claim
-        if claim is not None and (metrics is None or claim.at_s >= metrics.at_s - 1.0):
-            return claim.rate, claim.epoch
+        """Return samples/s and epoch from the newer of the two records."""
+        metrics, report = self.records.metrics, self.records.report
+        if report is not None and (metrics is None or report.at_s >= metrics.at_s - 1.0):
+            return report.rate, report.epoch
         return (metrics.samples_per_s, metrics.epoch) if metrics is not None else (0.0, 0)
 
-    def hear(self, heard: Heard) -> None:
-        """Its records of this look. One that holds no metrics leaves what was told before: it was true then."""
-        old, new = self.heard.metrics, heard.metrics
+    def update(self, records: PeerRecords) -> None:
+        """Take in the records of one poll. If they hold no metrics, the earlier metrics are kept, because
+        they were true at their time.
+        """
+        old, new = self.records.metrics, records.metrics
         if old is not None and new is not None and new.at_s > old.at_s:
             seconds = max(new.at_s - old.at_s, _SECONDS_MIN)
             share = min(1.0, seconds / _BURST_S)
             self.up_per_s += share * (max(0, new.bytes_up - old.bytes_up) / seconds - self.up_per_s)
             self.down_per_s += share * (max(0, new.bytes_down - old.bytes_down) / seconds - self.down_per_s)
-        self.heard = heard if new is not None or old is None else replace(heard, metrics=old)
+        self.records = records if new is not None or old is None else replace(records, metrics=old)
         self.missing = 0
 
-    def view(self, peer: PeerId, now_s: float, judged: Judgement) -> PeerView:
-        """As it is shown; paces of who is silent are nought, not old."""
-        metrics, claim, fresh = self.heard.metrics, self.heard.claim, judged.fresh
+    def view(self, peer: PeerId, now_s: float, assessment: PeerAssessment) -> PeerView:
+        """Return the view of this peer. Rates of a peer that publishes nothing are shown as zero."""
+        metrics, report, fresh = self.records.metrics, self.records.report, assessment.fresh
         rate, epoch = self.pace
-        state = "behind" if judged.behind else "training"
+        state = "behind" if assessment.behind else "training"
         if self.gone_s is not None:
             state = "left" if self.left else "lost"
         elif not fresh:
             state = "quiet"
         elif metrics is not None and metrics.idle_s is not None:
             state = "idle"
-        told = metrics or Metrics(at_s=0.0, since_s=0.0, every_s=1.0, epoch=0, samples_per_s=0.0)
+        published = metrics or Metrics(at_s=0.0, since_s=0.0, every_s=1.0, epoch=0, samples_per_s=0.0)
         return PeerView(
             peer_id=str(peer),
             short=peer.short,
             state=state,
-            age_s=max(0.0, now_s - self.heard.at_s),
+            age_s=max(0.0, now_s - self.records.at_s),
             fresh=fresh,
-            idle_s=told.idle_s + max(0.0, now_s - told.at_s)
-            if state == "idle" and told.idle_s is not None
+            idle_s=published.idle_s + max(0.0, now_s - published.at_s)
+            if state == "idle" and published.idle_s is not None
             else None,
-            since_s=min(told.since_s, now_s) if metrics else None,
-            name=told.name,
-            device=told.device,
-            reach=told.reach,
+            since_s=min(published.since_s, now_s) if metrics else None,
+            name=published.name,
+            device=published.device,
+            reach=published.reach,
             reached=self.reached,
-            agent=told.agent,
+            agent=published.agent,
             samples_per_s=rate if fresh else 0.0,
-            capped=judged.capped,
+            capped=assessment.capped,
             epoch=epoch,
-            samples=claim.samples if claim and fresh else 0,
-            samples_given=told.samples,
-            loss=told.loss,
-            validation_loss=told.validation_loss,
-            contributed_epoch=told.contributed_epoch,
-            contributed_ago_s=max(0.0, now_s - told.contributed_at_s)
-            if told.contributed_at_s is not None
+            samples=report.samples if report and fresh else 0,
+            samples_given=published.samples,
+            loss=published.loss,
+            validation_loss=published.validation_loss,
+            contributed_epoch=published.contributed_epoch,
+            contributed_ago_s=max(0.0, now_s - published.contributed_at_s)
+            if published.contributed_at_s is not None
             else None,
-            up_bytes=told.bytes_up,
-            down_bytes=told.bytes_down,
+            up_bytes=published.bytes_up,
+            down_bytes=published.bytes_down,
             up_bytes_per_s=self.up_per_s if fresh else 0.0,
             down_bytes_per_s=self.down_per_s if fresh else 0.0,
-            drift=told.drift,
-            rounds_done=told.rounds_done,
-            rounds_failed=told.rounds_failed,
-            accused_by=judged.accused_by,
-            own=dict(told.own),
-            broken=told.broken,
+            drift=published.drift,
+            rounds_done=published.rounds_done,
+            rounds_failed=published.rounds_failed,
+            accused_by=assessment.accused_by,
+            own=dict(published.own),
+            broken=published.broken,
         )

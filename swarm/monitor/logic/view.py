@@ -1,6 +1,4 @@
-"""What there is to see of a run at one moment, as values that every face shows: terminal, page, Prometheus,
-JSON.
-"""
+"""View of a run at one moment, as plain values that every output shows: terminal, page, Prometheus, JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """What is trained. All but the id is empty for a run without an owner's specification."""
+    """Description of the run. All fields but the id are empty for a run without an owner's specification."""
 
     run_id: str
     name: str = ""
@@ -25,7 +23,7 @@ class RunView:
     target: int | None = None  # samples of an epoch
     parameters: int | None = None
     end_epochs: int | None = None
-    founded_s: float | None = None
+    created_s: float | None = None
 
     @property
     def full_name(self) -> str:
@@ -34,28 +32,28 @@ class RunView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkView:
-    """How well the monitor sees: numbers are only as fresh as this."""
+    """How well the monitor sees the swarm: the other numbers are only as fresh as this."""
 
-    # "joining", "live", "late" (no answer for longer than usual), "lost" (nobody answers)
+    # "joining", "live", "late" (no answer for longer than usual), "lost" (no peer answers)
     status: str = "joining"
-    age_s: float | None = None  # since the last look that was answered
-    entry: str = ""  # where this monitor came in
+    age_s: float | None = None  # since the last poll that was answered
+    entry: str = ""  # address by which this monitor joined
     entry_answers: bool | None = None  # None: not asked yet
-    known: int = 0  # peers that it could ask
-    text: str = ""  # in words, when there is something to say
+    known: int = 0  # peers that this monitor could ask
+    text: str = ""  # a sentence about the link, if there is a problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerView:
-    """One peer, by its own word."""
+    """One peer, as it describes itself."""
 
     peer_id: str
     short: str
-    # "training", "behind", "idle" (lives and does not train), "quiet" (told nothing for too long), "lost",
+    # "training", "behind", "idle" (alive but not training), "quiet" (published nothing for too long), "lost",
     # "left"
     state: str
-    age_s: float  # of what is shown
-    fresh: bool  # whether it counts
+    age_s: float  # of its newest record
+    fresh: bool  # its values are included in sums
     idle_s: float | None = None
     since_s: float | None = None
     name: str = ""
@@ -64,7 +62,7 @@ class PeerView:
     reached: bool | None = None  # by this monitor; None: not tried
     agent: str = ""
     samples_per_s: float = 0.0
-    capped: bool = False  # it claims a pace that is not believed: three times the median counts
+    capped: bool = False  # it claims a rate that is not believed: three times the median is counted
     epoch: int = 0
     samples: int = 0  # in this epoch
     samples_given: int = 0  # in all rounds
@@ -79,37 +77,37 @@ class PeerView:
     drift: float | None = None
     rounds_done: int = 0
     rounds_failed: int = 0
-    accused_by: int = 0  # how many peers caught it lying as a reducer
+    accused_by: int = 0  # number of peers that caught it lying as a reducer
     own: dict[str, float] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundView:
-    """One round, by the word of those members that told of it: medians."""
+    """One round, as medians over the members that reported it."""
 
     kind: str
     epoch: int
     at_s: float
     members: int
-    told_by: int
+    reported_by: int
     seconds: float
     bytes: float  # of all members, both ways
     failed: bool
-    failed_for: int  # of those that told
+    failed_for: int  # members that report a failure
     reason: str = ""
     detail: str = ""
     left: dict[str, str] = field(default_factory=dict)  # PeerID -> why it dropped out
     accused: dict[str, str] = field(default_factory=dict)
     digest: str = ""
-    digests: int = 0  # different ones that members told: more than one means that they do not hold the same
+    digests: int = 0  # number of different digests: more than one means that members hold different averages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorEvent:
-    """Something that happened, in a sentence."""
+    """An event, described in one sentence."""
 
-    number: int  # rising; never used twice by one monitor
+    number: int  # increasing; never used twice by one monitor
     at_s: float
     kind: str
     level: str  # "info", "good", "warning", "bad"
@@ -119,22 +117,22 @@ class MonitorEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnView:
-    """A metric of the users' own, over the peers that report it."""
+    """A metric defined by users, over the peers that report it."""
 
     median: float
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     peers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSummary:
-    """The state that donors declare: how many of them hold the same."""
+    """The state that most donors declare, and how many of them hold it."""
 
     epoch: int
     digest: str
-    donors: int  # that hold this one
-    others: int  # that declare the same epoch and hold another
+    donors: int  # that hold this state
+    others: int  # that declare the same epoch and hold another state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +141,13 @@ class ExpertView:
 
     uid: str
     servers: int
-    load: float | None = None  # as its servers declare it
+    load: float | None = None  # seconds of wait, as its servers declare it
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorView:
-    """A run at one moment. What is not fresh is not in any sum."""
+    """A run at one moment. Values that are not fresh are in no sum."""
 
     at_s: float  # swarm time
     run: RunView
@@ -165,26 +163,28 @@ class MonitorView:
     bytes_per_s: float = 0.0  # sent by all peers together
     peers_live: int = 0
     peers_quiet: int = 0
-    refused: int = 0  # records that broke the rules, in the last look
+    refused: int = 0  # malformed records in the last poll
     own: dict[str, OwnView] = field(default_factory=dict)
     state: StateSummary | None = None
     peers: tuple[PeerView, ...] = ()
     rounds: tuple[RoundView, ...] = ()  # the newest first
     events: tuple[MonitorEvent, ...] = ()  # the newest last
     experts: tuple[ExpertView, ...] = ()
-    checkpoint: str = ""  # what `--save` did last
+    checkpoint: str = ""  # last checkpoint of `--save`, as a sentence
 
     @property
     def live(self) -> bool:
         return self.link.status == "live"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that JSON lacks become null."""
+        """Return a dict for JSON, in which NaN and infinities are null."""
         return {"event": "view", **plain(dataclasses.asdict(self))}
 
 
 def plain(value: Any) -> Any:
-    """Rounded to six digits after the point, or to six in all, and finite."""
+    """Round floats to six decimals (six significant digits below 1) and replace NaN and infinities by None,
+    recursively.
+    """
     if isinstance(value, float):
         return (
             (round(value, 6) if abs(value) >= 1 else float(f"{value:.6g}")) if math.isfinite(value) else None

@@ -1,10 +1,10 @@
-// Charts over time on uPlot: one cursor and one zoom for all of them, tooltips, gaps where nothing was seen, and a keyboard's way in.
+// Charts over time on uPlot: one cursor and one zoom for all of them, tooltips, gaps without samples, keyboard access.
 import { moment } from "./format.js";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 210;
 
-// Where two neighbours are further apart than `gap` seconds, nothing was seen in between: the line must not pretend otherwise.
+// Neighbours further apart than `gap` seconds are not connected: the monitor saw nothing in between.
 export function withGaps(at, columns, gap) {
   const xs = [], ys = columns.map(() => []);
   for (let i = 0; i < at.length; i++) {
@@ -21,7 +21,7 @@ export function withGaps(at, columns, gap) {
 export class Charts {
   constructor(host, onZoom) {
     this.host = host;
-    this.onZoom = onZoom; // told (from, to), or null when the zoom is given up
+    this.onZoom = onZoom; // called with [from, to], or null when the zoom is reset
     this.charts = new Map();
     this.zoom = null;
     this.window = [0, 1];
@@ -43,7 +43,7 @@ export class Charts {
 
   has(id) { return this.charts.has(id); }
 
-  // at: seconds; series: name -> values; gap: seconds without a sample that count as blindness; window: what is shown unless zoomed
+  // at: seconds; series: name -> values; gap: seconds without a sample that interrupt the line; window: shown unless zoomed
   show(at, series, gap, window) {
     this.window = window;
     for (const chart of this.charts.values()) chart.show(at, series, gap);
@@ -93,9 +93,9 @@ class Chart {
   empty() {
     const text = document.createElement("div");
     text.className = "empty";
-    text.textContent = "nothing seen yet";
+    text.textContent = "no data yet";
     this.plot.replaceChildren(text);
-    this.plot.setAttribute("aria-label", `${this.options.title}: nothing seen yet`);
+    this.plot.setAttribute("aria-label", `${this.options.title}: no data yet`);
   }
 
   show(at, series, gap) {
@@ -119,11 +119,11 @@ class Chart {
     const index = this.u?.cursor.idx;
     const shown = index !== null && index !== undefined && this.u.cursor.left >= 0 ? this.data.slice(1).map((column) => column[index] ?? null) : last;
     shown.forEach((value, place) => { this.values[place].textContent = this.options.format(value); });
-    const told = this.options.series.map(({ label }, place) => {
+    const descriptions = this.options.series.map(({ label }, place) => {
       const column = this.data[place + 1].filter((value) => value !== null);
       return column.length ? `${label} now ${this.options.format(last[place])}, between ${this.options.format(Math.min(...column))} and ${this.options.format(Math.max(...column))}` : "";
     });
-    this.plot.setAttribute("aria-label", `${this.options.title}: ${told.filter(Boolean).join("; ")}`);
+    this.plot.setAttribute("aria-label", `${this.options.title}: ${descriptions.filter(Boolean).join("; ")}`);
   }
 
   rebuild() {

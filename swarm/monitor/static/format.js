@@ -1,4 +1,4 @@
-// Numbers as people read them. What is unknown is an en dash, never a nought.
+// Numbers as people read them. Unknown values are an en dash, never zero.
 const NONE = "–";
 
 export const number = (value, digits = 3) => {

@@ -1,18 +1,18 @@
-// The page: history once, then what is new as it comes. What is not fresh is never shown as if it were.
+// The page: loads the history once, then receives updates. Values that are not fresh are never shown as if they were.
 import { Charts } from "./charts.js";
 import { ago, bytes, loss, number, rate, small, whole } from "./format.js";
 import { addEvents, PeerTable, showExperts, showRounds } from "./tables.js";
 
 const SPANS = [["10 min", 600], ["1 h", 3600], ["6 h", 21600], ["1 d", 86400], ["7 d", 604800], ["all", 0]];
-const SILENT_MS = 9000; // without a word from the monitor
-const BROKEN_MS = 2500; // and with a connection that is known to be gone
+const SILENT_MS = 9000; // without a message from the monitor
+const BROKEN_MS = 2500; // the same when the connection is known to be closed
 const POINTS = 600;
 const $ = (id) => document.getElementById(id);
 const put = (id, text) => { const element = $(id); if (element.textContent !== text) element.textContent = text; };
 const stored = (name, otherwise) => { try { return localStorage.getItem(name) ?? otherwise; } catch { return otherwise; } };
 const store = (name, value) => { try { localStorage.setItem(name, value); } catch { /* a private window */ } };
 
-const state = { view: null, heard: 0, peers: new Map(), at: [], series: {}, bucket: 2, began: null, span: Number(stored("swarm.span", 600)), loaded: 0 };
+const state = { view: null, received: 0, peers: new Map(), at: [], series: {}, bucket: 2, began: null, span: Number(stored("swarm.span", 600)), loaded: 0 };
 
 const charts = new Charts($("charts"), (zoom) => { $("unzoom").hidden = zoom === null; load(); });
 charts.add("loss", { title: "Loss", className: "wide", format: loss, axis: (mark) => number(mark, 2), log: () => $("log").checked, series: [{ key: "loss", label: "training", color: "--loss" }, { key: "validation_loss", label: "held out", color: "--held" }] });
@@ -21,11 +21,11 @@ charts.add("rate", { title: "Throughput", format: (value) => `${rate(value)}/s`,
 charts.add("bytes", { title: "Traffic", format: (value) => `${bytes(value)}/s`, axis: (mark) => `${bytes(mark)}/s`, zero: true, fill: true, series: [{ key: "bytes_per_s", label: "sent", color: "--bytes" }] });
 charts.add("round", { title: "Rounds", format: (value) => (value === null ? "–" : `${number(value, 2)} s`), axis: (mark) => `${mark} s`, zero: true, series: [{ key: "round_s", label: "took", color: "--other" }] });
 const table = new PeerTable($("peers"), $("filter"), $("peers-more"));
-window.swarmPage = { state, charts }; // for those who debug, and for tests
+window.swarmPage = { state, charts }; // for debugging and tests
 
-// --- what is shown over time
+// --- charts
 
-const now = () => (state.view ? state.view.at_s + (performance.now() - state.heard) / 1000 : Date.now() / 1000);
+const now = () => (state.view ? state.view.at_s + (performance.now() - state.received) / 1000 : Date.now() / 1000);
 const spanNow = () => state.span || Math.max(60, now() - (state.began ?? now() - 60));
 
 function windowNow() {
@@ -35,20 +35,20 @@ function windowNow() {
 }
 
 async function load() {
-  const asked = (state.loaded += 1);
+  const request = (state.loaded += 1);
   const query = charts.zoom ? `since=${charts.zoom[0]}&until=${charts.zoom[1]}` : `span=${state.span || Math.max(60, now() - (state.began ?? 0))}`;
   try {
     const reply = await fetch(`api/history?${query}&points=${POINTS}`);
-    if (!reply.ok || asked !== state.loaded) return;
+    if (!reply.ok || request !== state.loaded) return;
     const found = await reply.json();
     Object.assign(state, { at: found.at, series: found.series, bucket: found.seconds, began: found.began });
     for (const column of Object.values(state.series)) while (column.length < state.at.length) column.push(null);
-    own();
+    addOwnCharts();
     drawCharts();
-  } catch { /* the banner says that the monitor is away */ }
+  } catch { /* the banner reports that the monitor is away */ }
 }
 
-function own() {
+function addOwnCharts() {
   for (const name of Object.keys(state.series).filter((key) => key.startsWith("own.")).sort().slice(0, 24)) {
     if (!charts.has(name)) charts.add(name, { title: name.slice(4), format: (value) => number(value), axis: (mark) => number(mark, 2), series: [{ key: name, label: "median", color: "--other" }] });
   }
@@ -62,7 +62,7 @@ function append(view) {
   const last = state.at.at(-1) ?? 0;
   if (view.at_s - last < Math.max(state.bucket, 1) * 0.9) return;
   const values = { loss: view.loss, validation_loss: view.validation_loss, samples_per_s: view.samples_per_s, peers: view.peers_live, bytes_per_s: view.bytes_per_s, drift: view.drift, round_s: view.rounds.find((round) => !round.failed)?.seconds ?? null };
-  for (const [name, told] of Object.entries(view.own)) values[`own.${name}`] = told.median;
+  for (const [name, metric] of Object.entries(view.own)) values[`own.${name}`] = metric.median;
   state.at.push(view.at_s);
   for (const name of new Set([...Object.keys(state.series), ...Object.keys(values)])) {
     const column = (state.series[name] ??= new Array(state.at.length - 1).fill(null));
@@ -71,16 +71,16 @@ function append(view) {
   const from = view.at_s - spanNow() - 60;
   const stale = state.at.findIndex((at) => at >= from);
   if (stale > 50) { state.at.splice(0, stale); for (const column of Object.values(state.series)) column.splice(0, stale); }
-  own();
+  addOwnCharts();
 }
 
 function drawCharts() { charts.show(state.at, state.series, Math.max(3 * state.bucket, 25), windowNow()); }
 
-// --- what is shown of this moment
+// --- the present view
 
-function hear(message) {
+function onMessage(message) {
   const view = JSON.parse(message.data);
-  state.heard = performance.now();
+  state.received = performance.now();
   if (!state.view) addEvents($("events"), view.events.slice(-300));
   else addEvents($("events"), view.events);
   state.view = view;
@@ -97,11 +97,11 @@ function draw() {
   const { view } = state;
   if (!view) return;
   const { run } = view;
-  const silent = performance.now() - state.heard;
+  const silent = performance.now() - state.received;
   const status = silent > (source.readyState === EventSource.OPEN ? SILENT_MS : BROKEN_MS) ? "off" : view.link.status;
   document.body.dataset.link = status;
   const age = (view.link.age_s ?? 0) + silent / 1000;
-  put("status-text", { live: "live", joining: "joining", late: `${ago(age)} old`, lost: `nobody answers, ${ago(age)} old`, off: `monitor away, ${ago(age)} old` }[status] ?? status);
+  put("status-text", { live: "live", joining: "joining", late: `${ago(age)} old`, lost: `no peer answers, ${ago(age)} old`, off: `monitor away, ${ago(age)} old` }[status] ?? status);
   banner(status, view, age);
   put("run-name", run.name || run.run_id);
   put("run-about", [run.description, run.parameters ? `${whole(run.parameters)} parameters` : "", run.mode, run.codec, run.name ? run.run_id : ""].filter(Boolean).join(" · "));
@@ -117,7 +117,7 @@ function draw() {
   put("t-held-note", view.drift === null ? "" : `drift ${small(view.drift)}`);
   put("t-rate", rate(view.samples_per_s));
   put("t-peers", whole(view.peers_live));
-  put("t-peers-note", view.peers_quiet ? `${view.peers_quiet} silent` : "all telling");
+  put("t-peers-note", view.peers_quiet ? `${view.peers_quiet} silent` : "all up to date");
   put("t-bytes", `${bytes(view.bytes_per_s)}/s`);
   put("t-bytes-note", "sent, all peers");
   put("state-note", [view.state ? `State of epoch ${whole(view.state.epoch)}: ${view.state.donors} donor${view.state.donors === 1 ? "" : "s"} hold ${view.state.digest.slice(0, 12)}${view.state.others ? `, ${view.state.others} hold another` : ""}.` : "", view.checkpoint].filter(Boolean).join(" "));
@@ -168,7 +168,7 @@ theme(stored("swarm.theme", ""));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.restyle());
 
 const source = new EventSource("api/events");
-source.addEventListener("view", hear);
-source.addEventListener("open", load); // also when the monitor has come back
+source.addEventListener("view", onMessage);
+source.addEventListener("open", load); // also after the monitor has come back
 setInterval(draw, 1000);
 setInterval(() => { if (!charts.zoom) load(); }, 30000);

@@ -84,7 +84,7 @@ export class PeerTable {
       if (!kept.has(peerId)) { row.line.remove(); row.details.remove(); this.rows.delete(peerId); }
     }
     const hidden = matching.length - shown.length;
-    const text = !this.peers.size ? "Nobody takes part at the moment." : hidden > 0 ? `${hidden} more: narrow the search to find them.` : wanted ? `${matching.length} of ${this.peers.size} peers` : "";
+    const text = !this.peers.size ? "No peer takes part at the moment." : hidden > 0 ? `${hidden} more: narrow the search to find them.` : wanted ? `${matching.length} of ${this.peers.size} peers` : "";
     put(this.more, text);
   }
 
@@ -125,7 +125,7 @@ export class PeerTable {
       row.who.replaceChildren(name, ...(peer.name ? [" ", make("code", "", peer.short)] : []));
       row.who.title = peer.peer_id;
     }
-    const state = peer.state === "quiet" ? `silent ${ago(this.now - peer.heard_s)}` : peer.state === "idle" ? `idle ${ago(peer.idle_s)}` : peer.state;
+    const state = peer.state === "quiet" ? `silent ${ago(this.now - peer.updated_s)}` : peer.state === "idle" ? `idle ${ago(peer.idle_s)}` : peer.state;
     put(row.tag, peer.accused_by ? `${state}, lied` : state);
     row.tag.className = `tag ${peer.accused_by ? "bad" : peer.state}`;
     COLUMNS.forEach((column, place) => { if (column.text) put(row.cells[place], column.text(peer, this.now)); });
@@ -134,20 +134,20 @@ export class PeerTable {
   }
 
   detail(row, peer) {
-    const told = [
-      ["PeerID", peer.peer_id], ["Told", `${ago(this.now - peer.heard_s)} ago`], ["Takes part for", peer.since_s === null ? "–" : ago(this.now - peer.since_s)],
+    const details = [
+      ["PeerID", peer.peer_id], ["Last update", `${ago(this.now - peer.updated_s)} ago`], ["Takes part for", peer.since_s === null ? "–" : ago(this.now - peer.since_s)],
       ["Device", peer.device || "–"], ["Software", peer.agent || "–"],
-      ["Reachable", `${peer.reach || "does not say"}; ${peer.reached === null ? "not called yet" : peer.reached ? "answers this monitor" : "does not answer this monitor"}`],
+      ["Reachable", `${peer.reach || "not declared"}; ${peer.reached === null ? "not called yet" : peer.reached ? "answers this monitor" : "does not answer this monitor"}`],
       ["In this epoch", `${whole(peer.samples)} samples`], ["Contributed", `${whole(peer.samples_given)} samples`],
       ["Loss", `${loss(peer.loss)}, held out ${loss(peer.validation_loss)}`], ["Rounds", `${whole(peer.rounds_done)}, ${whole(peer.rounds_failed)} failed`],
       ["Sends", `${bytes(peer.up_bytes_per_s)}/s, ${bytes(peer.up_bytes)} so far`], ["Receives", `${bytes(peer.down_bytes_per_s)}/s, ${bytes(peer.down_bytes)} so far`], ["Drift", small(peer.drift)],
       ...Object.entries(peer.own).map(([name, value]) => [name, number(value)]),
     ];
-    if (peer.capped) told.push(["Pace", "claims more than three times the median: counted so far only"]);
-    if (peer.broken.length) told.push(["Not finite", peer.broken.join(", ")]);
-    if (peer.accused_by) told.push(["Accused", `of lying as a reducer, by ${peer.accused_by} peers`]);
+    if (peer.capped) details.push(["Rate", "claims more than three times the median: only that much is counted"]);
+    if (peer.broken.length) details.push(["Not finite", peer.broken.join(", ")]);
+    if (peer.accused_by) details.push(["Accused", `of lying as a reducer, by ${peer.accused_by} peers`]);
     const list = make("dl");
-    for (const [term, text] of told) {
+    for (const [term, text] of details) {
       const pair = make("div");
       pair.append(make("dt", "", term), make("dd", "", text));
       list.append(pair);
@@ -164,7 +164,7 @@ export function showRounds(body, rounds) {
     if (round.failed) ended.append(make("span", "tag warning", "failed"), ` ${round.detail || round.reason}`);
     else if (round.digests > 1) ended.append(make("span", "tag bad", "differs"), " members hold different averages");
     else if (names) ended.append(make("span", "tag warning", "without"), ` ${names}`);
-    else if (round.failed_for) ended.append(make("span", "tag warning", "partly"), ` failed for ${round.failed_for} of ${round.told_by}: ${round.detail || round.reason}`);
+    else if (round.failed_for) ended.append(make("span", "tag warning", "partly"), ` failed for ${round.failed_for} of ${round.reported_by}: ${round.detail || round.reason}`);
     else ended.append(make("span", "tag good", "agreed"), ` ${round.digest.slice(0, 8)}`);
     row.append(make("td", "", clock(round.at_s)), make("td", "", `${whole(round.epoch)}${round.kind === "state" ? " state" : ""}`), make("td", "number", whole(round.members)), make("td", "number", round.seconds.toFixed(2)), make("td", "number", bytes(round.bytes)), ended);
     return row;

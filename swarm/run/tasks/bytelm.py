@@ -1,8 +1,7 @@
-"""`bytelm`: a byte-level transformer language model on text; by default the Python standard library's
-sources, which every machine has.
+"""The task `bytelm`: a byte-level transformer language model on text.
 
-This module needs no torch until a model is built, so that a run can be described while torch is still being
-imported.
+The default text is the source of the Python standard library, which every machine has. This module does not
+import torch until a model is built, so that a run can be described while torch is still being imported.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ _DATA_BYTES_MAX = 32 << 20
 
 
 class Settings(BaseModel):
-    """The shape of the model and of a sample."""
+    """Shape of the model and of a sample."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     width: Annotated[int, Field(ge=8, le=16384)] = 96
     layers: Annotated[int, Field(ge=1, le=256)] = 2
     heads: Annotated[int, Field(ge=1, le=256)] = 4
-    context: Annotated[int, Field(ge=2, le=1 << 16)] = 128  # bytes that a sample predicts
-    # files are read until this many bytes are there
+    context: Annotated[int, Field(ge=2, le=1 << 16)] = 128  # predicted bytes per sample
+    # upper bound of the bytes that are read
     data_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 34)] = _DATA_BYTES_MAX
 
     @model_validator(mode="after")
@@ -47,9 +46,10 @@ class Settings(BaseModel):
 
 
 class ByteLanguageModel:
-    """The task: predict the next byte of a text."""
+    """The task of predicting the next byte of a text."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raise UsageError if the settings are not valid."""
         try:
             self.settings = Settings.model_validate(dict(settings))
         except ValidationError as error:
@@ -68,9 +68,8 @@ class ByteLanguageModel:
             (VOCABULARY, width),
         ]
         parameters = sum(math.prod(one) for one in shapes)
-        # float32 per token: what the backward pass keeps of each block, what one block takes for a moment,
-        # and the logits with their softmax and gradient; or, without gradients, one block and the logits of
-        # the held-out samples
+        # float32 values per token in a training step: activations of each block, temporaries of one block,
+        # and the logits with their softmax and gradient. In validation: one block and the logits.
         step = batch_size * shape.context * ((shape.layers + 1) * 20 * width + 3 * VOCABULARY)
         held_out = VALIDATION_SAMPLES * shape.context * (12 * width + 3 * VOCABULARY)
         return TaskDescription(

@@ -1,5 +1,6 @@
-"""The model and the batches of `bytelm`. Shapes: B samples, T bytes of context, W width, H heads, V = 256
-byte values.
+"""Model and batches of the task `bytelm`.
+
+Shape suffixes: B samples, T bytes of context, W width.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional
 from swarm.run.task import Draw
 from swarm.run.tasks.corpus import VALIDATION_SAMPLES, VOCABULARY, Corpus
 
-_DEVIATION = 0.02  # of freshly drawn weights: small enough that the first loss is ln(256)
+_DEVIATION = 0.02  # of the initial weights; small enough that the first loss is ln(256)
 
 
 class TransformerBlock(nn.Module):
@@ -57,8 +58,8 @@ class ByteTransformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # what is added to the residual stream shrinks with depth, so that its variance does not grow
-                # (GPT-2)
+                # Projections into the residual stream are scaled down with depth, so that its variance does
+                # not grow (as in GPT-2).
                 added = name.endswith(("attention_out.weight", "feed_out.weight"))
                 nn.init.normal_(
                     parameter,
@@ -74,32 +75,33 @@ class ByteTransformer(nn.Module):
 
 
 class ByteData:
-    """Samples of T + 1 consecutive bytes at random places; the held-out ones at fixed places spread over the
-    held-out part.
+    """Samples of T + 1 consecutive bytes of a corpus.
+
+    Training samples begin at random positions, validation samples at fixed positions of the held-out part.
     """
 
     def __init__(self, corpus: Corpus, *, context: int, device: torch.device) -> None:
         self.summary = corpus.summary
         self._context = context
         self._training = torch.frombuffer(corpus.training, dtype=torch.uint8).to(device)
-        self._span = torch.arange(context + 1, device=device)
-        self._generator = torch.Generator()  # on the CPU, so that the draw is the same whatever the device
+        self._offsets = torch.arange(context + 1, device=device)
+        self._generator = torch.Generator()  # on the CPU, so that every device draws the same samples
         self._generator.manual_seed(0)
         held_out = torch.frombuffer(corpus.held_out, dtype=torch.uint8).to(device)
         starts = torch.linspace(0, len(held_out) - context - 1, VALIDATION_SAMPLES).long().to(device)
-        self._validation = held_out[starts[:, None] + self._span].long()
+        self._validation = held_out[starts[:, None] + self._offsets].long()
 
     def start_epoch(self, draw: Draw) -> None:
         self._generator.manual_seed(draw.seed)
 
     def batch(self, samples: int) -> torch.Tensor:
-        """The next samples of the current draw, int64 [samples, T + 1]."""
+        """Return the next samples of the current draw, int64 [samples, T + 1]."""
         starts = torch.randint(0, len(self._training) - self._context, (samples,), generator=self._generator)
         device = self._training.device
-        # CUDA takes a copy of ordinary host memory at once: with non_blocking the host does not wait for the
-        # work that is queued before it
+        # With non_blocking the host does not wait for the work that is queued on the CUDA device. That is
+        # safe, since CUDA copies pageable host memory to a buffer of its own first.
         starts = starts.to(device, non_blocking=device.type == "cuda")
-        return self._training[starts[:, None] + self._span].long()
+        return self._training[starts[:, None] + self._offsets].long()
 
     def loss(self, model: nn.Module, samples: int) -> torch.Tensor:
         return _next_byte_loss(model, self.batch(samples))
@@ -110,6 +112,6 @@ class ByteData:
 
 
 def _next_byte_loss(model: nn.Module, samples_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per byte."""
+    """Return the mean cross-entropy in nats per byte of int64 samples [B, T + 1]."""
     logits = model(samples_BT[:, :-1])
     return functional.cross_entropy(logits.reshape(-1, VOCABULARY), samples_BT[:, 1:].reshape(-1))

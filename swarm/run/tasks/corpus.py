@@ -1,5 +1,5 @@
-"""Text as bytes: a folder's files, or the Python standard library's sources, split into what is trained on
-and what is held out.
+"""Read text as bytes from the files of a folder or from the source of the Python standard library, and split
+it into a training and a held-out part.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from swarm.core.errors import UsageError
 
 VOCABULARY = 256  # values of a byte
-VALIDATION_SAMPLES = 64  # in the held-out part that is measured at once
-_HELD_OUT_PART = 20  # one file in this many, by the hash of its path
+VALIDATION_SAMPLES = 64  # of the held-out part, evaluated in one batch
+_HELD_OUT_PART = 20  # one file in 20 is held out, by the hash of its path
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 _TEXT_SUFFIXES = {
     ".txt",
@@ -43,14 +43,15 @@ _FILES_MAX = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes to train on and bytes to validate on, disjoint by file; the same folder gives the same bytes on
-    every machine.
+    """Training bytes and held-out bytes, from different files.
+
+    The same folder gives the same bytes on every machine.
     """
 
     training: bytearray
     held_out: bytearray
     files: int
-    source: str  # what to call it
+    source: str  # name of the source in messages
 
     @property
     def summary(self) -> str:
@@ -61,8 +62,10 @@ class Corpus:
 
 
 def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Corpus:
-    """Read up to `bytes_max` bytes in the order of the paths. UsageError: the folder cannot be read, or holds
-    too little text.
+    """Read up to `bytes_max` bytes from the text files of a folder, in the order of their paths.
+
+    `folder` None means the Python standard library. Raises UsageError if the folder cannot be read or
+    contains too little text for samples of `sample_bytes`.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder.expanduser()
     suffixes = {".py"} if folder is None else _TEXT_SUFFIXES
@@ -74,27 +77,26 @@ def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Co
         try:
             content = path.read_bytes()
         except OSError:
-            continue  # a file that this user may not read is not part of this volunteer's data
+            continue  # skip files that this user may not read
         files += 1
         target = held_out if is_held_out(path.relative_to(root).as_posix()) else training
         target += content[: bytes_max - len(training) - len(held_out)]
     if not held_out and len(training) >= 2 * _HELD_OUT_PART * sample_bytes:
-        # few files, and none fell into the held-out part: its end serves instead
+        # None of the few files is held out by its hash: hold out the end of the text instead.
         cut = len(training) - len(training) // _HELD_OUT_PART
         training, held_out = training[:cut], training[cut:]
     if min(len(training), len(held_out)) <= sample_bytes:
         kinds = ", ".join(sorted(suffixes))
         raise UsageError(
-            f"{source} holds too little text ({len(training) + len(held_out):,} bytes in {files} files ending in {kinds}): "
+            f"{source} holds too little text "
+            f"({len(training) + len(held_out):,} bytes in {files} files ending in {kinds}): "
             f"give a folder with at least {2 * _HELD_OUT_PART * sample_bytes:,} bytes"
         )
     return Corpus(training, held_out, files, source)
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file is never trained on: decided by its path alone, so that all volunteers agree without
-    talking.
-    """
+    """Return whether a file is held out. Only its path decides, so that all volunteers agree."""
     return hashlib.sha256(relative_path.encode(errors="surrogateescape")).digest()[0] % _HELD_OUT_PART == 0
 
 

@@ -1,5 +1,5 @@
-"""Peers around a table: modes whose rounds are exact weighted means made in this process, so that only the
-modes' arithmetic is tested.
+"""Peers without a network for tests of averaging modes: a round is an exact weighted mean computed in this
+process, so that only the arithmetic of the modes is tested.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Seat:
 
     def advance(self, told: Sequence[Any] = ()) -> None:
         self.mode.apply(told)
-        self.mode.state.moved(self.mode.state.epoch + 1)
+        self.mode.state.mark_changed(self.mode.state.epoch + 1)
 
     @property
     def theta(self) -> torch.Tensor:
@@ -65,7 +65,7 @@ def prepare(seats: Sequence[Seat]) -> list[tuple[float, Any]]:
 
 
 def average(modes: Sequence[Mode], weights: Sequence[float]) -> None:
-    """What a round does: all tensors become the mean, weighted, of what they were."""
+    """Set all tensors to their weighted mean, as a round does."""
     for tensors in zip(*(mode.tensors() for mode in modes), strict=True):
         mean = sum(t.double() * w for t, w in zip(tensors, weights, strict=True)) / sum(weights)
         for tensor in tensors:
@@ -73,7 +73,7 @@ def average(modes: Sequence[Mode], weights: Sequence[float]) -> None:
 
 
 def hold(seats: Sequence[Seat]) -> list[float]:
-    """One round of all, applied at once; returns the weights."""
+    """Run one round of all peers, apply it at once, and return the weights."""
     prepared = prepare(seats)
     weights = [weight for weight, _ in prepared]
     average([one.mode for one in seats], weights)

@@ -1,5 +1,5 @@
-"""The grid by itself: its shapes, where peers go after a round, and what is left of the deviation, against
-the mean that torch computes.
+"""The grid by itself: its shapes, the cells of peers after a round, and the remaining deviation from the mean
+that torch computes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections import Counter
 import pytest
 import torch
 
+from averaging.matchmaking.logic.cell_members import CELL_MEMBERS_MAX, PEERS_MAX, CellMembers
 from averaging.matchmaking.logic.grid import (
-    ROOM,
+    LOBBY,
     AveragingGrid,
     Place,
     Shape,
@@ -20,7 +21,6 @@ from averaging.matchmaking.logic.grid import (
     shape_of,
     split_key,
 )
-from averaging.matchmaking.logic.roster import MATES_MAX, PEERS_MAX, Roster
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.testing.identities import SeededIdentity
 
@@ -28,7 +28,9 @@ PEERS = sorted(SeededIdentity(f"grid {number}").peer_id for number in range(400)
 
 
 class Model:
-    """Everybody is present, every group of a cell is held: values and weights go from cell to cell."""
+    """A swarm in which every peer is present and every group of a cell averages: values and weights move from
+    cell to cell.
+    """
 
     def __init__(self, peers: int, group_size: int, rng: random.Random, *, weighted: bool = False) -> None:
         self.peers, self.rng = PEERS[:peers], rng
@@ -64,26 +66,28 @@ class Model:
     [(2, 1), (2, 3), (2, 6), (3, 2), (3, 4), (4, 2), (4, 3), (5, 2), (6, 2), (7, 3), (16, 2)],
 )
 @pytest.mark.parametrize("weighted", [False, True])
-def test_groups_of_m_are_exact_after_d_rounds(group_size: int, rounds: int, weighted: bool) -> None:
-    for seed in range(3):
-        model = Model(group_size**rounds, group_size, random.Random(seed), weighted=weighted)
-        assert model.shape.rounds_to_mix == rounds
-        for _ in range(rounds - 1):
-            model.step()
-            assert model.deviation() > 0.01
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_of_m_are_exact_after_d_rounds(
+    group_size: int, rounds: int, weighted: bool, seed: int
+) -> None:
+    model = Model(group_size**rounds, group_size, random.Random(seed), weighted=weighted)
+    assert model.shape.rounds_to_mix == rounds
+    for _ in range(rounds - 1):
         model.step()
-        if weighted:
-            torch.testing.assert_close(
-                model.values, torch.full_like(model.values, model.mean), rtol=0.0, atol=1e-12
-            )
-        else:
-            assert model.deviation() < 1e-14
+        assert model.deviation() > 0.01
+    model.step()
+    if weighted:
+        torch.testing.assert_close(
+            model.values, torch.full_like(model.values, model.mean), rtol=0.0, atol=1e-12
+        )
+    else:
+        assert model.deviation() < 1e-14
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_number_of_peers_keeps_the_mean_and_comes_nearer(seed: int) -> None:
-    """Each `rounds_to_mix` rounds leave at most 1.25/M of the deviation, 2.5/M if peers of a cell began
-    alike. No cell outgrows a group.
+def test_any_number_of_peers_keeps_the_mean_and_converges(seed: int) -> None:
+    """Each `rounds_to_mix` rounds leave at most 1.25/M of the deviation, or 2.5/M if peers of a cell began
+    with similar values. No cell outgrows a group.
     """
     rng = random.Random(seed)
     group_size = rng.choice([2, 3, 4, 5, 8, 16])
@@ -101,31 +105,38 @@ def test_any_number_of_peers_keeps_the_mean_and_comes_nearer(seed: int) -> None:
         assert model.deviation() <= before * share / group_size + 1e-12
 
 
-def test_what_other_weights_than_those_of_the_round_before_do() -> None:
-    """Its own weight again keeps the mean and is not exact; equal weights after the first round lose it."""
-    for again, rounds, least, most in ((True, 2, 1e-2, 1.0), (True, 40, 0.0, 1e-12), (False, 40, 1e-2, 1.0)):
-        model = Model(16, 4, random.Random(1), weighted=True)
-        given = model.weights.clone()
-        for _ in range(rounds):
-            model.step()
-            model.weights[:] = given if again else 1.0
-        assert least <= model.deviation() <= most
+@pytest.mark.parametrize(
+    ("own_weight", "rounds", "deviation_min", "deviation_max"),
+    [(True, 2, 1e-2, 1.0), (True, 40, 0.0, 1e-12), (False, 40, 1e-2, 1.0)],
+)
+def test_the_mean_is_kept_only_with_the_own_weight_in_every_round(
+    own_weight: bool, rounds: int, deviation_min: float, deviation_max: float
+) -> None:
+    """A peer that uses its own weight again keeps the mean, though not exactly; equal weights after the first
+    round lose it.
+    """
+    model = Model(16, 4, random.Random(1), weighted=True)
+    given = model.weights.clone()
+    for _ in range(rounds):
+        model.step()
+        model.weights[:] = given if own_weight else 1.0
+    assert deviation_min <= model.deviation() <= deviation_max
 
 
-def test_members_of_a_full_group_part() -> None:
+def test_members_of_a_full_group_move_to_different_cells() -> None:
     for peers, group_size in ((64, 4), (256, 16), (12, 3), (200, 8)):
         shape = shape_for(peers, group_size)
         for cell in range(shape.cells):
             members = PEERS[cell : cell + group_size]
             after = [shape.cell_after(cell, bytes([cell % 256] * 32), members, member) for member in members]
-            assert max(Counter(after).values()) == -(-group_size // shape.fan)
-        strays = {
-            shape.cell_after(ROOM, b"\x07" * 32, PEERS[:group_size], member) for member in PEERS[:group_size]
+            assert max(Counter(after).values()) == -(-group_size // shape.fan_out)
+        from_lobby = {
+            shape.cell_after(LOBBY, b"\x07" * 32, PEERS[:group_size], member) for member in PEERS[:group_size]
         }
-        assert len(strays) == min(group_size, shape.cells)
+        assert len(from_lobby) == min(group_size, shape.cells)
 
 
-def test_shapes_hold_everybody_and_follow_the_swarm_without_haste() -> None:
+def test_shapes_hold_all_peers_and_change_with_hysteresis() -> None:
     for group_size in (2, 3, 4, 5, 7, 16, 64):
         for peers in range(1, 400):
             shape = shape_for(peers, group_size)
@@ -137,63 +148,65 @@ def test_shapes_hold_everybody_and_follow_the_swarm_without_haste() -> None:
     grid, changes = AveragingGrid(PEERS[0], 4), 0
     for turn in range(60):
         before = grid.shape
-        grid.saw(PEERS[1 : 24 + (turn * 7) % 3])  # 24 to 26: around a border
+        grid.on_records(PEERS[1 : 24 + (turn * 7) % 3])  # 24 to 26: around a border
         changes += grid.shape != before
     assert changes == 2  # into the grid, and over the border once
 
 
-def test_one_group_is_never_divided_and_comes_together_again() -> None:
+def test_a_swarm_of_one_group_is_never_divided() -> None:
     grid = AveragingGrid(PEERS[0], 4)
     for others, cells in ((3, 1), (4, 2), (3, 1), (11, 3), (4, 2), (3, 1), (0, 1)):
-        grid.saw(PEERS[1 : 1 + others])
+        grid.on_records(PEERS[1 : 1 + others])
         assert grid.shape.cells == cells
         assert grid.divided == (others > 3)
         assert bool(grid.home.text) == grid.divided
 
 
-def test_everybody_begins_in_the_cell_of_its_rank_and_knows_who_else_does() -> None:
+def test_each_peer_begins_in_the_cell_of_its_rank_and_knows_the_other_members() -> None:
     grids = [AveragingGrid(peer, 4) for peer in PEERS[:11]]
     for grid in grids:
-        grid.saw(PEERS[:11])
+        grid.on_records(PEERS[:11])
     for peer, grid in zip(PEERS, grids, strict=False):
-        mates = {other for other, one in zip(PEERS, grids, strict=False) if one.cell == grid.cell} - {peer}
-        assert set(grid.ranked()) == mates
+        members_at = {other for other, one in zip(PEERS, grids, strict=False) if one.cell == grid.cell} - {
+            peer
+        }
+        assert set(grid.initial_members()) == members_at
 
 
-def test_a_round_that_fails_leaves_everybody_where_it_was() -> None:
+def test_a_failed_round_leaves_a_peer_in_its_cell() -> None:
     grid = AveragingGrid(PEERS[0], 4)
-    grid.saw(PEERS[:16])
+    grid.on_records(PEERS[:16])
     home = grid.home
     for committed in (False, True):
-        grid.began(home, b"\x01" * 32, PEERS[:4])
+        grid.on_group_formed(home, b"\x01" * 32, PEERS[:4])
         coming = grid.next
-        grid.over(committed=committed)
+        grid.on_round_over(committed=committed)
         assert grid.home == (coming if committed else home)
-        assert grid.settled == committed
-    assert grid.ranked() == []
+        assert grid.has_moved == committed
+    assert grid.initial_members() == []
 
 
-def test_who_is_lost_does_not_count_and_others_may_know_better() -> None:
+def test_lost_peers_are_not_counted_unless_others_live_in_a_finer_shape() -> None:
     grid = AveragingGrid(PEERS[0], 4)
-    grid.saw(PEERS[1:5], lost={PEERS[4]})
+    grid.on_records(PEERS[1:5], lost={PEERS[4]})
     assert not grid.divided
-    assert not grid.heard(Shape(4, 3)), "this does not suit the records"
-    assert not grid.heard(Shape(3, 2)), "nor do other groups"
-    assert grid.heard(Shape(4, 2))
-    grid.saw(PEERS[1:5], lost={PEERS[4]})
-    assert grid.shape == Shape(4, 2), "others live so, and by the records they may"
-    grid.saw(PEERS[1:4])
+    assert not grid.adopt_shape(Shape(4, 3)), "this does not suit the records"
+    assert not grid.adopt_shape(Shape(3, 2)), "neither does another group size"
+    assert grid.adopt_shape(Shape(4, 2))
+    grid.on_records(PEERS[1:5], lost={PEERS[4]})
+    assert grid.shape == Shape(4, 2), "other peers use this shape, and the records allow it"
+    grid.on_records(PEERS[1:4])
     assert not grid.divided
 
 
-def test_keys_say_where_and_survive_what_callers_write() -> None:
+def test_keys_carry_the_place_whatever_the_callers_round_key() -> None:
     place = Place(Shape(4, 8), 5)
     for round_key in ("", "7", "a\x1fb", "4.8.5"):
         key = key_at(round_key, place.text)
         assert split_key(key) == (round_key, place.text)
         assert split_key(round_key) == (round_key, "")
     assert shape_of(place.text) == Shape(4, 8)
-    assert split_key(key_at("7", Place(Shape(4, 8), ROOM).text)) == ("7", "*")
+    assert split_key(key_at("7", Place(Shape(4, 8), LOBBY).text)) == ("7", "*")
     for text in ("", "*", "4.8.8", "4.1.0", "1.2.0", "999.2.0", "4.99999999.1", "4.8", "x.y.z"):
         assert shape_of(text) is None
 
@@ -202,33 +215,33 @@ def contact(number: int) -> Contact:
     return Contact(PEERS[number], (Address(host="10.0.0.1", port=1 + number),))
 
 
-def test_a_roster_believes_the_latest_word_and_forgets() -> None:
-    roster, names = Roster(60.0), [PEERS[number] for number in range(3)]
+def test_cell_members_follow_the_latest_turn_and_expire() -> None:
+    cell_members, names = CellMembers(60.0), [PEERS[number] for number in range(3)]
 
-    def mates(place: str, now_s: float = 1.0) -> set[PeerId]:
-        return {one.peer_id for one in roster.mates(place, PEERS[9], now_s)}
+    def members_at(place: str, now_s: float = 1.0) -> set[PeerId]:
+        return {one.peer_id for one in cell_members.members_at(place, PEERS[9], now_s)}
 
     for number in range(3):
-        roster.enter(contact(number), "a", 5, 0.0)
-    assert mates("a") == set(names)
-    roster.enter(contact(0), "b", 4, 0.5)  # overtaken on its way
-    assert mates("b") == set()
-    roster.enter(contact(0), "b", 6, 0.5)
-    assert mates("b") == {names[0]}
-    assert mates("a") == set(names[1:])
-    roster.leave(names[0], "a", 7)  # it is elsewhere by now
-    roster.leave(names[1], "a", 4)  # it has come again since
-    assert mates("b") == {names[0]}
-    assert mates("a") == set(names[1:])
-    roster.leave(names[1], "a", 8)
-    assert mates("a") == {names[2]}
-    assert mates("a", 61.0) == set()
-    assert len(roster) == 1
+        cell_members.enter(contact(number), "a", 5, 0.0)
+    assert members_at("a") == set(names)
+    cell_members.enter(contact(0), "b", 4, 0.5)  # overtaken on its way
+    assert members_at("b") == set()
+    cell_members.enter(contact(0), "b", 6, 0.5)
+    assert members_at("b") == {names[0]}
+    assert members_at("a") == set(names[1:])
+    cell_members.leave(names[0], "a", 7)  # it is elsewhere by now
+    cell_members.leave(names[1], "a", 4)  # it has come again since
+    assert members_at("b") == {names[0]}
+    assert members_at("a") == set(names[1:])
+    cell_members.leave(names[1], "a", 8)
+    assert members_at("a") == {names[2]}
+    assert members_at("a", 61.0) == set()
+    assert len(cell_members) == 1
 
 
-def test_a_roster_has_limits() -> None:
-    roster = Roster(60.0)
+def test_cell_members_are_limited() -> None:
+    cell_members = CellMembers(60.0)
     for number in range(PEERS_MAX + 50):
-        roster.enter(Contact(SeededIdentity(number).peer_id, ()), "a", 1, 0.0)
-    assert len(roster) == PEERS_MAX
-    assert len(roster.mates("a", PEERS[0], 1.0)) == MATES_MAX
+        cell_members.enter(Contact(SeededIdentity(number).peer_id, ()), "a", 1, 0.0)
+    assert len(cell_members) == PEERS_MAX
+    assert len(cell_members.members_at("a", PEERS[0], 1.0)) == CELL_MEMBERS_MAX

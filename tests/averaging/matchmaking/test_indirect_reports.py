@@ -1,5 +1,5 @@
-"""What one peer says about another while a group forms: when it is believed, and when that peer itself knows
-better.
+"""Reports of one peer about another while a group forms: when they are believed, and when a message of that
+peer itself takes precedence.
 """
 
 from __future__ import annotations
@@ -9,21 +9,28 @@ from dataclasses import replace
 from averaging.matchmaking.logic.group import Group
 from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
 from averaging.matchmaking.logic.messages import Answer, PeerStatus
-from tests.averaging.matchmaking.test_matchmaking import Bench, contact, holder, join_of, outcome, seek_of
+from tests.averaging.matchmaking.test_matchmaking import (
+    MatchmakerBench,
+    contact,
+    holder,
+    join_of,
+    outcome,
+    query_of,
+)
 
 
-def test_who_looks_for_this_round_is_not_thought_to_be_in_the_one_before() -> None:
-    """7 looks for round 270 already; 6, which has not ended round 269 yet, says that it is in it together
-    with 7. Both are waited for.
+def test_a_peer_that_looks_for_this_round_is_not_marked_busy_by_a_report_about_the_round_before() -> None:
+    """Peer 7 looks for round 270 already; peer 6, which has not ended round 269 yet, reports that it is in it
+    together with 7. Both are waited for.
     """
-    bench = Bench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7), key="270")
-    bench.machine.on_seek(replace(seek_of(7, 11.0, key="270"), turn=1), 0.01)
+    bench.machine.on_query(replace(query_of(7, 11.0, key="270"), turn=1), 0.01)
     both = (contact(6).peer_id, contact(7).peer_id)
-    before = Answer(standing=PeerStatus.BUSY, round_key="269", expected_s=0.2, members=both, turn=1)
-    bench.machine.on_seek_answer(contact(6).peer_id, before, 0.02)
+    before = Answer(status=PeerStatus.BUSY, round_key="269", expected_s=0.2, members=both, turn=1)
+    bench.machine.on_query_answer(contact(6).peer_id, before, 0.02)
     bench.machine.on_join(
-        replace(join_of(6, 12.0, key="270"), seek=replace(seek_of(6, 12.0, key="270"), turn=3)), 0.03
+        replace(join_of(6, 12.0, key="270"), query=replace(query_of(6, 12.0, key="270"), turn=3)), 0.03
     )
     assert outcome(bench.machine.poll(0.03)) is None
     bench.machine.on_join(join_of(7, 11.0, key="270"), 0.04)
@@ -32,14 +39,14 @@ def test_who_looks_for_this_round_is_not_thought_to_be_in_the_one_before() -> No
     assert {member.peer_id for member in group.members} == {contact(5).peer_id, *both}
 
 
-def test_who_is_said_to_be_in_this_round_with_others_is_not_waited_for() -> None:
-    bench = Bench.make(MatchmakingConfig(target_group_size=8))
+def test_a_peer_reported_to_be_in_this_round_with_others_is_not_waited_for() -> None:
+    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7), holder(8), key="270")
-    bench.machine.on_seek(replace(seek_of(7, 11.0, key="270"), turn=1), 0.01)
+    bench.machine.on_query(replace(query_of(7, 11.0, key="270"), turn=1), 0.01)
     theirs = (contact(7).peer_id, contact(8).peer_id)
-    bench.machine.on_seek_answer(
+    bench.machine.on_query_answer(
         contact(8).peer_id,
-        Answer(standing=PeerStatus.BUSY, round_key="270", expected_s=0.2, members=theirs, turn=1),
+        Answer(status=PeerStatus.BUSY, round_key="270", expected_s=0.2, members=theirs, turn=1),
         0.02,
     )
     bench.machine.on_join(join_of(6, 12.0, key="270"), 0.03)

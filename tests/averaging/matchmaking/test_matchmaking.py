@@ -1,4 +1,4 @@
-"""The matchmaking machine alone: what it asks for, what it answers, and why it gives up."""
+"""The matchmaking machine alone: its effects, its replies, and the reasons for which a search ends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from averaging.matchmaking.logic.messages import (
     Join,
     Leader,
     LookForGroup,
-    LookUp,
     PeerStatus,
+    ReadRecords,
     SearchFailed,
     SearchFinished,
     SearchRequest,
     SendJoin,
-    SendSeek,
+    SendLookForGroup,
     VectorSchema,
 )
 from swarm.core.errors import UsageError
@@ -44,7 +44,7 @@ def holder(number: int, schema: bytes = b"s", *, dialable: bool = True) -> Holde
     )
 
 
-def seek_of(
+def query_of(
     number: int, deadline_s: float, *, key: str = "", schema: bytes = b"s", dialable: bool = True
 ) -> LookForGroup:
     return LookForGroup(
@@ -58,11 +58,11 @@ def seek_of(
 
 
 def join_of(number: int, deadline_s: float, *, key: str = "", weight: float = 1.0) -> Join:
-    return Join(seek=seek_of(number, deadline_s, key=key), weight=weight, bandwidth=1.0)
+    return Join(query=query_of(number, deadline_s, key=key), weight=weight, bandwidth=1.0)
 
 
 @dataclass
-class Bench:
+class MatchmakerBench:
     """One machine at time 0 with its presence records read, its search begun with a deadline of 10 s; its own
     number is 5.
     """
@@ -71,7 +71,7 @@ class Bench:
     config: MatchmakingConfig
 
     @classmethod
-    def make(cls, config: MatchmakingConfig | None = None) -> Bench:
+    def make(cls, config: MatchmakingConfig | None = None) -> MatchmakerBench:
         config = config or MatchmakingConfig()
         machine = Matchmaker(
             own=contact(5).peer_id, config=config, schema=OURS, rng=random.Random(0), now_s=-100.0
@@ -84,12 +84,12 @@ class Bench:
         self.machine.on_holders({one.contact.peer_id: one for one in holders}, now_s)
         member = Member(contact=contact(5, dialable=dialable), weight=1.0, bandwidth=1.0)
         self.machine.start(
-            SearchRequest(round_key=key, deadline_s=now_s + 10.0, rank_s=now_s + 10.0, weight=1.0),
+            SearchRequest(round_key=key, deadline_s=now_s + 10.0, rank_deadline_s=now_s + 10.0, weight=1.0),
             member,
             now_s,
         )
         effects = self.machine.poll(now_s)
-        if any(isinstance(effect, LookUp) for effect in effects):
+        if any(isinstance(effect, ReadRecords) for effect in effects):
             self.machine.on_holders({one.contact.peer_id: one for one in holders}, now_s)
             effects += self.machine.poll(now_s)
         return effects
@@ -101,66 +101,69 @@ def outcome(effects: list[Effect]) -> Group | SearchFailed | None:
     return found[0] if found else None
 
 
-def seeking(deadline_s: float, key: str = "") -> Answer:
-    return Answer(standing=PeerStatus.SEEKING, round_key=key, deadline_s=deadline_s)
+def searching_answer(deadline_s: float, key: str = "") -> Answer:
+    return Answer(status=PeerStatus.SEARCHING, round_key=key, deadline_s=deadline_s)
 
 
-IDLE = Answer(standing=PeerStatus.IDLE)
+IDLE = Answer(status=PeerStatus.IDLE)
 
 
-def test_alone_is_found_out_by_one_look() -> None:
-    bench = Bench.make()
+def test_a_search_ends_as_alone_after_one_read_without_holders() -> None:
+    bench = MatchmakerBench.make()
     failed = outcome(bench.start())
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "alone"
 
 
-def test_a_new_averager_looks_for_a_moment_before_it_calls_itself_alone() -> None:
+def test_a_new_averager_searches_for_a_moment_before_it_ends_as_alone() -> None:
     machine = Matchmaker(
         own=contact(5).peer_id, config=MatchmakingConfig(), schema=OURS, rng=random.Random(0), now_s=0.0
     )
-    bench = Bench(machine, MatchmakingConfig())
+    bench = MatchmakerBench(machine, MatchmakingConfig())
     assert outcome(bench.start()) is None
     assert machine.wake_s(0.0) == pytest.approx(0.25)
-    assert LookUp() in machine.poll(0.25)
+    assert ReadRecords() in machine.poll(0.25)
     machine.on_holders({}, 0.26)
     assert outcome(machine.poll(0.5)) is not None
 
 
-def test_everybody_known_is_asked_at_once() -> None:
-    effects = Bench.make().start(holder(1), holder(2))
-    assert {effect.contact for effect in effects if isinstance(effect, SendSeek)} == {contact(1), contact(2)}
+def test_all_known_holders_are_queried_at_once() -> None:
+    effects = MatchmakerBench.make().start(holder(1), holder(2))
+    assert {effect.contact for effect in effects if isinstance(effect, SendLookForGroup)} == {
+        contact(1),
+        contact(2),
+    }
 
 
-def test_what_a_peer_says_later_counts_though_it_arrives_earlier() -> None:
-    """It was idle when we asked; its own search began before its answer reached us: it is on its way, and not
-    gone elsewhere.
+def test_a_later_message_counts_even_if_it_arrives_first() -> None:
+    """The peer was idle when it was queried; its own search began before its reply arrived here: it is on its
+    way, and not gone elsewhere.
     """
-    bench = Bench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(6, 11.0), 0.01)
-    bench.machine.on_seek(replace(seek_of(7, 11.0), turn=2), 0.02)
-    bench.machine.on_seek_answer(contact(7).peer_id, replace(IDLE, turn=1), 0.03)
+    bench.machine.on_query(replace(query_of(7, 11.0), turn=2), 0.02)
+    bench.machine.on_query_answer(contact(7).peer_id, replace(IDLE, turn=1), 0.03)
     assert outcome(bench.machine.poll(0.03)) is None
-    bench.machine.on_seek_answer(contact(7).peer_id, replace(IDLE, turn=4), 0.04)  # this one is news
+    bench.machine.on_query_answer(contact(7).peer_id, replace(IDLE, turn=4), 0.04)  # this one is news
     assert isinstance(outcome(bench.machine.poll(0.04)), Group)
 
 
-def test_a_follower_whose_call_was_lost_does_not_hold_the_group_up() -> None:
-    """It believes that it follows us and pings us, which is no newcomer's Seek each time: the group begins
-    without it.
+def test_a_follower_whose_call_was_lost_does_not_delay_the_group() -> None:
+    """The peer believes that it follows this one and pings it; a ping is not a newcomer's query each time, so
+    that the group begins without it.
     """
-    bench = Bench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(7, 11.0), 0.01)
     follows_us = Answer(
-        standing=PeerStatus.FOLLOWING, deadline_s=11.0, leader=Leader(contact=contact(5), deadline_s=10.0)
+        status=PeerStatus.FOLLOWING, deadline_s=11.0, leader=Leader(contact=contact(5), deadline_s=10.0)
     )
     found = None
     for number in range(5):
         now_s = 0.1 + 0.5 * number
-        bench.machine.on_seek(seek_of(6, 11.0), now_s)
-        bench.machine.on_seek_answer(contact(6).peer_id, follows_us, now_s + 0.01)
+        bench.machine.on_query(query_of(6, 11.0), now_s)
+        bench.machine.on_query_answer(contact(6).peer_id, follows_us, now_s + 0.01)
         found = outcome(bench.machine.poll(now_s + 0.02))
         if found is not None:
             break
@@ -168,32 +171,32 @@ def test_a_follower_whose_call_was_lost_does_not_hold_the_group_up() -> None:
     assert [member.peer_id for member in found.members] == [contact(5).peer_id, contact(7).peer_id]
 
 
-def test_each_change_of_standing_is_a_turn() -> None:
-    bench = Bench.make()
-    said = [bench.machine.on_seek(seek_of(6, 11.0), 0.0).turn]
-    [seek] = [effect.seek for effect in bench.start(holder(1)) if isinstance(effect, SendSeek)]
-    said.append(seek.turn)
-    bench.machine.on_seek_answer(contact(1).peer_id, seeking(9.0), 0.01)
+def test_each_change_of_status_increases_the_turn() -> None:
+    bench = MatchmakerBench.make()
+    turns = [bench.machine.on_query(query_of(6, 11.0), 0.0).turn]
+    [query] = [effect.query for effect in bench.start(holder(1)) if isinstance(effect, SendLookForGroup)]
+    turns.append(query.turn)
+    bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0), 0.01)
     [join] = [effect.join for effect in bench.machine.poll(0.01) if isinstance(effect, SendJoin)]
-    said.append(join.seek.turn)
-    assert bench.machine.on_seek(seek_of(6, 11.0), 0.02).turn == join.seek.turn
+    turns.append(join.query.turn)
+    assert bench.machine.on_query(query_of(6, 11.0), 0.02).turn == join.query.turn
     bench.machine.on_join_failed(contact(1).peer_id, "it is gone", 0.02)
-    said.append(bench.machine.on_seek(seek_of(6, 11.0), 0.02).turn)
+    turns.append(bench.machine.on_query(query_of(6, 11.0), 0.02).turn)
     bench.machine.stop(0.03)
-    said.append(bench.machine.on_seek(seek_of(6, 11.0), 0.03).turn)
-    assert said == sorted(set(said))
+    turns.append(bench.machine.on_query(query_of(6, 11.0), 0.03).turn)
+    assert turns == sorted(set(turns))
 
 
-def test_the_earlier_deadline_leads_and_the_peer_id_breaks_ties() -> None:
-    for theirs, joins in ((9.0, True), (11.0, False), (10.0, True)):
-        bench = Bench.make()
-        bench.start(holder(1))
-        bench.machine.on_seek_answer(contact(1).peer_id, seeking(theirs), 0.01)
-        assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01)) == joins, theirs
+@pytest.mark.parametrize(("deadline_s", "joins"), [(9.0, True), (11.0, False), (10.0, True)])
+def test_the_earlier_deadline_leads_and_the_peer_id_breaks_ties(deadline_s: float, joins: bool) -> None:
+    bench = MatchmakerBench.make()
+    bench.start(holder(1))
+    bench.machine.on_query_answer(contact(1).peer_id, searching_answer(deadline_s), 0.01)
+    assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01)) == joins
 
 
 def test_a_leader_begins_when_everybody_expected_has_joined() -> None:
-    bench = Bench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7))
     assert isinstance(bench.machine.on_join(join_of(6, 11.0), 0.01), int)
     assert outcome(bench.machine.poll(0.01)) is None
@@ -207,24 +210,24 @@ def test_a_leader_begins_when_everybody_expected_has_joined() -> None:
     assert answers[1].ticket == ticket
 
 
-def test_a_full_group_begins_and_the_rest_are_told() -> None:
-    bench = Bench.make(MatchmakingConfig(target_group_size=2))
+def test_a_full_group_begins_and_later_joins_are_declined() -> None:
+    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=2))
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(6, 11.0), 0.01)
     assert isinstance(outcome(bench.machine.poll(0.01)), Group)
     refused = bench.machine.on_join(join_of(7, 11.0), 0.02)
     assert isinstance(refused, Answer)
-    assert refused.standing is PeerStatus.BUSY
+    assert refused.status is PeerStatus.BUSY
     assert contact(6).peer_id in refused.members
 
 
-def test_an_idle_peer_is_waited_for_as_long_as_it_may_be_late_and_less_each_time() -> None:
-    bench = Bench.make()
+def test_the_grace_period_of_an_idle_peer_halves_with_each_missed_round() -> None:
+    bench = MatchmakerBench.make()
     now_s, waited = 0.0, []
     for _ in range(4):
         bench.start(holder(6), holder(7), now_s=now_s)
         bench.machine.on_join(join_of(6, now_s + 11.0), now_s)
-        bench.machine.on_seek_answer(contact(7).peer_id, IDLE, now_s)
+        bench.machine.on_query_answer(contact(7).peer_id, IDLE, now_s)
         began_s, found = now_s, outcome(bench.machine.poll(now_s))
         while found is None:
             wake_s = bench.machine.wake_s(now_s)
@@ -232,45 +235,45 @@ def test_an_idle_peer_is_waited_for_as_long_as_it_may_be_late_and_less_each_time
             now_s = wake_s
             for effect in bench.machine.poll(now_s):
                 found = effect.outcome if isinstance(effect, SearchFinished) else found
-                if isinstance(effect, SendSeek):
-                    bench.machine.on_seek_answer(contact(7).peer_id, IDLE, now_s)
+                if isinstance(effect, SendLookForGroup):
+                    bench.machine.on_query_answer(contact(7).peer_id, IDLE, now_s)
         assert isinstance(found, Group)
         waited.append(now_s - began_s)
         bench.machine.round_over(committed=True, left_out=frozenset(), now_s=now_s)
     assert waited == pytest.approx([3.0, 1.5, 0.75, 0.375])
 
 
-def test_who_does_not_answer_is_not_waited_for() -> None:
-    bench = Bench.make()
+def test_a_peer_that_does_not_answer_is_not_waited_for() -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(6, 11.0), 0.0)
     bench.machine.poll(0.0)
-    bench.machine.on_seek_failed(contact(7).peer_id, "connection refused", 0.1)
+    bench.machine.on_query_failed(contact(7).peer_id, "connection refused", 0.1)
     assert isinstance(outcome(bench.machine.poll(0.1)), Group)
     bench.machine.round_over(committed=True, left_out=frozenset(), now_s=0.2)
-    effects = bench.start(holder(6), holder(7), now_s=0.3)  # nor in the next search, though it is asked
-    assert contact(7) in [effect.contact for effect in effects if isinstance(effect, SendSeek)]
+    effects = bench.start(holder(6), holder(7), now_s=0.3)  # nor in the next search, although it is queried
+    assert contact(7) in [effect.contact for effect in effects if isinstance(effect, SendLookForGroup)]
     bench.machine.on_join(join_of(6, 11.3), 0.3)
     assert isinstance(outcome(bench.machine.poll(0.3)), Group)
 
 
 def test_a_follower_accepts_nobody_and_names_its_leader() -> None:
-    bench = Bench.make()
+    bench = MatchmakerBench.make()
     bench.start(holder(1))
-    bench.machine.on_seek_answer(contact(1).peer_id, seeking(9.0), 0.01)
+    bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0), 0.01)
     bench.machine.poll(0.01)
     answer = bench.machine.on_join(join_of(6, 11.0), 0.02)
     assert isinstance(answer, Answer)
-    assert answer.standing is PeerStatus.FOLLOWING
+    assert answer.status is PeerStatus.FOLLOWING
     assert answer.leader is not None
     assert answer.leader.contact == contact(1)
 
 
 def test_a_leader_sends_its_followers_to_a_better_one() -> None:
-    bench = Bench.make()
+    bench = MatchmakerBench.make()
     bench.start(holder(6), holder(7))
     ticket = bench.machine.on_join(join_of(6, 11.0), 0.01)
-    bench.machine.on_seek(seek_of(1, 5.0), 0.02)
+    bench.machine.on_query(query_of(1, 5.0), 0.02)
     effects = bench.machine.poll(0.02)
     [sent] = [effect for effect in effects if isinstance(effect, AnswerJoin)]
     assert sent.ticket == ticket
@@ -281,37 +284,37 @@ def test_a_leader_sends_its_followers_to_a_better_one() -> None:
 
 
 def test_nobody_leads_a_peer_that_ranks_before_it() -> None:
-    bench = Bench.make()
+    bench = MatchmakerBench.make()
     bench.start(holder(1))
     answer = bench.machine.on_join(join_of(1, 9.0), 0.01)
     assert isinstance(answer, Answer)
-    assert answer.standing is PeerStatus.SEEKING
+    assert answer.status is PeerStatus.SEARCHING
     assert answer.deadline_s == 10.0
     # it is asked to lead instead
     assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01))
 
 
-def test_a_silent_leader_is_left_and_not_asked_again_until_it_is_heard() -> None:
-    bench = Bench.make()
+def test_a_silent_leader_is_left_and_not_asked_again_until_it_sends_a_message() -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(1))
-    bench.machine.on_seek_answer(contact(1).peer_id, seeking(9.0), 0.0)
+    bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0), 0.0)
     bench.machine.poll(0.0)
     # the ping
-    assert [effect.contact for effect in bench.machine.poll(0.5) if isinstance(effect, SendSeek)] == [
+    assert [effect.contact for effect in bench.machine.poll(0.5) if isinstance(effect, SendLookForGroup)] == [
         contact(1)
     ]
-    bench.machine.on_seek_failed(contact(1).peer_id, "no answer within 1 s", 1.5)
+    bench.machine.on_query_failed(contact(1).peer_id, "no answer within 1 s", 1.5)
     effects = bench.machine.poll(1.5)
     assert AbandonJoin(peer_id=contact(1).peer_id) in effects
     assert not any(isinstance(effect, SendJoin) for effect in effects)
-    bench.machine.on_seek(seek_of(1, 9.0), 1.6)
+    bench.machine.on_query(query_of(1, 9.0), 1.6)
     assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(1.6))
 
 
 def test_only_equal_round_keys_meet() -> None:
-    bench = Bench.make()
+    bench = MatchmakerBench.make()
     bench.start(holder(1), key="7")
-    bench.machine.on_seek_answer(contact(1).peer_id, seeking(9.0, key="8"), 0.01)
+    bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0, key="8"), 0.01)
     assert not any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01))
     assert isinstance(bench.machine.on_join(join_of(6, 11.0, key="8"), 0.02), Answer)
     failed = outcome(bench.machine.poll(10.0))
@@ -320,23 +323,23 @@ def test_only_equal_round_keys_meet() -> None:
     assert "look for another round than '7' ('8')" in failed.detail
 
 
-def test_a_round_that_was_held_without_us_is_named_at_once() -> None:
-    bench = Bench.make()
+def test_a_search_ends_at_once_when_its_round_was_committed_without_it() -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(1), key="7")
-    bench.machine.on_seek_answer(contact(1).peer_id, Answer(standing=PeerStatus.PASSED, round_key="7"), 0.01)
+    bench.machine.on_query_answer(contact(1).peer_id, Answer(status=PeerStatus.PASSED, round_key="7"), 0.01)
     bench.machine.poll(0.01)
-    failed = outcome(step_look(bench, 0.02, holder(1)))
+    failed = outcome(poll_after_read(bench, 0.02, holder(1)))
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "passed"
 
 
-def step_look(bench: Bench, now_s: float, *holders: Holder) -> list[Effect]:
+def poll_after_read(bench: MatchmakerBench, now_s: float, *holders: Holder) -> list[Effect]:
     bench.machine.on_holders({one.contact.peer_id: one for one in holders}, now_s)
     return bench.machine.poll(now_s)
 
 
-def test_other_tensors_are_named_and_not_waited_for() -> None:
-    bench = Bench.make()
+def test_a_peer_with_other_tensors_is_named_and_not_waited_for() -> None:
+    bench = MatchmakerBench.make()
     failed = outcome(bench.start(holder(1, b"other")))
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "schema"
@@ -344,24 +347,24 @@ def test_other_tensors_are_named_and_not_waited_for() -> None:
     assert contact(1).peer_id.short in failed.detail
 
 
-def test_a_dead_neighbourhood_is_unreachable_after_a_second_try() -> None:
-    bench = Bench.make()
+def test_a_search_ends_as_unreachable_after_a_second_failed_query() -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(1))
-    bench.machine.on_seek_failed(contact(1).peer_id, "connection refused", 0.01)
+    bench.machine.on_query_failed(contact(1).peer_id, "connection refused", 0.01)
     assert outcome(bench.machine.poll(0.01)) is None
-    assert any(isinstance(effect, SendSeek) for effect in bench.machine.poll(0.21))
-    bench.machine.on_seek_failed(contact(1).peer_id, "connection refused", 0.22)
+    assert any(isinstance(effect, SendLookForGroup) for effect in bench.machine.poll(0.21))
+    bench.machine.on_query_failed(contact(1).peer_id, "connection refused", 0.22)
     bench.machine.poll(0.22)
-    failed = outcome(step_look(bench, 0.3, holder(1)))
+    failed = outcome(poll_after_read(bench, 0.3, holder(1)))
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "unreachable"
     assert "connection refused" in failed.detail
 
 
 def test_idle_peers_are_named_at_the_deadline() -> None:
-    bench = Bench.make()
+    bench = MatchmakerBench.make()
     bench.start(holder(1))
-    bench.machine.on_seek_answer(contact(1).peer_id, IDLE, 0.01)
+    bench.machine.on_query_answer(contact(1).peer_id, IDLE, 0.01)
     failed = outcome(bench.machine.poll(10.0))
     name = contact(1).peer_id.short
     assert failed == SearchFailed(
@@ -370,25 +373,25 @@ def test_idle_peers_are_named_at_the_deadline() -> None:
 
 
 def test_two_peers_that_cannot_be_dialed_cannot_meet() -> None:
-    bench = Bench.make()
+    bench = MatchmakerBench.make()
     failed = outcome(bench.start(holder(1, dialable=False), dialable=False))
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "few"
 
 
-def test_a_clock_that_is_far_off_is_mentioned() -> None:
-    bench = Bench.make()
+def test_a_wrong_clock_of_a_peer_is_mentioned_in_the_failure() -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(1))
-    bench.machine.on_seek_answer(contact(1).peer_id, replace(IDLE, clock_off_s=40.0), 0.01)
+    bench.machine.on_query_answer(contact(1).peer_id, replace(IDLE, clock_off_s=40.0), 0.01)
     failed = outcome(bench.machine.poll(10.0))
     assert isinstance(failed, SearchFailed)
     assert "+40 s" in failed.detail
 
 
-def test_a_group_that_lies_about_us_is_refused() -> None:
-    bench = Bench.make()
+def test_a_group_with_wrong_values_of_this_peer_is_refused() -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(1))
-    bench.machine.on_seek_answer(contact(1).peer_id, seeking(9.0), 0.0)
+    bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0), 0.0)
     bench.machine.poll(0.0)
     members = (
         Member(contact=contact(1), weight=1.0, bandwidth=1.0),
@@ -404,31 +407,31 @@ def test_a_group_that_lies_about_us_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 1e13])
-def test_claims_out_of_bounds_are_refused(weight: float) -> None:
-    bench = Bench.make()
+def test_a_join_with_a_weight_out_of_bounds_is_refused(weight: float) -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(6))
     with pytest.raises(UsageError, match="weight"):
         bench.machine.on_join(join_of(6, 11.0, weight=weight), 0.01)
 
 
-def test_a_follower_that_leaves_is_counted_out() -> None:
-    bench = Bench.make()
+def test_a_follower_that_leaves_is_not_in_the_group() -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(6), holder(7))
     ticket = bench.machine.on_join(join_of(6, 11.0), 0.0)
     assert isinstance(ticket, int)
     bench.machine.on_join_lost(contact(6).peer_id, ticket)
     bench.machine.on_join(join_of(7, 11.0), 0.01)
     assert contact(6) in [
-        effect.contact for effect in bench.machine.poll(0.01) if isinstance(effect, SendSeek)
+        effect.contact for effect in bench.machine.poll(0.01) if isinstance(effect, SendLookForGroup)
     ]
-    bench.machine.on_seek_failed(contact(6).peer_id, "gone", 0.02)
+    bench.machine.on_query_failed(contact(6).peer_id, "gone", 0.02)
     group = outcome(bench.machine.poll(0.02))
     assert isinstance(group, Group)
     assert group.peer_ids == (contact(5).peer_id, contact(7).peer_id)
 
 
-def test_one_search_at_a_time() -> None:
-    bench = Bench.make()
+def test_a_second_search_at_a_time_is_refused() -> None:
+    bench = MatchmakerBench.make()
     bench.start(holder(1))
     with pytest.raises(UsageError, match="already averaging"):
         bench.start(holder(1))

@@ -1,4 +1,6 @@
-"""What torch allocates within a block, tensor by tensor: for tests of how much memory an operation takes."""
+"""Recorder of torch's allocations within a block, tensor by tensor, for tests of the memory that an
+operation takes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A stand-in for the link between a CUDA device and the host, over tensors on the host: copies come as late
-as they may.
+"""A simulated link between a CUDA device and the host, over tensors on the host: copies arrive as late as
+CUDA allows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOST_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 
 
 class LateArrival:
-    """Copies to the host that are there when they are waited for, and not earlier."""
+    """Copies to the host that arrive when they are waited for, and not earlier."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._copies = [(source, target, source.clone()) for source, target in copies]
@@ -39,7 +39,7 @@ class LateArrival:
 
 
 class BroughtArrival:
-    """Copies to the device, whose host memory must stay as it is until they are waited for."""
+    """Copies to the device, whose host memory must not change until they are waited for."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._copies = [(source, source.clone()) for source, _ in copies]
@@ -57,7 +57,7 @@ class BroughtArrival:
 
 
 class LateLink:
-    """Satisfies `averaging.optim.offload.HostLink` for the CPU taken as a device."""
+    """An `averaging.optim.offload.HostLink` that treats the CPU as a device."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu"
@@ -73,12 +73,12 @@ class LateLink:
             arrival.released = True
 
     def arrive(self) -> None:
-        """Let everything that is under way arrive."""
+        """Complete all copies in transit."""
         for arrival in self.fetched:
             arrival.wait()
         self.fetched.clear()
 
-    def bring(self, copies: Sequence[Copy]) -> BroughtArrival:
+    def upload(self, copies: Sequence[Copy]) -> BroughtArrival:
         self._brought.append(BroughtArrival(copies))
         return self._brought[-1]
 
@@ -95,6 +95,6 @@ class _NoHostReads(TorchDispatchMode):
 
 @contextmanager
 def no_host_reads() -> Iterator[None]:
-    """AssertionError where a value of a tensor is read on the host."""
+    """Raise AssertionError where a value of a tensor is read on the host."""
     with _NoHostReads():
         yield

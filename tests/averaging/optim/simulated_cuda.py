@@ -1,9 +1,8 @@
-"""`torch.cuda` as far as readers of a state use it, over tensors on the host: streams that execute in any
-order that CUDA allows.
+"""A simulation of `torch.cuda`, as far as readers of a state use it, over tensors on the host: streams
+execute in any order that CUDA allows.
 
-A stream executes what it was asked when somebody waits for it, and no more than that; beyond that as much as
-chance has it, drawn from a seed. Reading or writing without an event in between therefore shows as wrong
-bytes, with some seeds at least.
+A stream executes queued calls when somebody waits for it, and otherwise at random, drawn from a seed.
+Reading or writing without an event in between therefore gives wrong bytes, at least with some seeds.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Stream:
 
 
 class _Calls(TorchFunctionMode):
-    """Within a stream's context, copies are asked of the stream."""
+    """Queue of the copies that are made within a stream's context."""
 
     def __init__(self, cuda: SimulatedCuda, stream: Stream) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class _Calls(TorchFunctionMode):
 
 
 class SimulatedCuda:
-    """One device. `eager`: the chance that something is executed when something is asked."""
+    """One device. `eager` is the probability that something is executed when something is queued."""
 
     def __init__(self, seed: int, eager: float = 0.0) -> None:
         self.lock = threading.RLock()
@@ -126,9 +125,9 @@ class SimulatedCuda:
                 some.execute(self._chance.randint(some.done, len(some.calls)))
 
     def launch(self, call: Callable[[], object]) -> None:
-        """A kernel, on this thread's current stream."""
+        """Queue a kernel on this thread's current stream."""
         self.ask(self.current_stream(HOST), call)
 
     def reader(self, device: torch.device) -> CudaReader:
-        """Readers of host tensors, as if they were on the device."""
+        """Return a reader of host tensors that treats them as if they were on the device."""
         return CudaReader(device, self)

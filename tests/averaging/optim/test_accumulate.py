@@ -1,3 +1,5 @@
+"""Accumulation of gradients on the host: weighting, refused gradients, failed rounds, and resuming."""
+
 from __future__ import annotations
 
 import pytest
@@ -83,7 +85,7 @@ def test_sums_that_overflow_are_noticed() -> None:
     assert not accumulator.finite()
 
 
-def test_missing_and_sparse_gradients() -> None:
+def test_missing_and_sparse_gradients_are_accumulated() -> None:
     embedding = torch.nn.Embedding(5, 2, sparse=True)
     other, unused = parameters((3,), (2,))
     accumulator = GradientAccumulator([embedding.weight, other, unused])
@@ -126,12 +128,12 @@ def test_state_dict_resumes_in_the_middle_of_an_epoch() -> None:
         GradientAccumulator(parameters((2,))).load_state_dict(one.state_dict())
 
 
-def test_no_parameters_is_the_callers_mistake() -> None:
+def test_an_optimizer_without_parameters_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing to train"):
         GradientAccumulator([])
 
 
-def test_a_reset_forgets_whatever_was_written_into_the_buffers() -> None:
+def test_a_reset_clears_whatever_was_written_into_the_buffers() -> None:
     ps = parameters((3, 4), (5,))
     accumulator = GradientAccumulator(ps)
 
@@ -153,10 +155,10 @@ def test_a_reset_forgets_whatever_was_written_into_the_buffers() -> None:
         for buffer in accumulator.state_dict()["sums"]:
             buffer.fill_(7.0)
 
-    def put_back() -> None:
-        accumulator.put_back([torch.ones(p.shape) for p in ps], 2, [True, True])
+    def restore_means() -> None:
+        accumulator.restore_means([torch.ones(p.shape) for p in ps], 2, [True, True])
 
-    for written in (gradients, average_of_a_round_without_own_samples, saved, given_out, put_back):
+    for written in (gradients, average_of_a_round_without_own_samples, saved, given_out, restore_means):
         written()
         assert any(bool(buffer.any()) for buffer in accumulator.buffers), written
         for _ in range(2):

@@ -1,7 +1,7 @@
-"""Gradients of which the host does not know yet whether they are finite: sums on a device, and on the host
+"""Accumulation of gradients whose check has not reached the host yet: sums on a device, and on the host
 beside one.
 
-There is no GPU here: `LateLink` takes the CPU for one, and its copies come as late as they may.
+There is no GPU here: `LateLink` treats the CPU as one, and its copies arrive as late as CUDA allows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fill(ps: list[torch.nn.Parameter], seed: int, bad: float | None = None) -> N
 
 def accumulator(ps: list[torch.nn.Parameter], offload: bool) -> tuple[GradientAccumulator, LateLink]:
     link = LateLink(HOST)
-    return GradientAccumulator(ps, home=HOST if offload else None, make_link=lambda _: link), link
+    return GradientAccumulator(ps, storage=HOST if offload else None, make_link=lambda _: link), link
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -67,8 +67,8 @@ def test_sums_counts_and_reports_are_those_of_the_host(offload: bool, seed: int)
                     p.grad.fill_(1e9)  # the trainer may do so at once
             if rng.random() < 0.5:
                 link.arrive()
-                late.settle(wait=False)
-        late.settle()
+                late.resolve_checks(wait=False)
+        late.resolve_checks()
         refused = late.refused()
         assert (refused.samples, set(filter(None, refused.reason.split("; ")))) == (dropped, reasons)
         assert late.samples == plain.samples
@@ -92,7 +92,7 @@ def test_nothing_is_read_on_the_host_while_gradients_are_added() -> None:
         with no_host_reads():
             assert late.add(5) is None
     assert late.samples == 20, "nobody knows yet"
-    late.settle()
+    late.resolve_checks()
     assert late.samples == 15
     assert late.refused().reason == "non-finite gradients: parameter 1"
     assert late.refused().samples == 0, "told once"
@@ -112,7 +112,7 @@ def test_offloaded_gradients_are_added_at_the_next_step_and_not_waited_for_at_th
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_check_on_the_device_takes_no_large_value_for_infinity(dtype: torch.dtype) -> None:
+def test_a_check_on_the_device_does_not_mistake_large_values_for_infinity(dtype: torch.dtype) -> None:
     large = torch.full((300, 7), torch.finfo(dtype).max, dtype=dtype)
     links = Links([large], LateLink)
     assert DeviceCheck({0: large, 3: torch.ones(2)}, links).bad_places() == []
@@ -140,7 +140,7 @@ def test_large_gradients_are_masked_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(one, other) for one, other in zip(late.average_(), plain.average_(), strict=True))
 
 
-def test_a_device_without_a_link_is_waited_for_as_before() -> None:
+def test_a_device_without_a_link_is_waited_for() -> None:
     ps = parameters(3)
     plain = GradientAccumulator(ps, make_link=lambda _: None)
     fill(ps, 1, float("nan"))
@@ -186,7 +186,7 @@ def test_a_fused_local_step_reads_nothing_on_the_host() -> None:
 
 
 def test_the_first_step_of_fused_sgd_is_waited_for() -> None:
-    """Its kernels would leave the momentum of a step that they leave out as it was allocated."""
+    """When fused kernels skip a first step, they leave its momentum uninitialised."""
     net = model()
     inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
     one = seat(Local(), net, inner=inner, make_link=LateLink)
@@ -223,7 +223,7 @@ def test_offloading_beside_a_device_changes_no_bit(settings: Any, kind: str) -> 
             if epoch == 3:
                 one.mode.failed("round")
                 before = [p.detach().clone() for p in one.mode.state.parameters if p.requires_grad]
-                one.mode.settled(before)
+                one.mode.on_state_averaged(before)
             else:
                 one.advance([prepared[1]] if isinstance(prepared[1], bytes) else [])
         assert torch.equal(seats[0].theta, seats[1].theta)
@@ -231,7 +231,7 @@ def test_offloading_beside_a_device_changes_no_bit(settings: Any, kind: str) -> 
         assert torch.equal(*(vector(one.mode.learner.base) for one in seats))
         aside = [one.mode.learner for one in seats]
         for learner in aside:
-            learner.set_aside()
-            learner.state.moved(learner.state.epoch)
+            learner.suspend()
+            learner.state.mark_changed(learner.state.epoch)
             learner.resume()
         assert torch.equal(seats[0].theta, seats[1].theta)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read is what was written, or a word about why not."""
+"""Checkpoints: a read returns what was written, or an error that says why not."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def train(net: torch.nn.Module, state: TrainingState, steps: int) -> list[float]
             assert state.scheduler is not None
             state.scheduler.step()
             state.agree_extras()
-            state.moved(state.epoch + 1)
+            state.mark_changed(state.epoch + 1)
         losses.append(float(loss.detach()))
     return losses
 
 
-def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_resuming_from_a_file_continues_bit_for_bit(tmp_path: Path) -> None:
     net, state, names = made(1)
     train(net, state, 5)
     kept = Checkpoints(tmp_path / "run")
@@ -69,7 +69,7 @@ def test_a_file_is_plain_safetensors_under_the_models_names(tmp_path: Path) -> N
     assert torch.equal(tensors["optimizer.0.weight.exp_avg"], state.inner.state[net[0].weight]["exp_avg"])  # type: ignore[index]
 
 
-def test_a_damaged_one_is_passed_over_with_a_word(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_reason(tmp_path: Path) -> None:
     net, state, names = made(1)
     kept = Checkpoints(tmp_path)
     paths = []
@@ -89,7 +89,7 @@ def test_a_damaged_one_is_passed_over_with_a_word(tmp_path: Path) -> None:
     assert kept.newest_good()[0] is None
 
 
-def test_no_damage_goes_unnoticed_or_raises_anything_but_a_word(tmp_path: Path) -> None:
+def test_every_damage_raises_peer_error(tmp_path: Path) -> None:
     net, state, names = made(1)
     train(net, state, 1)
     path = Checkpoints(tmp_path).save(state.view(), names, {"run": "a name"})
@@ -108,7 +108,7 @@ def test_no_damage_goes_unnoticed_or_raises_anything_but_a_word(tmp_path: Path) 
         )
 
 
-def test_only_the_newest_few_are_kept_and_nothing_half_written(
+def test_only_the_newest_are_kept_and_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, state, names = made(1)
@@ -132,13 +132,13 @@ def test_only_the_newest_few_are_kept_and_nothing_half_written(
     assert len(list(tmp_path.iterdir())) == 2, "the temporary file is gone, the others are there"
 
 
-def test_another_course_leaves_the_earlier_one_where_it_can_be_found(tmp_path: Path) -> None:
+def test_archived_checkpoints_stay_in_a_folder_of_their_own(tmp_path: Path) -> None:
     net, state, names = made(1)
     kept = Checkpoints(tmp_path / "run")
-    assert kept.set_aside() is None
+    assert kept.archive() is None
     train(net, state, 1)
     kept.save(state.view(), names)
-    aside = kept.set_aside()
+    aside = kept.archive()
     assert aside is not None
     assert len(Checkpoints(aside).newest_first()) == 1
     assert kept.newest_first() == []
@@ -150,7 +150,7 @@ def test_two_tensors_under_one_name_are_refused() -> None:
         public_names(["p.0", "p.1"], ["weight", "weight"])
 
 
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_half_written_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     net, state, names = made(1)
     train(net, state, 1)
     left = tmp_path / ".epoch-0000000009.safetensors.77.tmp"

@@ -1,4 +1,4 @@
-"""Modes make their tensors of the type and on the device that they need, whatever torch's defaults are set to
+"""Modes create their tensors with the required dtype and device, whatever torch's defaults are set to
 meanwhile.
 """
 
@@ -41,7 +41,7 @@ def trained(settings: Any, parts: dict[str, Any], *, odd: bool) -> torch.Tensor:
             assert one.mode.learner.accumulate(4) is None
             one.mode.prepare(epoch)
             one.advance()
-            one.mode.settled([p.detach().clone() for p in one.mode.state.parameters])
+            one.mode.on_state_averaged([p.detach().clone() for p in one.mode.state.parameters])
         one.mode.learner.refused(wait=True)
         assert relative_distance(list(net.parameters()), list(net.parameters())) == 0.0
     finally:

@@ -1,5 +1,5 @@
-"""Views of a state on a device: of one moment in every order that CUDA allows, each byte copied once, and
-waited for by nobody else.
+"""Views of a state on a device: each shows one moment in every order that CUDA allows, copies each byte
+once, and makes no other thread wait.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch
 from averaging.optim.exchange import unpack_chunk
 from averaging.optim.state import checkpoint, device_reads
 from averaging.optim.state.device_reads import CudaReader, PlainReader
-from averaging.optim.state.donor import Donor, DonorConfig, DonorServices
+from averaging.optim.state.donor import Donor, DonorConfig
 from averaging.optim.state.snapshot import CHUNK_BYTES, digests_of, snapshot_digest
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
 from swarm.core.clock import SystemClock
 from swarm.core.errors import PeerError, SwarmError
 from swarm.core.ids import Contact
+from swarm.testing.simulated_node import SimulatedNode
 from swarm.wire import state_pb2
 from tests.averaging.optim.simulated_cuda import HOST, SimulatedCuda
 
@@ -45,8 +46,8 @@ def on_host(device: torch.device) -> None:
 
 
 def made(make_reader: Callable[[torch.device], Any] = on_host, optimizer: str = "sgd") -> TrainingState:
-    """A state of nine chunks and a bit: tensors that cross chunks, tiny and empty ones, and one that is not
-    contiguous.
+    """Return a state of a little over nine chunks: tensors that cross chunks, tiny and empty ones, and one
+    that is not contiguous.
     """
     torch.manual_seed(1)
     sizes = (3 * CHUNK_BYTES // 4 + 777, 5, 0, 1)
@@ -72,13 +73,13 @@ def add_one(state: TrainingState) -> None:
 
 
 def write(state: TrainingState, cuda: SimulatedCuda, *, moved_first: bool = False) -> None:
-    """As an optimizer's step on a device: asked now, done when the device comes to it."""
+    """Queue an optimizer's step on a device; it is executed when the device comes to it."""
     with state.lock:
         if moved_first:
-            state.moved(state.epoch + 1)
+            state.mark_changed(state.epoch + 1)
         cuda.launch(lambda: add_one(state))
         if not moved_first:
-            state.moved(state.epoch + 1)
+            state.mark_changed(state.epoch + 1)
 
 
 def blob_of(view: StateView) -> bytes:
@@ -97,7 +98,7 @@ def test_a_view_shows_one_moment_in_whatever_order_streams_execute(seed: int) ->
     for _ in range(6):
         with twin.lock:
             add_one(twin)
-            twin.moved(twin.epoch + 1)
+            twin.mark_changed(twin.epoch + 1)
         expected = bytes(twin.snapshot().blob)
         if chance.random() < 0.7:
             view = state.view()
@@ -105,13 +106,13 @@ def test_a_view_shows_one_moment_in_whatever_order_streams_execute(seed: int) ->
             for index in range(chance.choice([0, 0, 1, 3, view.chunks])):
                 assert view.chunk(index) == expected[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
         if views and chance.random() < 0.5:
-            chance.choice(views)[0].hash()
+            chance.choice(views)[0].compute_digests()
         with cuda.stream(trainers):
             write(state, cuda, moved_first=chance.random() < 0.5)
     for view, expected in views:
         assert blob_of(view) == expected
-        assert view.settled
-        view.hash()
+        assert view.is_copied
+        view.compute_digests()
         assert view.digest == digest_of(expected)
 
 
@@ -135,9 +136,9 @@ def test_readers_in_threads_see_one_moment_beside_a_trainer(seed: int) -> None:
     try:
         for _ in range(8):
             view = state.view()
-            helper = threading.Thread(target=view.settle, daemon=True)
+            helper = threading.Thread(target=view.complete_copy, daemon=True)
             helper.start()
-            view.hash()
+            view.compute_digests()
             helper.join(20)
             assert not helper.is_alive()
             tensors = [view.tensor(place) for place in range(len(view.names))]
@@ -164,7 +165,7 @@ def test_each_byte_is_copied_once_for_hashes_two_downloads_a_file_and_a_write(tm
     cuda = SimulatedCuda(1)
     state = made(cuda.reader)
     view = state.view()
-    view.hash()
+    view.compute_digests()
     first, second = blob_of(view), blob_of(view)
     assert first == second == bytes(made().snapshot().blob)
     path = checkpoint.Checkpoints(tmp_path).save(view, [str(place) for place in range(len(view.names))])
@@ -174,7 +175,7 @@ def test_each_byte_is_copied_once_for_hashes_two_downloads_a_file_and_a_write(tm
     assert cuda.transferred_bytes == sum(tensor.nbytes for tensor in (*state.parameters, *state.extras))
 
 
-def test_host_memory_under_way_is_two_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_in_transit_is_two_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     plain = CudaReader.host_memory
     monkeypatch.setattr(
@@ -185,7 +186,7 @@ def test_host_memory_under_way_is_two_windows(monkeypatch: pytest.MonkeyPatch) -
     view = state.view()
     asked.clear()  # of counters
     write(state, cuda)
-    view.hash()
+    view.compute_digests()
     assert asked == [2 * CHUNK_BYTES] * 2
 
 
@@ -206,7 +207,7 @@ def test_a_reader_waits_for_the_device_without_the_lock_and_a_writer_after_it_no
             free.append(other.submit(attempt).result())
 
     cuda.on_wait = another_thread_gets_the_lock
-    view.hash()
+    view.compute_digests()
     assert len(free) >= view.chunks // 2
     assert all(free)
     free.clear()
@@ -220,25 +221,24 @@ def test_a_reader_waits_for_the_device_without_the_lock_and_a_writer_after_it_no
         "three windows were not asked for, and one buffer was free; the last two arrive by themselves"
     )
     free.clear()
-    half.hash()
+    half.compute_digests()
     assert free == [True, True]
 
 
 def donor_of(state: TrainingState, pool: ThreadPoolExecutor) -> Donor:
-    """A donor in this thread's event loop; nobody declares anything."""
+    """Return a donor in this thread's event loop; it publishes no record."""
 
     def own() -> Contact:
         raise AssertionError
 
-    loop = asyncio.get_running_loop()
-    services = DonorServices(own=own, dht=None, clock=SystemClock(), loop=loop, pool=pool)  # type: ignore[arg-type]
-    donor = Donor(services, "run", state, DonorConfig())
+    node = SimulatedNode(own, SystemClock(), None, pool=pool)
+    donor = Donor(node, "run", state, DonorConfig())
     donor.start()
     return donor
 
 
 class _Stream:
-    """What a joiner asks for in one message, and what it gets."""
+    """One request of a joiner, and the replies to it."""
 
     def __init__(self, peer_id: Any) -> None:
         self.peer_id = peer_id
@@ -307,7 +307,7 @@ def test_numbers_are_equal_to_what_item_returns(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
 @pytest.mark.parametrize("place", ["host_memory", "flat"])
-def test_without_memory_readers_are_told_and_the_trainer_goes_on(
+def test_without_memory_readers_fail_and_the_trainer_continues(
     error: Exception, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cuda = SimulatedCuda(1)
@@ -319,7 +319,7 @@ def test_without_memory_readers_are_told_and_the_trainer_goes_on(
 
     monkeypatch.setattr(CudaReader, place, full)
     with pytest.raises(PeerError, match="open the state again"):
-        views[0].hash()
+        views[0].compute_digests()
     with pytest.raises(SwarmError, match="could not be written: there is no memory"):
         checkpoint.write(views[1], tmp_path / "x", [str(number) for number in range(10)])
     write(state, cuda)
@@ -362,7 +362,7 @@ def test_a_device_without_streams_is_read_through_the_same_windows() -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """Says that it lies on another device than its neighbours."""
+    """A tensor that pretends to be on another device than the other tensors."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -1,5 +1,5 @@
-"""What the inner optimizer is given as `.grad`: fused kernels walk through parameter and gradient side by
-side, whatever their strides.
+"""The strides of `.grad` for the inner optimizer: fused kernels walk through parameter and gradient in
+parallel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Chunks that are checked beside the receiving: what counts, what does not, and how soon a lie is found out."""
+"""Chunks that are verified while further ones are received: which count, which do not, and how soon a false
+one is detected.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def chunk(index: int) -> bytes:
 
 
 class HeldPool(Executor):
-    """Work is done when the test says so."""
+    """An executor whose work is done when the test says so."""
 
     def __init__(self) -> None:
         self.held: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
@@ -40,7 +42,7 @@ class HeldPool(Executor):
 
 
 class Sent:
-    """A stream on which these messages come, and then nothing."""
+    """A stream that delivers these messages, and then nothing."""
 
     def __init__(self, peer_id: PeerId, messages: list[bytes]) -> None:
         self.peer_id, self._messages = peer_id, messages
@@ -63,24 +65,24 @@ def play(
     messages: list[bytes], scenario: Callable[[Intake, HeldPool, Sent, list[int]], Awaitable[None]]
 ) -> PartialState:
     digests = tuple(chunk_digest(chunk(index)) for index in range(CHUNKS))
-    part = PartialState.begin(digests, CHUNKS * CHUNK_BYTES, None)
+    partial = PartialState.begin(digests, CHUNKS * CHUNK_BYTES, None)
 
     async def main() -> None:
         peer = SimulatedNetwork(1).peer().peer_id
         pool, stream, new = HeldPool(), Sent(peer, messages), list[int]()
-        intake = Intake(part, peer, stream, digests, pool, 60.0, new.append)
-        intake.asked.extend(part.take(CHUNKS))
+        intake = Intake(partial, peer, stream, digests, pool, 60.0, new.append)
+        intake.requested.extend(partial.take(CHUNKS))
         await asyncio.wait_for(scenario(intake, pool, stream, new), 20)
 
     asyncio.run(main())
-    return part
+    return partial
 
 
 def message(index: int, payload: bytes | None = None) -> bytes:
     return chunk_head(index) + (chunk(index) if payload is None else payload)
 
 
-def test_a_lie_ends_the_wait_for_a_chunk_that_never_comes() -> None:
+def test_a_false_chunk_ends_the_wait_for_the_next() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         async with asyncio.TaskGroup() as group:
@@ -92,16 +94,16 @@ def test_a_lie_ends_the_wait_for_a_chunk_that_never_comes() -> None:
         assert intake.close() == [1, 2, 3, 0]
         assert not new
 
-    part = play([message(0, bytes(CHUNK_BYTES))], scenario)
-    assert bytes(part.chunk(0)) == bytes(CHUNK_BYTES)
-    assert not part.have
+    partial = play([message(0, bytes(CHUNK_BYTES))], scenario)
+    assert bytes(partial.chunk(0)) == bytes(CHUNK_BYTES)
+    assert not partial.have
 
 
-def test_what_is_short_is_a_lie_too() -> None:
+def test_a_short_chunk_is_a_false_one() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         pool.work()
-        await _fails(intake.settle(), PeerError, "chunk 0 whose digest")
+        await _fails(intake.wait_checked(), PeerError, "chunk 0 whose digest")
 
     assert not play([message(0, chunk(0)[:-1])], scenario).have
 
@@ -127,33 +129,33 @@ def test_two_chunks_are_checked_at_once_and_a_third_waits() -> None:
             await third
         assert new == [CHUNK_BYTES] * 2
         pool.work()
-        await intake.settle()
+        await intake.wait_checked()
         assert not intake.checking
         assert intake.close() == [3]
 
-    part = play([message(index) for index in range(3)], scenario)
-    assert part.have == {0, 1, 2}
-    assert all(bytes(part.chunk(index)) == chunk(index) for index in part.have)
+    partial = play([message(index) for index in range(3)], scenario)
+    assert partial.have == {0, 1, 2}
+    assert all(bytes(partial.chunk(index)) == chunk(index) for index in partial.have)
 
 
-def test_after_the_end_a_check_counts_for_nothing() -> None:
+def test_a_check_that_ends_after_close_is_ignored() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
-        intake.part.give_back(intake.close())
+        intake.partial.return_undelivered(intake.close())
         pool.work()
         for _ in range(10):
             await asyncio.sleep(0)
         assert not new
-        assert list(intake.part.missing) == [1, 2, 3, 0]
+        assert list(intake.partial.missing) == [1, 2, 3, 0]
 
     assert not play([message(0)], scenario).have
 
 
-def test_a_node_that_closes_meanwhile_says_so() -> None:
+def test_a_closing_node_ends_the_wait_with_an_error() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         pool.held[0][0].cancel()
-        await _fails(intake.settle(), NetworkError, "this node closes")
+        await _fails(intake.wait_checked(), NetworkError, "this node closes")
 
     play([message(0)], scenario)
 

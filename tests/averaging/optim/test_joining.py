@@ -1,4 +1,4 @@
-"""The matchmaking machine as a leader: who has a place in its group."""
+"""The matchmaking machine as a leader: which peers have a place in its group."""
 
 from __future__ import annotations
 
@@ -10,25 +10,32 @@ from averaging.matchmaking.logic.messages import (
     AnswerJoin,
     PeerStatus,
     SendJoin,
-    SendSeek,
+    SendLookForGroup,
 )
-from tests.averaging.matchmaking.test_matchmaking import Bench, contact, holder, join_of, outcome, seeking
+from tests.averaging.matchmaking.test_matchmaking import (
+    MatchmakerBench,
+    contact,
+    holder,
+    join_of,
+    outcome,
+    searching_answer,
+)
 
 
-def test_who_comes_to_a_full_group_that_has_not_begun_is_told_so() -> None:
-    bench = Bench.make(MatchmakingConfig(target_group_size=2))
+def test_a_join_to_a_full_group_that_has_not_begun_is_declined() -> None:
+    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=2))
     bench.start(holder(6), holder(7))
     assert isinstance(bench.machine.on_join(join_of(6, 11.0), 0.01), int)
     refused = bench.machine.on_join(join_of(7, 11.0), 0.01)
     assert isinstance(refused, Answer)
-    assert refused.standing is PeerStatus.SEEKING
+    assert refused.status is PeerStatus.SEARCHING
     group = outcome(bench.machine.poll(0.01))
     assert isinstance(group, Group)
     assert len(group.members) == 2
 
 
-def test_who_joins_again_takes_its_own_place() -> None:
-    bench = Bench.make(MatchmakingConfig(target_group_size=3))
+def test_a_second_join_of_a_peer_replaces_its_first() -> None:
+    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=3))
     bench.start(holder(6), holder(7))
     first = bench.machine.on_join(join_of(6, 11.0), 0.01)
     assert isinstance(bench.machine.on_join(join_of(7, 11.0), 0.01), int)
@@ -42,20 +49,20 @@ def test_who_joins_again_takes_its_own_place() -> None:
     assert all(isinstance(answer.answer, Group) for answer in answers)
 
 
-def test_a_leader_that_twice_says_that_it_does_not_lead_is_left() -> None:
-    """One odd answer may have been overtaken on its way; answers to what was asked before it led us do not
-    count.
+def test_a_leader_is_left_after_two_replies_that_it_does_not_lead() -> None:
+    """A single contrary reply may have been overtaken on its way; replies to queries sent before it led this
+    peer do not count.
     """
-    bench = Bench.make()
+    bench = MatchmakerBench.make()
     leader = contact(1).peer_id
     bench.start(holder(1))
-    bench.machine.on_seek_answer(leader, seeking(9.0), 0.01)
+    bench.machine.on_query_answer(leader, searching_answer(9.0), 0.01)
     assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01))
     now_s = 0.02
-    bench.machine.on_seek_answer(leader, Answer(standing=PeerStatus.IDLE, turn=1), now_s)
+    bench.machine.on_query_answer(leader, Answer(status=PeerStatus.IDLE, turn=1), now_s)
     assert AbandonJoin(peer_id=leader) not in bench.machine.poll(now_s)
     for turn, left in ((2, False), (3, True)):
-        now_s += bench.config.leader_ping_s
-        assert any(isinstance(effect, SendSeek) for effect in bench.machine.poll(now_s))
-        bench.machine.on_seek_answer(leader, Answer(standing=PeerStatus.IDLE, turn=turn), now_s)
+        now_s += bench.config.leader_ping_interval_s
+        assert any(isinstance(effect, SendLookForGroup) for effect in bench.machine.poll(now_s))
+        bench.machine.on_query_answer(leader, Answer(status=PeerStatus.IDLE, turn=turn), now_s)
         assert (AbandonJoin(peer_id=leader) in bench.machine.poll(now_s)) == left, turn

@@ -1,5 +1,5 @@
-"""What modes take beside the model: the table against the tensors that are there, and the one large
-computation that must not copy it.
+"""Memory that modes take beside the model: the table against the existing tensors, and the one large
+computation that must not copy the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ WITHOUT: dict[str, Any] = {"error_feedback": False, "strategy": False, "offload"
 
 
 def tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor that can be reached from an object of ours, from containers and from optimizers."""
+    """Return every tensor that can be reached from an object of this project, from containers and from
+    optimizers.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -71,7 +73,9 @@ def taken_bytes(value: Any, besides: list[torch.Tensor]) -> int:
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offload", [False, True])
-def test_the_table_says_what_is_there(settings: Any, inner: str, dtype: torch.dtype, offload: bool) -> None:
+def test_the_table_matches_the_existing_tensors(
+    settings: Any, inner: str, dtype: torch.dtype, offload: bool
+) -> None:
     net = torch.nn.Linear(SIDE, SIDE, bias=False, dtype=dtype)
     optimizer = (
         torch.optim.AdamW(net.parameters())
@@ -113,7 +117,7 @@ def test_error_feedback_keeps_two_vectors_and_half_of_them_again_for_what_it_red
     assert fed.device - plain.device == 8
 
 
-def test_what_must_be_known_of_diloco_with_adamw_in_float32() -> None:
+def test_figures_of_diloco_with_adamw_in_float32() -> None:
     told = bytes_per_parameter(Diloco(), optimizer_statistics=2, **WITHOUT)
     assert told.device == 28, "with the model itself 32"
     assert told.host == 0
@@ -124,7 +128,7 @@ def test_what_must_be_known_of_diloco_with_adamw_in_float32() -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Counts values read on the host, and knows the largest tensor with memory of its own that was made."""
+    """Counter of values read on the host; it also records the largest new tensor with memory of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an optimizer's steps add up to in the numbers that its peer tells."""
+"""The sums over an optimizer's steps that its peer publishes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rounds_and_state_add_up() -> None:
     ]
 
 
-def test_a_failed_round_is_told_for_a_while_though_others_follow() -> None:
+def test_a_failed_round_is_published_for_a_while_though_others_follow() -> None:
     meter = Meter(1000.0)
     left = {PEER: "sent nothing for 3 s"}
     meter.on_step(
@@ -76,30 +76,30 @@ def test_a_failed_round_is_told_for_a_while_though_others_follow() -> None:
 
 def test_losses_and_own_metrics_are_the_last_ones() -> None:
     meter = Meter(1000.0)
-    meter.tell({"loss": 2.0, "accuracy": 0.5})
-    meter.tell({"loss": 1.5, "validation_loss": 1.75})
+    meter.set_user_metrics({"loss": 2.0, "accuracy": 0.5})
+    meter.set_user_metrics({"loss": 1.5, "validation_loss": 1.75})
     told = metrics(meter)
     assert (told.loss, told.validation_loss, told.own, told.broken) == (1.5, 1.75, {"accuracy": 0.5}, ())
-    meter.tell({"loss": math.nan, "accuracy": math.inf})
+    meter.set_user_metrics({"loss": math.nan, "accuracy": math.inf})
     told = metrics(meter)
     assert (told.loss, told.own, told.broken) == (None, {}, ("accuracy", "loss"))
-    meter.tell({"loss": 1.0})
+    meter.set_user_metrics({"loss": 1.0})
     assert metrics(meter).broken == ("accuracy",)
 
 
 def test_a_call_that_is_refused_changes_nothing() -> None:
     meter = Meter(1000.0)
     with pytest.raises(UsageError):
-        meter.tell({"loss": 1.0, "not a name": 2.0})
+        meter.set_user_metrics({"loss": 1.0, "not a name": 2.0})
     with pytest.raises(UsageError, match="at most 16"):
-        meter.tell({f"m{place}": 1.0 for place in range(17)})
+        meter.set_user_metrics({f"m{place}": 1.0 for place in range(17)})
     assert (metrics(meter).loss, metrics(meter).own) == (None, {})
-    meter.tell({"loss": 1.0, **{f"m{place}": 1.0 for place in range(16)}})
-    meter.tell({"m3": 2.0, "validation_loss": 1.0})
+    meter.set_user_metrics({"loss": 1.0, **{f"m{place}": 1.0 for place in range(16)}})
+    meter.set_user_metrics({"m3": 2.0, "validation_loss": 1.0})
     assert metrics(meter).own["m3"] == 2.0
 
 
-def test_who_takes_part_and_does_not_train_is_idle_and_has_no_pace() -> None:
+def test_a_peer_that_does_not_train_is_idle_and_has_no_rate() -> None:
     now_s, meter = 1000.0, Meter(1000.0)
 
     def step(takes_s: float) -> None:
@@ -127,7 +127,7 @@ def test_who_takes_part_and_does_not_train_is_idle_and_has_no_pace() -> None:
     assert Metrics.decode(metrics(meter, now_s + 310.0).encode()).idle_s == 310.0
 
 
-def test_a_step_that_raises_ends_too() -> None:
+def test_a_step_that_raises_is_over() -> None:
     meter = Meter(1000.0)
     with pytest.raises(RuntimeError), meter.stepping(lambda: 1000.0):
         raise RuntimeError

@@ -1,4 +1,4 @@
-"""Modes against plain sequential implementations of what they are to do."""
+"""Modes against plain sequential implementations of the same algorithms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class PlainDiloco:
-    """DiLoCo as the paper has it: K workers, one outer optimizer of torch's over the shared parameters."""
+    """DiLoCo as in the paper: K workers, and one outer optimizer of torch over the shared parameters."""
 
     def __init__(self, workers: int, lr: float, momentum: float, nesterov: bool) -> None:
         self.nets = [model() for _ in range(workers)]
@@ -62,7 +62,7 @@ class PlainDiloco:
         (Local(), 1.0, 0.0, False),
     ],
 )
-def test_diloco_is_what_the_paper_has_with_slow_peers_and_weights_by_samples(
+def test_diloco_matches_the_paper_with_slow_peers_and_weights_by_samples(
     settings: ModeSettings, lr: float, momentum: float, nesterov: bool
 ) -> None:
     seats, plain, rng = (
@@ -110,7 +110,7 @@ def test_the_outer_step_is_that_of_torch(nesterov: bool) -> None:
     torch.testing.assert_close(ours, theirs.detach(), **CLOSE)
 
 
-def test_a_round_that_failed_for_all_leaves_everything_and_the_next_covers_both_spans() -> None:
+def test_after_a_round_failed_for_all_the_next_covers_both_periods() -> None:
     seats, plain = [seat(Diloco()) for _ in range(2)], PlainDiloco(2, 0.7, 0.9, True)
     for span in range(4):
         for worker in range(2):
@@ -129,16 +129,16 @@ def test_a_round_that_failed_for_all_leaves_everything_and_the_next_covers_both_
 
 
 def fetch(late: Seat, donor: Seat) -> int:
-    """What a download does; returns the samples that are lost."""
-    lost = late.mode.learner.set_aside()
-    late.mode.learner.set_aside()
+    """Do what a download does. Return the number of dropped samples."""
+    lost = late.mode.learner.suspend()
+    late.mode.learner.suspend()
     assert late.mode.prepare(late.mode.state.epoch)[0] == 0.0, "it takes part in rounds at weight 0 meanwhile"
     late.mode.failed("round")
     late.mode.state.load(donor.mode.state.snapshot().blob)
     return lost + late.mode.learner.resume()
 
 
-def test_who_was_left_out_fetches_base_and_momentum_and_keeps_what_it_learned() -> None:
+def test_a_peer_that_missed_a_round_downloads_the_base_and_keeps_its_progress() -> None:
     seats = [seat(Diloco()) for _ in range(3)]
     for worker, one in enumerate(seats):
         one.step(worker, 4)
@@ -158,7 +158,7 @@ def test_who_was_left_out_fetches_base_and_momentum_and_keeps_what_it_learned() 
     assert torch.equal(seats[2].theta, seats[0].theta)
 
 
-def test_what_was_learned_on_a_base_long_past_is_dropped() -> None:
+def test_progress_on_an_old_base_is_dropped() -> None:
     seats = [seat(Diloco(carried_epochs_max=1)) for _ in range(2)]
     for one in seats:
         one.step(1, 4)
@@ -188,7 +188,7 @@ def test_a_newcomers_first_round_has_weight_zero() -> None:
         assert torch.equal(late.theta, seats[0].theta)
 
 
-def test_newcomers_among_themselves_begin_to_count() -> None:
+def test_a_round_of_newcomers_only_makes_them_count() -> None:
     donor, late = seat(Diloco()), seat(Diloco())
     donor.step(1, 4)
     hold([donor])
@@ -200,8 +200,8 @@ def test_newcomers_among_themselves_begin_to_count() -> None:
 
 
 class PlainStreaming:
-    """One worker of streaming DiLoCo on flat vectors, a fragment a round, applied `delay` steps after it
-    began.
+    """One worker of streaming DiLoCo on flat vectors: a fragment a round, applied `delay` steps after the
+    round began.
     """
 
     def __init__(self, fragments: list[slice]) -> None:
@@ -233,7 +233,7 @@ class PlainStreaming:
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
-def test_streaming_synchronises_one_fragment_after_the_other_and_adds_while_training_goes_on(
+def test_streaming_synchronises_fragments_in_turn_while_training_continues(
     delay: int,
 ) -> None:
     fragments, numel = 3, sum(p.numel() for p in model().parameters())
@@ -300,7 +300,7 @@ def test_fragments_are_equal_and_cover_everything_once(numels: list[int], count:
     assert covered == [(place, at) for place, numel in enumerate(numels) for at in range(numel)]
 
 
-def test_gossip_is_noloco() -> None:
+def test_gossip_matches_noloco() -> None:
     settings = Gossip()
     seats = [seat(settings) for _ in range(4)]
     base = [one.theta for one in seats]

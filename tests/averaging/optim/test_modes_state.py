@@ -1,4 +1,6 @@
-"""What modes keep beside the model: of what type and where, how it is saved, served, and kept clean."""
+"""Tensors that modes keep beside the model: their dtype and device, how they are saved and served, and that
+they stay finite.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ ODD = {
     "settings", [Local(), Diloco(), Diloco(streaming=3), Gossip()], ids=lambda one: f"{one.name}-{one!r:.40}"
 )
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_parameters_and_offloading(settings: ModeSettings, odd: str) -> None:
+def test_unusual_parameters_and_offloading_change_nothing(settings: ModeSettings, odd: str) -> None:
     def made(offload: bool) -> Seat:
         net: Any = ODD[odd](model())
         return seat(settings, net, inner=torch.optim.AdamW(net.parameters(), lr=0.02), offload=offload)
@@ -67,7 +69,7 @@ def test_without_a_step_nothing_moves_in_low_precision() -> None:
 @pytest.mark.parametrize(
     "settings", [Diloco(), Diloco(streaming=2), Gossip()], ids=lambda one: f"{one!r:.40}"
 )
-def test_steps_that_run_into_nan_are_dropped_and_never_sent(settings: ModeSettings) -> None:
+def test_steps_that_result_in_nan_are_dropped_and_never_sent(settings: ModeSettings) -> None:
     one = seat(settings)
     before = one.theta
     one.step(1, 4)
@@ -89,7 +91,7 @@ def test_steps_that_run_into_nan_are_dropped_and_never_sent(settings: ModeSettin
     [*(mode() for mode in MODES.values()), Gradients(delayed=True), Diloco(streaming=3)],
     ids=lambda one: f"{one!r:.40}",
 )
-def test_resuming_goes_on_bit_for_bit(settings: ModeSettings) -> None:
+def test_resuming_continues_bit_for_bit(settings: ModeSettings) -> None:
     one, resumed = seat(settings), seat(settings, model(9))
     rng = random.Random(0)
 
@@ -109,7 +111,7 @@ def test_resuming_goes_on_bit_for_bit(settings: ModeSettings) -> None:
     resumed.net.load_state_dict(saved[0])
     inner_of(resumed).load_state_dict(copy.deepcopy(inner_of(one).state_dict()))
     resumed.mode.load_state_dict(saved[1])
-    resumed.mode.state.moved(one.mode.state.epoch)
+    resumed.mode.state.mark_changed(one.mode.state.epoch)
     for table in (one, resumed):
         rng = random.Random(1)
         go(table, range(5, 9))
@@ -121,7 +123,7 @@ def inner_of(one: Seat) -> torch.optim.Optimizer:
     return getattr(one.mode.learner, "inner", None) or one.mode.state.inner
 
 
-def test_parameters_that_were_set_before_the_first_step_are_where_it_begins() -> None:
+def test_training_begins_with_parameters_set_before_the_first_step() -> None:
     one, other = seat(Diloco()), seat(Diloco(), model(3))
     other.net.load_state_dict(one.net.state_dict())  # a checkpoint, loaded after the optimizer was made
     for table in (one, other):
@@ -147,7 +149,7 @@ def test_the_state_that_is_served_has_base_and_momentum_and_no_statistics_of_the
 @pytest.mark.parametrize(
     "settings", [Gradients(), Diloco(), Diloco(streaming=2)], ids=lambda one: f"{one!r:.40}"
 )
-def test_a_checkpoint_of_the_state_is_where_it_goes_on(settings: ModeSettings) -> None:
+def test_training_continues_from_a_checkpoint_of_the_state(settings: ModeSettings) -> None:
     donor, restored = seat(settings), seat(settings, model(8))
     for seed in range(2):
         donor.step(seed, 4)

@@ -1,6 +1,4 @@
-"""Copies between a device and the host: the order in which CUDA is asked for them, and the pinned memory that
-they take.
-"""
+"""Copies between a device and the host: the order of calls to CUDA, and the size of the pinned memory."""
 
 from __future__ import annotations
 
@@ -20,7 +18,9 @@ HOST = torch.device("cpu")
 
 
 class FakeCuda:
-    """`torch.cuda` as far as a link uses it: each stream knows which calls come before its next one."""
+    """A replacement for `torch.cuda`, as far as a link uses it. Each stream knows which calls come before
+    its next one.
+    """
 
     class Stream:
         def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,7 @@ def test_a_link_orders_copies_and_the_trainers_stream_both_ways() -> None:
     link.release()
     assert "copy 1" in cuda.default.known
     cuda.call("step")
-    link.bring([(target, source)])
+    link.upload([(target, source)])
     assert "step" in copies.known, "the memory on the device may have been in use"
     assert "copy 2" in cuda.default.known
     assert cuda.entered == [copies, copies]
@@ -102,7 +102,7 @@ def test_the_host_and_devices_without_streams_have_no_link() -> None:
 @pytest.mark.parametrize(
     "numel", [0, 1, 1000, (1 << 18) + 1, 3_000_001, 999_999_999, (1 << 30) + (1 << 20), 7_000_000_000]
 )
-def test_pinned_blocks_are_powers_of_two_and_hardly_larger_than_what_they_hold(numel: int) -> None:
+def test_pinned_blocks_are_powers_of_two_and_hardly_larger_than_their_contents(numel: int) -> None:
     sizes = block_sizes(numel)
     assert all(size & (size - 1) == 0 for size in sizes)
     assert numel <= sum(sizes) < numel + (1 << 18)
@@ -110,9 +110,7 @@ def test_pinned_blocks_are_powers_of_two_and_hardly_larger_than_what_they_hold(n
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_staging_gives_back_what_was_put_in_whatever_blocks_it_has(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staged_values_come_back_whatever_the_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.optim.offload._BLOCK_ELEMENTS_MIN", 4)
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -136,10 +134,10 @@ def test_a_staging_gives_back_what_was_put_in_whatever_blocks_it_has(
             source.zero_()  # the trainer's stream goes on after the copies
         staging.wait()
         for piece, values in zip(pieces, then, strict=True):
-            found = [memory for _, _, memory in staging.held(piece)]
+            found = [memory for _, _, memory in staging.fetched_values(piece)]
             assert torch.equal(torch.cat([values[:0], *found]), values)
         targets = [torch.zeros_like(source) for source in sources]
-        staging.bring(
+        staging.upload(
             (piece, values.double(), target)
             for piece, values, target in zip(pieces, then, targets, strict=True)
         )

@@ -1,3 +1,7 @@
+"""The state machine of an epoch's progress: counting of reports, limits on false ones, and checks of their
+encoding.
+"""
+
 from __future__ import annotations
 
 import math
@@ -16,7 +20,7 @@ def peer(number: int) -> PeerId:
     return PeerId(number.to_bytes(32, "big"))
 
 
-def claim(
+def report(
     samples: int, *, epoch: int = 0, rate: float = 10.0, at_s: float = 100.0, since_s: float = 0.0
 ) -> ProgressReport:
     return ProgressReport(epoch=epoch, samples=samples, rate=rate, at_s=at_s, since_s=since_s)
@@ -26,22 +30,22 @@ def machine(target: int = 1000, **config: Any) -> EpochProgress:
     return EpochProgress(peer(0), target, ProgressConfig(**config), 0.0)
 
 
-def test_alone_the_epoch_is_full_exactly_at_the_target() -> None:
+def test_a_lone_peers_epoch_is_full_exactly_at_the_target() -> None:
     progress = machine(100)
-    progress.report(99, 10.0, 50.0)
+    progress.update_own(99, 10.0, 50.0)
     assert not progress.is_full(1e6), "this peer's own number is never carried on"
-    progress.report(100, 10.0, 50.0)
+    progress.update_own(100, 10.0, 50.0)
     assert progress.is_full(50.0)
     progress.begin_epoch(1, 50.0)
     assert not progress.is_full(50.0)
     assert progress.epoch == 1
 
 
-def test_claims_add_up_and_are_carried_on_for_a_while() -> None:
+def test_reports_add_up_and_are_extrapolated_for_a_while() -> None:
     progress = machine(1000)
-    progress.report(300, 10.0, 100.0)
-    progress.on_claim(peer(1), claim(300), 100.0)
-    progress.on_claim(peer(2), claim(390), 100.0)
+    progress.update_own(300, 10.0, 100.0)
+    progress.on_report(peer(1), report(300), 100.0)
+    progress.on_report(peer(2), report(390), 100.0)
     assert not progress.is_full(100.0)
     assert progress.is_full(101.0), "two others at 10 samples/s for a second"
     assert sum(progress.counted(110.0).values()) == 990 + 2 * 10 * CONFIG.extrapolation_s_max
@@ -49,94 +53,94 @@ def test_claims_add_up_and_are_carried_on_for_a_while() -> None:
 
 def test_without_extrapolation_only_reports_count() -> None:
     progress = machine(1000, extrapolation_s_max=0.0)
-    progress.on_claim(peer(1), claim(999), 100.0)
+    progress.on_report(peer(1), report(999), 100.0)
     assert sum(progress.counted(109.0).values()) == 999
 
 
 def test_entries_of_another_epoch_are_live_but_do_not_count() -> None:
     progress = machine(1000)
-    progress.on_claim(peer(1), claim(5000, epoch=1), 100.0)
+    progress.on_report(peer(1), report(5000, epoch=1), 100.0)
     assert not progress.is_full(100.0)
     assert set(progress.others(100.0)) == {peer(1)}
 
 
-def test_expired_withdrawn_and_unreachable_entries() -> None:
+def test_expired_withdrawn_and_unreachable_peers_do_not_count() -> None:
     progress = machine(1000)
-    progress.on_claim(peer(1), claim(600), 100.0)
-    progress.on_claim(peer(2), claim(600), 100.0, expires_s=101.0)
-    progress.on_claim(peer(3), claim(600), 100.0)
+    progress.on_report(peer(1), report(600), 100.0)
+    progress.on_report(peer(2), report(600), 100.0, expires_s=101.0)
+    progress.on_report(peer(3), report(600), 100.0)
     progress.on_goodbye(peer(3))
     assert set(progress.others(100.5)) == {peer(1), peer(2)}
     assert set(progress.others(101.0)) == {peer(1)}
     progress.on_unreachable(peer(1))
     assert not progress.others(101.0)
-    assert not progress.on_claim(peer(1), claim(600), 101.0), "the old claim is no sign of life"
-    assert progress.on_claim(peer(1), claim(610, at_s=101.0), 101.5)
+    assert not progress.on_report(peer(1), report(600), 101.0), "the old claim is no sign of life"
+    assert progress.on_report(peer(1), report(610, at_s=101.0), 101.5)
     assert set(progress.others(101.5)) == {peer(1)}
-    assert not progress.others(101.0 + CONFIG.claim_ttl_s)
-    assert not progress.on_claim(peer(4), claim(1, at_s=10.0), 100.0), "long expired"
+    assert not progress.others(101.0 + CONFIG.report_ttl_s)
+    assert not progress.on_report(peer(4), report(1, at_s=10.0), 100.0), "long expired"
 
 
-def test_older_claims_and_our_own_record_are_no_news() -> None:
+def test_older_reports_and_the_own_record_are_ignored() -> None:
     progress = machine()
-    assert progress.on_claim(peer(1), claim(50, at_s=100.0), 100.0)
-    assert not progress.on_claim(peer(1), claim(999, at_s=99.0), 100.0)
-    assert not progress.on_claim(peer(0), claim(999), 100.0)
+    assert progress.on_report(peer(1), report(50, at_s=100.0), 100.0)
+    assert not progress.on_report(peer(1), report(999, at_s=99.0), 100.0)
+    assert not progress.on_report(peer(0), report(999), 100.0)
     assert progress.counted(100.0)[peer(1)] == 50
 
 
 def test_a_liar_cannot_fill_the_epoch() -> None:
     progress = machine(10_000)
-    progress.report(100, 10.0, 10.0)
-    progress.on_claim(peer(1), claim(100, at_s=10.0), 10.0)
-    progress.on_claim(peer(2), claim(1 << 40, rate=1e12, at_s=10.0), 10.0)
+    progress.update_own(100, 10.0, 10.0)
+    progress.on_report(peer(1), report(100, at_s=10.0), 10.0)
+    progress.on_report(peer(2), report(1 << 40, rate=1e12, at_s=10.0), 10.0)
     counted = progress.counted(10.0)
     assert counted[peer(2)] == pytest.approx(3 * 10.0 * (10.0 + CONFIG.slack_s))
     assert not progress.is_full(10.0)
-    assert not progress.believes(0, 10.0)
+    assert not progress.is_plausibly_full(0, 10.0)
     assert counted[peer(1)] == 100
 
 
-def test_a_late_joiner_counts_what_was_gathered_before_it_came() -> None:
+def test_a_late_joiner_counts_samples_from_before_it_came() -> None:
     progress = machine(1000)
     for number in (1, 2):
-        progress.on_claim(peer(number), claim(480, epoch=3, rate=5.0, at_s=100.0, since_s=4.0), 100.0)
+        progress.on_report(peer(number), report(480, epoch=3, rate=5.0, at_s=100.0, since_s=4.0), 100.0)
     progress.begin_epoch(3, 100.0, joining=True)
-    progress.report(8, 5.0, 101.0)
+    progress.update_own(8, 5.0, 101.0)
     assert progress.counted(101.0)[peer(1)] == 485
-    assert progress.believes(3, 101.0)
-    assert not progress.believes(2, 101.0)
-    assert not progress.believes(4, 101.0)
+    assert progress.is_plausibly_full(3, 101.0)
+    assert not progress.is_plausibly_full(2, 101.0)
+    assert not progress.is_plausibly_full(4, 101.0)
 
 
-def test_the_epoch_of_the_swarm_needs_more_than_one_voice() -> None:
+def test_one_of_several_peers_cannot_move_the_swarm_epoch() -> None:
     progress = machine()
     progress.begin_epoch(5, 100.0)
     assert progress.swarm_epoch(100.0) == 5
-    progress.on_claim(peer(1), claim(0, epoch=6), 100.0)
+    progress.on_report(peer(1), report(0, epoch=6), 100.0)
     assert progress.swarm_epoch(100.0) == 6, "of one other peer there is no second opinion"
-    progress.on_claim(peer(2), claim(0, epoch=5), 100.0)
-    progress.on_claim(peer(3), claim(0, epoch=10**9), 100.0)
+    progress.on_report(peer(2), report(0, epoch=5), 100.0)
+    progress.on_report(peer(3), report(0, epoch=10**9), 100.0)
     assert progress.swarm_epoch(100.0) == 6
-    progress.on_claim(peer(4), claim(0, epoch=3), 100.0)
+    progress.on_report(peer(4), report(0, epoch=3), 100.0)
     assert progress.swarm_epoch(100.0) == 6
     progress.begin_epoch(7, 100.0)
     assert progress.swarm_epoch(100.0) == 7
 
 
-def test_claims_are_bounded_in_number() -> None:
+def test_reports_are_bounded_in_number() -> None:
     progress = machine(peers_max=4)
     for number in range(1, 10):
-        progress.on_claim(peer(number), claim(1, at_s=100.0 + number), 110.0)
+        progress.on_report(peer(number), report(1, at_s=100.0 + number), 110.0)
     assert set(progress.others(110.0)) == {peer(number) for number in (6, 7, 8, 9)}
 
 
-def test_the_view_and_the_refresh_interval() -> None:
+def test_the_view_shows_totals_and_the_refresh_interval_follows_the_eta() -> None:
     progress = machine(1000)
     assert progress.view(0.0).eta_s == math.inf
     assert progress.refresh_s(0.0) == CONFIG.refresh_s_max
-    progress.report(500, 100.0, 100.0)
-    progress.on_claim(peer(1), claim(400, rate=50.0), 100.0)
+    progress.update_own(500, 100.0, 100.0)
+    progress.on_report(peer(1), report(400, rate=50.0), 100.0)
     view = progress.view(100.0)
     assert (view.samples, view.samples_per_s, view.fraction) == (900.0, 150.0, 0.9)
     assert view.eta_s == pytest.approx(100 / 150)
@@ -148,7 +152,7 @@ def test_the_view_and_the_refresh_interval() -> None:
 GOOD = {"epoch": 1, "samples": 2, "rate": 3.0, "at": 99.0, "since": 90.0}
 
 
-def test_a_claim_survives_the_wire() -> None:
+def test_an_encoded_report_decodes_to_the_same() -> None:
     decoded = ProgressReport.decode(GOOD, 100.0, CONFIG)
     assert decoded == ProgressReport(epoch=1, samples=2, rate=3.0, at_s=99.0, since_s=90.0)
     assert decoded.encode() == GOOD
@@ -173,42 +177,42 @@ def test_a_claim_survives_the_wire() -> None:
         {"since": math.nan},
     ],
 )
-def test_nonsense_from_peers_is_refused(change: dict[str, Any]) -> None:
+def test_malformed_reports_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(PeerError):
         ProgressReport.decode({**GOOD, **change}, 100.0, CONFIG)
     with pytest.raises(PeerError):
         ProgressReport.decode([1, 2], 100.0, CONFIG)
 
 
-def test_configuration_mistakes() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(UsageError):
         ProgressConfig(rate_ratio_max=0.5)
     with pytest.raises(UsageError):
-        ProgressConfig(claim_ttl_s=1.0)
+        ProgressConfig(report_ttl_s=1.0)
     with pytest.raises(UsageError):
         machine(0)
 
 
-def test_a_peer_that_reports_and_never_moves_is_not_waited_for() -> None:
+def test_a_peer_that_reports_without_progress_stops_counting() -> None:
     progress = machine(1000, stalled_s_max=60.0)
     for at_s in range(100, 161, 5):
-        progress.on_claim(peer(1), claim(10, at_s=float(at_s)), float(at_s))
-        progress.on_claim(peer(2), claim(at_s, at_s=float(at_s)), float(at_s))
+        progress.on_report(peer(1), report(10, at_s=float(at_s)), float(at_s))
+        progress.on_report(peer(2), report(at_s, at_s=float(at_s)), float(at_s))
     assert set(progress.others(160.0)) == {peer(2)}
-    progress.on_claim(peer(1), claim(11, at_s=161.0), 161.0)
+    progress.on_report(peer(1), report(11, at_s=161.0), 161.0)
     assert set(progress.others(161.0)) == {peer(1), peer(2)}
 
 
-def test_who_completed_a_round_with_us_is_in_the_next_epoch_before_it_says_so() -> None:
+def test_a_peer_that_completed_a_round_is_in_the_next_epoch_before_it_reports_so() -> None:
     progress = machine(1000)
-    progress.on_claim(peer(1), claim(400, epoch=2), 100.0)
+    progress.on_report(peer(1), report(400, epoch=2), 100.0)
     progress.begin_epoch(3, 101.0)
     progress.on_round([peer(1), peer(9)], 3, 101.0)
     assert progress.others(101.0)[peer(1)].epoch == 3
     assert sum(progress.counted(101.0).values()) == 0
-    progress.on_claim(peer(1), claim(410, epoch=2, at_s=101.5), 101.6)
+    progress.on_report(peer(1), report(410, epoch=2, at_s=101.5), 101.6)
     late = progress.others(101.6)[peer(1)]
     assert (late.epoch, late.samples) == (3, 0), "said before it noticed that the round was over"
-    progress.on_claim(peer(1), claim(20, epoch=3, at_s=102.0), 102.0)
+    progress.on_report(peer(1), report(20, epoch=3, at_s=102.0), 102.0)
     assert progress.counted(102.0)[peer(1)] == 20
     assert peer(9) not in progress.others(102.0)

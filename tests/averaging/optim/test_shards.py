@@ -1,4 +1,4 @@
-"""Sums of shards: who adds up, what counts, and how far liars get. Everything here is arithmetic on claims."""
+"""Sums of shards: aggregators, what counts, and the limits on liars. All of it is arithmetic on reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from averaging.optim.progress.logic.shards import (
     place_of,
     shard_of,
     sum_of_children,
-    sum_of_claims,
+    sum_of_reports,
 )
 from swarm.core.errors import PeerError
 from swarm.core.identity import Identity
@@ -35,13 +35,13 @@ CONFIG = ProgressConfig()
 PEERS = [Identity.generate().peer_id for _ in range(300)]
 
 
-def claim(
+def report(
     samples: int = 100, rate: float = 10.0, epoch: int = 3, since_s: float = NOW_S - 10, at_s: float = NOW_S
 ) -> ProgressReport:
     return ProgressReport(epoch=epoch, samples=samples, rate=rate, at_s=at_s, since_s=since_s)
 
 
-def test_the_tree_of_a_thousand_and_of_a_hundred_thousand() -> None:
+def test_nodes_have_the_right_parents_names_and_members() -> None:
     leaf = TreeNode(5, 0, 17)
     assert (leaf.parent, leaf.parent.is_root, leaf.parent.parent) == (
         TreeNode(5, 1, 0),
@@ -78,7 +78,7 @@ def test_shards_have_about_thirty_members_and_change_rarely() -> None:
     assert bits_for(60, 2) == 2, "no to and fro about the limit"
 
 
-def test_three_of_those_who_write_add_up_others_in_the_next_period() -> None:
+def test_three_writers_aggregate_and_change_with_the_period() -> None:
     node = shard_of(RUN, PEERS[0], 2)
     first = aggregators(node, RUN, PEERS, NOW_S)
     assert len(first) == AGGREGATORS
@@ -91,28 +91,30 @@ def test_three_of_those_who_write_add_up_others_in_the_next_period() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.randoms(use_true_random=False))
 def test_a_shard_counts_as_a_small_run_does(count: int, rng: random.Random) -> None:
-    """The same rule as `EpochProgress`, seen from a member that has nothing itself and began with the others."""
-    claims = {
-        peer: claim(rng.randint(0, 400), rng.choice([5.0, 10.0, 40.0]), at_s=NOW_S - rng.random())
+    """The sum follows the rule of `EpochProgress`, as seen by a member without samples that began with the
+    others.
+    """
+    reports = {
+        peer: report(rng.randint(0, 400), rng.choice([5.0, 10.0, 40.0]), at_s=NOW_S - rng.random())
         for peer in PEERS[:count]
     }
-    total = sum_of_claims(claims, NOW_S, CONFIG)
+    total = sum_of_reports(reports, NOW_S, CONFIG)
     own = PEERS[299]
     progress = EpochProgress(own, 10**9, CONFIG, NOW_S - 10)
     progress.begin_epoch(3, NOW_S - 10)
-    for peer, one in claims.items():
-        progress.on_claim(peer, one, NOW_S)
+    for peer, one in reports.items():
+        progress.on_report(peer, one, NOW_S)
     assert total.samples == pytest.approx(sum(progress.counted(NOW_S).values()), rel=1e-9)
     assert (total.epoch, total.peers, total.since_s) == (3, count, NOW_S - 10)
 
 
 def test_a_lying_member_counts_three_times_an_honest_one() -> None:
-    claims = {peer: claim() for peer in PEERS[:31]}
-    honest = sum_of_claims(claims, NOW_S, CONFIG)
-    for lie in (claim(samples=10**9, rate=1e9), claim(samples=10**9, rate=10.0, since_s=0.0)):
-        total = sum_of_claims({**claims, PEERS[31]: lie}, NOW_S, CONFIG)
+    reports = {peer: report() for peer in PEERS[:31]}
+    honest = sum_of_reports(reports, NOW_S, CONFIG)
+    for lie in (report(samples=10**9, rate=1e9), report(samples=10**9, rate=10.0, since_s=0.0)):
+        total = sum_of_reports({**reports, PEERS[31]: lie}, NOW_S, CONFIG)
         assert total.samples - honest.samples <= 3 * 10.0 * (10 + CONFIG.slack_s) + 1e-6
-    ahead = sum_of_claims({**claims, PEERS[31]: claim(epoch=10**6)}, NOW_S, CONFIG)
+    ahead = sum_of_reports({**reports, PEERS[31]: report(epoch=10**6)}, NOW_S, CONFIG)
     assert ahead.epoch == 3
 
 
@@ -152,7 +154,7 @@ def test_one_lying_aggregator_of_three_changes_nothing(lie: ProgressTotal, place
     assert 3190.0 <= middle.samples_at(NOW_S, CONFIG) <= 3210.0
 
 
-def test_of_two_the_lower_counts_and_one_alone_hardly() -> None:
+def test_of_two_totals_the_lower_counts_and_a_single_one_as_two_peers() -> None:
     assert median_of([total(), LIES[0]]) == total()
     alone = median_of([LIES[0]])
     assert alone is not None
@@ -174,7 +176,7 @@ def test_a_whole_shard_of_liars_does_not_close_the_epoch(lie: ProgressTotal) -> 
     assert lied.samples - honest.samples <= 128 * 3 * 10.0 * (10 + CONFIG.slack_s) + 1e-6
 
 
-def test_a_third_of_all_moves_the_epoch() -> None:
+def test_a_third_of_all_peers_moves_the_epoch() -> None:
     assert epoch_of([(5, 1), (3, 1)]) == 5, "of two, one"
     assert epoch_of([(9, 10), (3, 21)]) == 3
     assert epoch_of([(9, 11), (3, 21)]) == 9
@@ -182,7 +184,7 @@ def test_a_third_of_all_moves_the_epoch() -> None:
     assert epoch_of([]) == 0
 
 
-def test_only_sums_of_those_below_a_child_count() -> None:
+def test_only_sums_of_a_childs_own_members_count() -> None:
     root = TreeNode(2, 1, 0)
     written = {peer: (shard_of(RUN, peer, 2).prefix, total()) for peer in PEERS}
     children = children_of(root, RUN, written, NOW_S)
@@ -194,20 +196,20 @@ def test_only_sums_of_those_below_a_child_count() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(70, 300), st.randoms(use_true_random=False))
-def test_a_tree_adds_up_what_one_dictionary_would(count: int, rng: random.Random) -> None:
-    claims = {peer: claim(rng.randint(50, 150), rng.uniform(8, 12)) for peer in PEERS[:count]}
+def test_a_tree_gives_the_sum_of_one_dictionary(count: int, rng: random.Random) -> None:
+    reports = {peer: report(rng.randint(50, 150), rng.uniform(8, 12)) for peer in PEERS[:count]}
     bits = bits_for(count, 0)
     shards: dict[int, dict[PeerId, ProgressReport]] = {}
-    for peer, one in claims.items():
+    for peer, one in reports.items():
         shards.setdefault(shard_of(RUN, peer, bits).prefix, {})[peer] = one
-    children = {prefix: [sum_of_claims(members, NOW_S, CONFIG)] * 3 for prefix, members in shards.items()}
+    children = {prefix: [sum_of_reports(members, NOW_S, CONFIG)] * 3 for prefix, members in shards.items()}
     added = sum_of_children(children, 1, NOW_S, CONFIG)
-    assert added.samples == pytest.approx(sum(one.samples for one in claims.values()))
+    assert added.samples == pytest.approx(sum(one.samples for one in reports.values()))
     assert added.peers == count
     assert FANOUT_BITS == 5
 
 
-def test_a_sum_survives_the_wire_and_nonsense_is_refused() -> None:
+def test_an_encoded_total_decodes_to_the_same_and_malformed_ones_are_refused() -> None:
     assert ProgressTotal.decode(total().encode(), NOW_S, CONFIG) == total()
     good = total().encode()
     for place, wrong in [
@@ -227,10 +229,10 @@ def test_a_sum_survives_the_wire_and_nonsense_is_refused() -> None:
             ProgressTotal.decode(nonsense, NOW_S, CONFIG)
 
 
-def test_the_machine_goes_by_the_total_when_there_is_one() -> None:
+def test_a_known_total_decides_about_the_epoch() -> None:
     progress = EpochProgress(PEERS[0], 100_000, CONFIG, NOW_S - 10)
     progress.begin_epoch(3, NOW_S - 10)
-    progress.report(100, 10.0, NOW_S)
+    progress.update_own(100, 10.0, NOW_S)
     assert not progress.is_full(NOW_S)
     progress.total = total(samples=100_000.0, peers=1000, rate=10_000.0)
     assert progress.is_full(NOW_S)

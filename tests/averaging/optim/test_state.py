@@ -1,3 +1,5 @@
+"""The training state: averaging, snapshots, and the checks of a state that another peer sent."""
+
 from __future__ import annotations
 
 import struct
@@ -106,18 +108,18 @@ def test_buffers_are_served_as_last_agreed() -> None:
     assert state.snapshot().digest != before
 
 
-def test_what_is_averaged_has_the_same_layout_on_all() -> None:
+def test_averaged_tensors_have_the_same_layout_on_all_peers() -> None:
     one, two = made(1), made(2)
     train(*one, 1)
     train(*two, 3)
-    shapes = [tuple(t.shape) for t in one[1].averaged()]
-    assert shapes == [tuple(t.shape) for t in two[1].averaged()]
+    shapes = [tuple(t.shape) for t in one[1].averaged_tensors()]
+    assert shapes == [tuple(t.shape) for t in two[1].averaged_tensors()]
     # 6 parameters, three statistics of each (amsgrad), two floating buffers; no step counters
     assert len(shapes) == 6 * 4 + 2
-    assert all(t.is_floating_point() and not t.requires_grad for t in one[1].averaged())
+    assert all(t.is_floating_point() and not t.requires_grad for t in one[1].averaged_tensors())
 
 
-def test_every_chunk_is_committed_to() -> None:
+def test_the_digest_commits_to_every_chunk() -> None:
     p = torch.nn.Parameter(torch.randn(900_000))
     snapshot = TrainingState(torch.optim.SGD([p], lr=0.1)).snapshot()
     assert len(snapshot.chunk_digests) == 4
@@ -154,7 +156,7 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("complaint", LIES)
-def test_what_does_not_fit_is_refused_and_changes_nothing(complaint: str) -> None:
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(complaint: str) -> None:
     donor = made(1)
     train(*donor, 2)
     net, state = made(2)
@@ -176,7 +178,7 @@ def test_non_finite_numbers_are_refused() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_a_damaged_blob_ends_in_nothing_but_a_peer_error_and_an_untouched_state(data: st.DataObject) -> None:
+def test_a_damaged_blob_raises_peer_error_and_changes_nothing(data: st.DataObject) -> None:
     _, donor = made(1)
     blob = donor.snapshot().blob
     for _ in range(data.draw(st.integers(1, 4))):
@@ -241,7 +243,7 @@ def test_bfloat16_frozen_and_scalar_parameters() -> None:
     for p in donor.parameters:
         p.grad = torch.ones_like(p) if p.requires_grad else None
     donor.inner.step()
-    assert [tuple(t.shape) for t in donor.averaged()] == [(3,), (), (3,), (3,), (), ()]
+    assert [tuple(t.shape) for t in donor.averaged_tensors()] == [(3,), (), (3,), (3,), (), ()]
     state.load(donor.snapshot().blob)
     assert state.snapshot().digest == donor.snapshot().digest
 
@@ -305,7 +307,7 @@ def test_counters_are_found_beside_their_parameters_where_the_step_wants_them_th
         )
 
 
-def test_statistics_that_there_are_stay_when_others_are_missing() -> None:
+def test_present_statistics_stay_when_others_are_missing() -> None:
     """A frozen layer was thawed: its parameters have no statistics yet, those of others are in the middle of
     their course.
     """
@@ -331,7 +333,7 @@ def test_loading_without_memory_for_statistics_changes_nothing(monkeypatch: pyte
     def full(*arguments: object, **options: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("averaging.optim.state.training_state._made", full)
+    monkeypatch.setattr("averaging.optim.state.training_state._materialized", full)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         state.load(donor[1].snapshot().blob)
     assert same(before, weights(net))

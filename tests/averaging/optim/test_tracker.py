@@ -1,68 +1,61 @@
-"""The tracker of one peer: whose word it takes, whom it tells, and when its trainer is told that an epoch is
-full.
+"""The tracker of one peer: which announcements it believes, which peers it informs, and when its trainer
+learns that an epoch is full.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
 
 import pytest
 
 from averaging.optim.admission import Blocklist
 from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
-from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.progress.tracker import Tracker
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
-from swarm.net.rpc import Caller
+from swarm.testing.simulated_node import SimulatedNode
 from swarm.wire import state_pb2
-from tests.averaging.optim.test_claimrecords import Dht, contact, entry
+from tests.averaging.optim.test_progress_records import Dht, contact, entry
 
 ONE, TWO, THREE = (contact(number).peer_id for number in (1, 2, 3))
 
 
 class Calls:
-    """Where reports go: everybody answers with its claim, but for those who are gone."""
+    """Receiver of reports: every peer answers with its own report, except those that are gone."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[PeerId, bool, bool]] = []
+        self.sent: list[tuple[PeerId, bool, bool]] = []
         self.gone: set[PeerId] = set()
 
     async def call(
-        self, whom: Contact, method: object, request: state_pb2.ReportRequest, timeout_s: float
+        self, peer: Contact, method: object, request: state_pb2.ReportRequest, timeout_s: float
     ) -> state_pb2.ReportReply:
-        self.told.append((whom.peer_id, request.full, request.goodbye))
-        if whom.peer_id in self.gone:
+        self.sent.append((peer.peer_id, request.full, request.goodbye))
+        if peer.peer_id in self.gone:
             raise NetworkError("nobody answers")
-        return state_pb2.ReportReply(claim=claim_of(samples=10))
+        return state_pb2.ReportReply(claim=wire_report(samples=10))
 
 
-def claim_of(epoch: int = 0, samples: int = 10) -> state_pb2.Claim:
+def wire_report(epoch: int = 0, samples: int = 10) -> state_pb2.Claim:
     return state_pb2.Claim(epoch=epoch, samples=samples, samples_per_s=10.0, at_s=1000.0, since_s=990.0)
 
 
 class Bench:
-    """Peer 1 in epoch 0 of a run of 100 samples, with what the DHT says of peers 2 and 3, who have 10 each."""
+    """Peer 1 in epoch 0 of a run of 100 samples. In the DHT are peers 2 and 3, with 10 samples each."""
 
     def __init__(self, banned: Blocklist | None = None) -> None:
         self.dht, self.calls = Dht(), Calls()
         self.dht.found = {str(number): entry(number, epoch=0, samples=10) for number in (2, 3)}
-        services = TrackerServices(
-            own=lambda: contact(1),
-            dht=cast(Any, self.dht),
-            caller=cast(Caller, self.calls),
-            clock=self.dht,
-            loop=asyncio.get_running_loop(),
-        )
-        self.tracker = Tracker(services, "run", 100, ProgressConfig(extrapolation_s_max=0.0), banned)
+        node = SimulatedNode(lambda: contact(1), self.dht, self.dht, channels=self.calls)
+        self.tracker = Tracker(node, "run", 100, ProgressConfig(extrapolation_s_max=0.0), banned)
         self.dht.now_s += 10.0  # in which it may have computed what it reports
 
-    async def hears(
+    async def receives(
         self, peer: PeerId, *, samples: int = 10, full: bool = False, goodbye: bool = False
     ) -> bool:
         request = state_pb2.ReportRequest(
-            run="run", claim=claim_of(samples=samples), full=full, goodbye=goodbye
+            run="run", claim=wire_report(samples=samples), full=full, goodbye=goodbye
         )
         return (await self.tracker.on_report(peer, request)).believed
 
@@ -71,97 +64,97 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30.0))
 
 
-def test_newcomers_in_the_records_are_told_of_us_once() -> None:
+def test_a_newcomer_in_the_records_receives_one_report() -> None:
     async def scenario() -> None:
         bench = Bench()
-        await bench.tracker._look()
-        assert sorted(bench.calls.told) == sorted([(TWO, False, False), (THREE, False, False)])
-        await bench.tracker._look()
-        assert len(bench.calls.told) == 2
+        await bench.tracker._refresh()
+        assert sorted(bench.calls.sent) == sorted([(TWO, False, False), (THREE, False, False)])
+        await bench.tracker._refresh()
+        assert len(bench.calls.sent) == 2
         assert bench.tracker.others().keys() == {TWO, THREE}
 
     play(scenario)
 
 
-def test_who_cannot_be_reached_does_not_count() -> None:
+def test_a_peer_that_cannot_be_reached_does_not_count() -> None:
     async def scenario() -> None:
         bench = Bench()
         bench.calls.gone = {THREE}
-        await bench.tracker._look()
+        await bench.tracker._refresh()
         assert bench.tracker.others().keys() == {TWO}
 
     play(scenario)
 
 
-def test_who_says_goodbye_is_gone_at_once() -> None:
+def test_a_peer_that_says_goodbye_is_removed_at_once() -> None:
     async def scenario() -> None:
         bench = Bench()
-        await bench.tracker._look()
-        await bench.hears(TWO, goodbye=True)
+        await bench.tracker._refresh()
+        await bench.receives(TWO, goodbye=True)
         assert bench.tracker.others().keys() == {THREE}
 
     play(scenario)
 
 
-def test_whom_the_owner_banned_is_refused() -> None:
+def test_reports_of_a_banned_peer_are_refused() -> None:
     async def scenario() -> None:
         bench = Bench(Blocklist(peers=frozenset({TWO})))
-        await bench.tracker._look()
+        await bench.tracker._refresh()
         assert bench.tracker.others().keys() == {THREE}
         with pytest.raises(PeerError, match="banned"):
-            await bench.hears(TWO, samples=1000)
+            await bench.receives(TWO, samples=1000)
         assert bench.tracker.others().keys() == {THREE}
 
     play(scenario)
 
 
-def test_somebodys_word_that_the_epoch_is_full_is_held_against_what_is_known() -> None:
-    """Three quarters of the target must be in sight: then the word decides, before that it does not."""
+def test_an_announced_full_epoch_is_believed_only_when_the_own_view_is_close() -> None:
+    """An announcement decides when three quarters of the target are in sight, and not before."""
 
     async def scenario() -> None:
         bench = Bench()
-        await bench.tracker._look()
+        await bench.tracker._refresh()
         # of the others' claims, made when our epoch began, 7.5 each count: what they may have computed in the
         # slack
-        assert not bench.tracker.report(80, 8.0), "nobody says that 95 are enough"
-        assert not bench.tracker.report(59, 5.9)
-        assert not await bench.hears(TWO, full=True), "74 of 100 are in sight"
-        assert bench.tracker.calls == 1
-        assert not bench.tracker.report(59, 5.9)
-        assert bench.tracker.report(60, 6.0), "the word still stands"
-        assert await bench.hears(THREE, full=True)
+        assert not bench.tracker.update_own(80, 8.0), "nobody says that 95 are enough"
+        assert not bench.tracker.update_own(59, 5.9)
+        assert not await bench.receives(TWO, full=True), "74 of 100 are in sight"
+        assert bench.tracker.full_announcements == 1
+        assert not bench.tracker.update_own(59, 5.9)
+        assert bench.tracker.update_own(60, 6.0), "the word still stands"
+        assert await bench.receives(THREE, full=True)
 
     play(scenario)
 
 
-def test_only_those_who_are_not_further_are_told_that_the_epoch_is_full() -> None:
+def test_a_full_epoch_is_announced_to_peers_that_are_not_ahead() -> None:
     async def scenario() -> None:
         bench = Bench()
         assert bench.dht.found is not None
         bench.dht.found["3"] = entry(3, epoch=1, samples=1)
-        await bench.tracker._look()
-        bench.calls.told.clear()
-        telling = asyncio.create_task(bench.tracker._tell())
-        assert bench.tracker.report(100, 10.0)
+        await bench.tracker._refresh()
+        bench.calls.sent.clear()
+        announcing = asyncio.create_task(bench.tracker._announce_loop())
+        assert bench.tracker.update_own(100, 10.0)
         for _ in range(50):
             await asyncio.sleep(0)
-        telling.cancel()
-        assert bench.calls.told == [(TWO, True, False)]
+        announcing.cancel()
+        assert bench.calls.sent == [(TWO, True, False)]
 
     play(scenario)
 
 
-def test_leaving_is_told_to_all_and_the_record_withdrawn() -> None:
+def test_leaving_is_reported_to_all_and_the_record_withdrawn() -> None:
     async def scenario() -> None:
         bench = Bench()
-        await bench.tracker._look()
+        await bench.tracker._refresh()
         await bench.tracker._records.publish(
             ProgressReport(epoch=0, samples=1, rate=1.0, at_s=1000.0, since_s=990.0)
         )
-        bench.calls.told.clear()
+        bench.calls.sent.clear()
         await bench.tracker.close()
-        assert sorted(bench.calls.told) == sorted([(TWO, False, True), (THREE, False, True)])
+        assert sorted(bench.calls.sent) == sorted([(TWO, False, True), (THREE, False, True)])
         assert bench.dht.deleted == 1
-        assert not bench.tracker.wait_look(0.0)
+        assert not bench.tracker.wait_refresh(0.0)
 
     play(scenario)

@@ -1,6 +1,4 @@
-"""Whoever waits for an epoch's round on the trainer's thread, and for something of its own as well, is woken
-by either.
-"""
+"""A thread that waits for an epoch's round, and for a condition of its own as well, is woken by either."""
 
 from __future__ import annotations
 
@@ -11,15 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from averaging.optim.progress.logic.reports import ProgressConfig
-from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.progress.tracker import Tracker
 from swarm.core.clock import SystemClock
 from swarm.core.ids import Contact
 from swarm.testing.network import SimulatedNetwork
+from swarm.testing.simulated_node import SimulatedNode
 
 UNUSED: Any = SimpleNamespace()
 
 
-def test_who_waits_for_a_round_or_its_own_affair_is_woken_by_the_latter() -> None:
+def test_a_waiting_thread_is_woken_when_its_own_condition_is_met() -> None:
     done, asked = threading.Event(), threading.Event()
     begun: list[bool] = []
 
@@ -29,18 +28,18 @@ def test_who_waits_for_a_round_or_its_own_affair_is_woken_by_the_latter() -> Non
 
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         own = Contact(SimulatedNetwork(1).peer().peer_id)
-        services = TrackerServices(own=lambda: own, dht=UNUSED, caller=UNUSED, clock=SystemClock(), loop=loop)
-        tracker = Tracker(services, "run", 100, ProgressConfig())
+        node = SimulatedNode(lambda: own, SystemClock(), UNUSED, loop=loop)
+        tracker = Tracker(node, "run", 100, ProgressConfig())
         waiting = threading.Thread(
-            target=lambda: begun.append(tracker.wait_begun(0, 60.0, until)), daemon=True
+            target=lambda: begun.append(tracker.wait_full(0, 60.0, until)), daemon=True
         )
         waiting.start()
         assert asked.wait(20)
         asked.clear()
-        tracker.nudge()
+        tracker.wake_waiters()
         assert asked.wait(20), "it looks again"
         assert not begun
         done.set()
-        tracker.nudge()
+        tracker.wake_waiters()
         waiting.join(20)
         assert begun == [False], "the epoch has not begun"

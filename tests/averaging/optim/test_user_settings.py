@@ -1,7 +1,5 @@
-"""Settings of torch that belong to the user's program: default dtype, default device, precision of products
-of matrices.
-
-Whatever they are, reducing makes the same bytes.
+"""Torch settings that belong to the user's program: default dtype, default device, precision of matrix
+products. Reducing gives the same bytes with all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +45,9 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def aggregated(rule: str, clip: float | None, vectors: list[torch.Tensor]) -> tuple[bytes, tuple[int, ...]]:
-    """The average of these, the first as it is and the others as int8, block by block; and who was clipped."""
+    """Return the average of the vectors, the first as it is and the others as int8, block by block, and
+    which were clipped.
+    """
     codec, numel = find("int8"), vectors[0].numel()
     contributions = [Contribution(0, 1.0, vectors[0])]
     for place, vector in enumerate(vectors[1:], 1):
@@ -75,7 +75,7 @@ def test_an_aggregation_rule_makes_the_same_bytes_whatever_the_defaults_are(
 
 
 def fed_back(codec_name: str, values: list[torch.Tensor]) -> list[bytes]:
-    """Rounds with error feedback at both sides: what is sent, and what is held in the end."""
+    """Run rounds with error feedback on both sides. Return what is sent, and the final residuals."""
     codec, numel = find(codec_name), values[0].numel()
     feedback = Feedback(numel, codec)
     span, found = Shard(start=100, stop=numel, members=b"ab"), []
@@ -122,8 +122,8 @@ class Answer(Averages):
 
 
 def staged(seed: int) -> list[bytes]:
-    """What staging makes of tensors of several types and strides, by way of a whole average and by way of a
-    difference.
+    """Return the result of staging for tensors of several dtypes and strides, from a whole average and from
+    a difference.
     """
     base = draw(seed, 40, 30)
     tensors = [
@@ -155,7 +155,9 @@ def test_staging_is_the_same_whatever_the_defaults_are(change: str) -> None:
 
 
 def factored(rounds: int, queues: Queues | None = None) -> list[bytes]:
-    """Rounds of PowerSGD with one member, by way of a difference in the last: its tensors, and its state."""
+    """Run rounds of PowerSGD with one member, the last one from a difference. Return its tensors and its
+    state.
+    """
     tensors = [draw(1, 40, 60), draw(2, 60, 40).t(), draw(3, 33), draw(4, 16, 5, 7).to(torch.bfloat16)]
     state = LowRank(tensors, PowerSgd(rank=2), find("float32"), seed=b"x", queues=queues)
     found = []
@@ -189,7 +191,7 @@ def test_low_rank_rounds_are_the_same_whatever_the_defaults_are(change: str) -> 
 
 
 class TensorFloat32(TorchDispatchMode):
-    """Products of float32 matrices as on a GPU where TF32 is allowed: factors keep 10 bits."""
+    """Products of float32 matrices as on a GPU with TF32: factors keep 10 bits."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "dot"):
@@ -205,7 +207,7 @@ def _rounded(factor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(params=["highest", "high", "medium"])
 def precision(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Set what torch.set_float32_matmul_precision offers, for one test."""
+    """Set a value of torch.set_float32_matmul_precision for one test."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param)
     yield request.param
@@ -240,7 +242,7 @@ def test_products_of_own_values_have_the_precision_of_float32(
 
 @pytest.mark.parametrize(("n", "m", "r"), [(1, 1, 1), (300, 200, 4), (5000, 1100, 3)])
 @pytest.mark.parametrize("subtract", [host_subtract_product, device_subtract_product])
-def test_what_is_subtracted_has_the_precision_of_float32(subtract: Any, n: int, m: int, r: int) -> None:
+def test_subtracted_values_have_the_precision_of_float32(subtract: Any, n: int, m: int, r: int) -> None:
     matrix, p, q = draw(1, n, m), draw(2, n, r), draw(3, m, r)
     expected = matrix.double() - p.double() @ q.double().t()
     with TensorFloat32():
@@ -250,9 +252,7 @@ def test_what_is_subtracted_has_the_precision_of_float32(subtract: Any, n: int, 
 
 @pytest.mark.parametrize("subtract", [host_subtract_product, device_subtract_product])
 @pytest.mark.parametrize("product", [host_product, device_product])
-def test_values_that_are_no_numbers_go_through_products_without_a_warning(
-    product: Any, subtract: Any
-) -> None:
+def test_nan_goes_through_products_without_a_warning(product: Any, subtract: Any) -> None:
     matrix = draw(1, 30, 20)
     matrix[3, 4], matrix[5, 6], matrix[7, :] = float("nan"), float("inf"), 3e38
     factor = draw(2, 20, 2).abs() + 1.0

@@ -1,4 +1,6 @@
-"""Views of a state: of one moment whatever the trainer does meanwhile, and copied only if it does something."""
+"""Views of a state: each shows one moment, whatever the trainer does meanwhile, and is copied only before a
+write.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ def move(state: TrainingState) -> None:
     with state.lock, torch.no_grad():
         for parameter in state.parameters:
             parameter.add_(1.0)
-        state.moved(state.epoch + 1)
+        state.mark_changed(state.epoch + 1)
 
 
 def test_an_undisturbed_view_is_never_copied() -> None:
     state = made()
     expected = bytes(state.snapshot().blob)
     view = state.view()
-    view.hash()
+    view.compute_digests()
     assert b"".join(bytes(view.chunk(index)) for index in range(view.chunks)) == expected
     assert view.digest == state.snapshot().digest
     assert view._blob is None
@@ -42,18 +44,18 @@ def test_an_undisturbed_view_is_never_copied() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 100])
-def test_a_view_is_of_its_moment_whenever_the_write_comes(ahead: int) -> None:
+def test_a_view_shows_its_moment_whenever_the_write_comes(ahead: int) -> None:
     state = made()
     expected, digest = bytes(state.snapshot().blob), state.snapshot().digest
     view = state.view()
     first = bytes(view.chunk(0))
     with state._reading:
-        view.settle_now(ahead)
+        view.complete_copy_locked(ahead)
     move(state)
     move(state)
-    assert view.settled
+    assert view.is_copied
     assert first + b"".join(bytes(view.chunk(index)) for index in range(1, view.chunks)) == expected
-    view.hash()
+    view.compute_digests()
     assert view.digest == digest
     assert view.epoch == 0
     assert state.snapshot().digest != digest
@@ -84,13 +86,13 @@ def test_readers_and_a_trainer_at_the_same_time() -> None:
     try:
         for _ in range(30):
             view = state.view()
-            helper = threading.Thread(target=view.settle, daemon=True)
+            helper = threading.Thread(target=view.complete_copy, daemon=True)
             helper.start()
-            view.hash()
-            view.settle()
+            view.compute_digests()
+            view.complete_copy()
             helper.join(10)
             digest, view._digests = view.digest, ()
-            view.hash()
+            view.compute_digests()
             assert view.digest == digest, "what was read live is what was copied"
             view.close()
     finally:
@@ -101,7 +103,7 @@ def test_readers_and_a_trainer_at_the_same_time() -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr
 )
-def test_without_memory_for_the_copy_readers_are_told_and_the_trainer_goes_on(
+def test_without_memory_for_the_copy_readers_fail_and_the_trainer_continues(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = made()
@@ -110,18 +112,18 @@ def test_without_memory_for_the_copy_readers_are_told_and_the_trainer_goes_on(
     def full(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(view, "_gather", full)
+    monkeypatch.setattr(view, "_copy_live", full)
     move(state)
     assert state.epoch == 1
     with pytest.raises(PeerError, match="open the state again"):
         view.chunk(0)
 
 
-def test_who_may_not_wait_reads_live_memory_unless_a_writer_has_it() -> None:
+def test_a_read_without_waiting_uses_live_memory_unless_a_writer_has_the_lock() -> None:
     state = made()
     expected = bytes(state.snapshot().blob)
     view = state.view()
-    at_once = [view.chunk_at_once(index) for index in range(view.chunks)]
+    at_once = [view.chunk_without_waiting(index) for index in range(view.chunks)]
     assert b"".join(bytes(chunk) for chunk in at_once if chunk is not None) == expected
     held, done = threading.Event(), threading.Event()
 
@@ -133,20 +135,20 @@ def test_who_may_not_wait_reads_live_memory_unless_a_writer_has_it() -> None:
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     assert held.wait(10)
-    assert view.chunk_at_once(0) is None
+    assert view.chunk_without_waiting(0) is None
     done.set()
     writer.join(10)
     view.close()
-    assert view.chunk_at_once(0) is None, "what is closed may have changed"
+    assert view.chunk_without_waiting(0) is None, "what is closed may have changed"
 
 
 @pytest.mark.parametrize("copied", [0, 2, 100])
-def test_what_stands_before_a_chunk_comes_with_it(copied: int) -> None:
+def test_a_prefix_is_prepended_to_a_chunk(copied: int) -> None:
     state = made()
     view = state.view()
     with state._reading:
-        view.settle_now(copied)
+        view.complete_copy_locked(copied)
     for index in range(view.chunks):
         wanted = b"head" + view.chunk(index)
         assert len(view.chunk(index)) == min(CHUNK_BYTES, view.total_bytes - index * CHUNK_BYTES)
-        assert view.chunk(index, b"head") == view.chunk_at_once(index, b"head") == wanted
+        assert view.chunk(index, b"head") == view.chunk_without_waiting(index, b"head") == wanted

@@ -1,1 +1,1 @@
-"""Progress reports and their sums, without I/O or clock."""
+"""Pure logic of the progress of epochs: no I/O, time passed in."""

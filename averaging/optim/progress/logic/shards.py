@@ -1,16 +1,17 @@
-"""Progress of large runs at O(log N) a peer: shards of about 32 members, sums that three of each shard sign,
-and a tree of sums above.
+"""Progress of large runs at a cost of O(log N) per peer: shards of about 32 members, sums that three
+members of each shard sign, and a tree of sums above.
 
-A member reads and writes one dictionary of bounded size, that of its shard. In it stand the members' claims,
-as in a small run, and in the claims of three of them, the shard's aggregators, what the whole run adds up to.
-These three put the shard's sum into the dictionary of the node above, where the sums of up to 32 children
-stand; of its writers three are in turn its aggregators, and so on up to the root. So totals come down the way
-that sums go up. Whoever reads takes the median of three: one liar among three changes nothing.
+A member reads and writes one dictionary of bounded size, that of its shard. It contains the members'
+reports, as in a small run, and, in the records of three members, the shard's aggregators, the total of the
+whole run. These three write the shard's sum into the dictionary of the parent node, next to the sums of its
+other children, up to 32. Three of the writers there are in turn the node's aggregators, and so on up to the
+root. Totals come down on the same way that sums go up. A reader takes the median of three, so that one liar
+among three changes nothing.
 
-Who is in which shard, and who aggregates, follows from hashes and the dictionary alone; the latter changes
-with every period, so that a majority of liars in one shard does not last. What they could claim even then is
-bounded: no more members than a shard can have, and no higher rate than `rate_ratio_max` times the median of
-all shards. Pure; times are seconds of the swarm's clock.
+Members and aggregators of a shard follow from hashes and the dictionary alone; aggregators change with
+every period, so that a majority of liars among them does not last. Their influence is bounded even then: a
+shard counts at most its maximum of members, and at most `rate_ratio_max` times the median rate of all
+shards. Pure; times are seconds of the swarm's clock.
 """
 
 from __future__ import annotations
@@ -31,41 +32,43 @@ from averaging.optim.progress.logic.reports import (
 from swarm.core.ids import PeerId
 
 FLAT_MAX = 64  # peers that share one dictionary
-SHARD_MEMBERS = 32  # that a shard has when the number of shards is chosen
-SHARD_MEMBERS_MAX = 128  # no more count for one shard, whatever is claimed
+SHARD_MEMBERS = 32  # nominal size when the number of shards is chosen
+SHARD_MEMBERS_MAX = 128  # members of one shard that count at most
 FANOUT_BITS = 5  # 32 children under a node
 AGGREGATORS = 3
-PERIOD_S = 600.0  # for which the same three aggregate
-_ABOVE, _BELOW = 1.5, 0.375  # times SHARD_MEMBERS: a mean shard beyond these is split or merged
+PERIOD_S = 600.0  # how long the same three peers aggregate
+_ABOVE, _BELOW = 1.5, 0.375  # times SHARD_MEMBERS: a mean shard size beyond these leads to a split or merge
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A place in the tree: the members whose hash begins with these bits. Sharded into 2^bits, level 0 are
-    the shards.
+    """A node of the tree: the members whose hash begins with `prefix`. With 2^bits shards, the nodes of
+    level 0 are the shards.
     """
 
-    bits: int  # that name a shard
+    bits: int  # number of bits that identify a shard
     level: int
     prefix: int  # the first `length` bits
 
     @property
     def length(self) -> int:
+        """Return the number of bits in the prefix."""
         return max(self.bits - self.level * FANOUT_BITS, 0)
 
     @property
     def is_root(self) -> bool:
+        """Return whether this is the root."""
         return self.length == 0
 
     @property
     def parent(self) -> TreeNode:
-        """Where the sum of this one goes; the root's parent is itself."""
+        """Return the node that the sum of this one goes to; the root is its own parent."""
         above = TreeNode(self.bits, self.level + 1, 0)
         return self if self.is_root else replace(above, prefix=self.prefix >> (self.length - above.length))
 
     @property
     def name(self) -> str:
-        """Of its dictionary, within the run's namespace."""
+        """Return the name of the node's dictionary within the run's namespace."""
         if self.bits == 0:
             return "progress"
         return (
@@ -75,24 +78,25 @@ class TreeNode:
         )
 
     def holds(self, place: int) -> bool:
-        """Is this a member below the node, by its hash?"""
+        """Return whether a member with this hash is below the node."""
         return place >> (64 - self.length) == self.prefix if self.length else True
 
 
 def place_of(run: str, peer: PeerId) -> int:
-    """64 bits that say in which shards of a run a peer is."""
+    """Return the 64-bit hash that decides in which shards of a run a peer is."""
     return int.from_bytes(
         hashlib.sha256(b"swarm shard\0" + run.encode() + b"\0" + peer.to_bytes()).digest()[:8], "big"
     )
 
 
 def shard_of(run: str, peer: PeerId, bits: int) -> TreeNode:
+    """Return the shard of a peer in a run with 2^bits shards."""
     return TreeNode(bits, 0, place_of(run, peer) >> (64 - bits) if bits else 0)
 
 
 def bits_for(peers: int, bits: int) -> int:
-    """How finely a run of so many peers is to be divided, given how finely it is: it changes only when shards
-    are far from their size.
+    """Return how finely a run of this many peers is to be divided, given the present division: it changes
+    only when shards are far from their nominal size.
     """
     wanted = 0 if peers <= FLAT_MAX else max(math.ceil(math.log2(peers / SHARD_MEMBERS)), 1)
     if bits == 0:
@@ -104,53 +108,57 @@ def bits_for(peers: int, bits: int) -> int:
 
 
 def aggregators(node: TreeNode, run: str, writers: Iterable[PeerId], now_s: float) -> list[PeerId]:
-    """Which three of those who write to a node's dictionary add it up: the lowest by a hash that changes with
-    the period.
+    """Return the three aggregators among the writers of a node's dictionary: the lowest by a hash that
+    changes with the period.
     """
     context = f"{run}\0{node.name}\0{int(now_s // PERIOD_S)}\0".encode()
     return sorted(writers, key=lambda peer: hashlib.sha256(context + peer.to_bytes()).digest())[:AGGREGATORS]
 
 
 def enough_of(peers: int) -> int:
-    """So many peers' word moves the epoch: a third of them, and two at least where there are more than two."""
+    """Return how many peers must report an epoch for it to count as reached: a third of them, and at least
+    two where there are more than two.
+    """
     return 1 if peers <= 2 else max(2, math.ceil(peers / 3))
 
 
-def epoch_of(claimed: Iterable[tuple[int, int]]) -> int:
-    """The highest epoch that enough claim to have reached; (epoch, how many are in it)."""
-    ordered = sorted(claimed, reverse=True)
-    wanted, heard = enough_of(sum(count for _, count in ordered)), 0
+def epoch_of(reported: Iterable[tuple[int, int]]) -> int:
+    """Return the highest epoch that enough peers report to have reached. `reported` yields (epoch, number of
+    peers in it).
+    """
+    ordered = sorted(reported, reverse=True)
+    wanted, count_so_far = enough_of(sum(count for _, count in ordered)), 0
     for epoch, count in ordered:
-        heard += count
-        if heard >= wanted:
+        count_so_far += count
+        if count_so_far >= wanted:
             return epoch
     return 0
 
 
-def sum_of_claims(
-    claims: Mapping[PeerId, ProgressReport], now_s: float, config: ProgressConfig
+def sum_of_reports(
+    reports: Mapping[PeerId, ProgressReport], now_s: float, config: ProgressConfig
 ) -> ProgressTotal:
-    """What a shard's members add up to. Each counts with no more than `rate_ratio_max` times the median rate
+    """Return the sum of a shard's reports. Each counts with at most `rate_ratio_max` times the median rate
     since the epoch began.
     """
-    epoch = epoch_of((claim.epoch, 1) for claim in claims.values())
-    there = [claim for claim in claims.values() if claim.epoch == epoch]
-    since_s = statistics.median_low([claim.since_s for claim in there]) if there else now_s
-    rates = [claim.rate for claim in claims.values() if claim.rate > 0]
+    epoch = epoch_of((report.epoch, 1) for report in reports.values())
+    there = [report for report in reports.values() if report.epoch == epoch]
+    since_s = statistics.median_low([report.since_s for report in there]) if there else now_s
+    rates = [report.rate for report in reports.values() if report.rate > 0]
     median_rate = statistics.median_low(rates) if rates else 0.0
     rate_max = config.rate_ratio_max * median_rate if len(rates) >= 3 else math.inf
     samples = 0.0
-    for claim in there:
-        training_s = max(0.0, claim.at_s - since_s) + config.slack_s
-        counted = min(float(claim.samples), rate_max * training_s)
-        silent_s = min(max(0.0, now_s - claim.at_s), config.extrapolation_s_max)
-        samples += counted + min(min(claim.rate, rate_max) * silent_s, counted)
-    rate = sum(min(claim.rate, rate_max) for claim in claims.values())
+    for report in there:
+        training_s = max(0.0, report.at_s - since_s) + config.slack_s
+        counted = min(float(report.samples), rate_max * training_s)
+        silent_s = min(max(0.0, now_s - report.at_s), config.extrapolation_s_max)
+        samples += counted + min(min(report.rate, rate_max) * silent_s, counted)
+    rate = sum(min(report.rate, rate_max) for report in reports.values())
     return ProgressTotal(
         epoch=epoch,
         samples=min(samples, float(SAMPLES_MAX)),
         rate=rate,
-        peers=len(claims),
+        peers=len(reports),
         median_rate=median_rate,
         at_s=now_s,
         since_s=min(since_s, now_s),
@@ -158,8 +166,11 @@ def sum_of_claims(
 
 
 def median_of(sums: Sequence[ProgressTotal]) -> ProgressTotal | None:
-    """The middle one of three, each number by itself; of two the lower, so that one liar beside a dead peer
-    adds nothing. Of one, that one, as two peers: a shard with more has more aggregators.
+    """Return the median of three totals, each number separately; of two the lower, so that one liar beside
+    a failed peer adds nothing.
+
+    A single total is reduced to two peers: a larger shard would have more aggregators. Returns None for an
+    empty sequence.
     """
     if not sums:
         return None
@@ -173,8 +184,8 @@ def median_of(sums: Sequence[ProgressTotal]) -> ProgressTotal | None:
     at_s = low([one.at_s for one in sums])
     return ProgressTotal(
         epoch=epoch,
-        # of an aggregator that is an epoch behind nothing is known about this one, of one that is ahead all
-        # of it is done
+        # an aggregator that is an epoch behind knows nothing about this one; for one that is ahead it is
+        # complete
         samples=low(
             [one.samples if one.epoch == epoch else 0.0 if one.epoch < epoch else math.inf for one in there]
         ),
@@ -190,10 +201,10 @@ def median_of(sums: Sequence[ProgressTotal]) -> ProgressTotal | None:
 def sum_of_children(
     children: Mapping[int, Sequence[ProgressTotal]], level: int, now_s: float, config: ProgressConfig
 ) -> ProgressTotal:
-    """What a node's children add up to: of each the median of its three, and of all no more than the rates of
-    the others make likely.
+    """Return the sum of a node's children: for each the median of its three totals, limited by the rates of
+    the others.
 
-    `children`: by prefix, the sums of those who aggregate it. `level`: of the node.
+    `children`: by prefix, the totals of a child's aggregators. `level`: of the node.
     """
     found = [one for one in (median_of(sums) for sums in children.values()) if one is not None]
     members_max = SHARD_MEMBERS_MAX << (FANOUT_BITS * (level - 1))
@@ -206,7 +217,7 @@ def sum_of_children(
     rate_max = config.rate_ratio_max * median_rate if len(rates) >= 3 else math.inf
     samples = rate = 0.0
     for one in found:
-        limit = rate_max * one.peers if one.peers else 0.0  # a shard of nobody is none
+        limit = rate_max * one.peers if one.peers else 0.0  # a shard without members has no rate
         rate += min(one.rate, limit)
         if one.epoch == epoch:
             training_s = max(0.0, one.at_s - since_s) + config.slack_s
@@ -227,10 +238,10 @@ def sum_of_children(
 def children_of(
     node: TreeNode, run: str, written: Mapping[PeerId, tuple[int, ProgressTotal]], now_s: float
 ) -> dict[int, list[ProgressTotal]]:
-    """The sums in a node's dictionary that count: of each child those of its aggregators, who are below it by
-    their hash.
+    """Return the totals in a node's dictionary that count, by child: those of the child's aggregators,
+    which must be below it by their hash.
 
-    `written`: by writer, the child's prefix and its sum.
+    `written`: by writer, the child's prefix and its total.
     """
     by_child: dict[int, list[PeerId]] = {}
     for writer, (prefix, _) in written.items():

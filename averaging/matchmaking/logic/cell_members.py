@@ -1,7 +1,5 @@
-"""Who is in which cell of the grid, as peers told the holder that all of them choose for their cell
+"""The members of grid cells, as known to a host: a peer that every member of the cell chooses and reports to
 (`averaging.matchmaking.service.cells`).
-
-Pure; time is a parameter.
 """
 
 from __future__ import annotations
@@ -11,8 +9,8 @@ from dataclasses import dataclass
 
 from swarm.core.ids import Contact, PeerId
 
-PEERS_MAX = 4096  # remembered; the longest silent goes first
-MATES_MAX = 64  # named in one answer; the latest first
+PEERS_MAX = 4096  # remembered; the entry that was not renewed for the longest time is dropped first
+CELL_MEMBERS_MAX = 64  # in one reply; the latest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +21,8 @@ class _Entry:
     until_s: float
 
 
-class Roster:
-    """Each peer is in one place: where it said last that it is."""
+class CellMembers:
+    """Table of which peer is in which place. Each peer is in one place, the one it reported last."""
 
     def __init__(self, lifetime_s: float) -> None:
         self._lifetime_s = lifetime_s
@@ -32,7 +30,9 @@ class Roster:
         self._places: dict[str, OrderedDict[PeerId, None]] = {}
 
     def enter(self, contact: Contact, place: str, turn: int, now_s: float) -> None:
-        """It is there, or will be after its round. An older word than its last changes nothing."""
+        """Record that the peer is at `place`, or will be after its round. A report with an older turn than
+        the last one is ignored.
+        """
         peer_id = contact.peer_id
         before = self._entries.get(peer_id)
         if before is not None and before.turn > turn and before.until_s > now_s:
@@ -44,13 +44,15 @@ class Roster:
             self._drop(next(iter(self._entries)))
 
     def leave(self, peer_id: PeerId, place: str, turn: int) -> None:
-        """It is no longer there, unless it came back meanwhile."""
+        """Remove the peer from `place`, unless a newer report put it there again."""
         entry = self._entries.get(peer_id)
         if entry is not None and entry.place == place and entry.turn <= turn:
             self._drop(peer_id)
 
-    def mates(self, place: str, asker: PeerId, now_s: float) -> list[Contact]:
-        """Who else is there."""
+    def members_at(self, place: str, asker: PeerId, now_s: float) -> list[Contact]:
+        """Return the contacts of the other peers at `place`, latest first, at most `CELL_MEMBERS_MAX`.
+        Expired entries are removed.
+        """
         found: list[Contact] = []
         for peer_id in list(reversed(self._places.get(place, ()))):
             entry = self._entries[peer_id]
@@ -58,7 +60,7 @@ class Roster:
                 self._drop(peer_id)
             elif peer_id != asker:
                 found.append(entry.contact)
-            if len(found) >= MATES_MAX:
+            if len(found) >= CELL_MEMBERS_MAX:
                 break
         return found
 
@@ -69,7 +71,7 @@ class Roster:
         entry = self._entries.pop(peer_id, None)
         if entry is None:
             return
-        there = self._places[entry.place]
-        del there[peer_id]
-        if not there:
+        members = self._places[entry.place]
+        del members[peer_id]
+        if not members:
             del self._places[entry.place]

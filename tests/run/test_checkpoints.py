@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written because the device, and not the disk, failed."""
+"""Checkpoints that cannot be written because the device failed, and not the disk."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
 from swarm.run.events import Event, Notice
-from swarm.run.saving import CheckpointConfig, Saver
 
 
 class View:
@@ -40,17 +40,17 @@ class FakeOptimizer:
         (MemoryError(), "MemoryError"),
     ],
 )
-def test_a_checkpoint_of_a_device_that_failed_is_told_and_leaves_no_file(
+def test_a_checkpoint_that_a_failed_device_prevents_is_reported_and_leaves_no_file(
     error: BaseException, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr("averaging.optim.state.checkpoint.write", failing)
-    told: list[Event] = []
+    emitted: list[Event] = []
     optimizer: Any = FakeOptimizer()
-    # which writes the last one, and waits for it
-    Saver(CheckpointConfig(folder=tmp_path), [], {}, told.append).close(optimizer)
-    assert told == [Notice(text=f"the checkpoint of epoch 4 was not written: {why}")]
+    # `close` writes a last checkpoint and waits for it
+    CheckpointWriter(CheckpointConfig(folder=tmp_path), [], {}, emitted.append).close(optimizer)
+    assert emitted == [Notice(text=f"the checkpoint of epoch 4 was not written: {why}")]
     assert optimizer.view.closed
     assert list(tmp_path.iterdir()) == []

@@ -1,9 +1,9 @@
-"""The copy on disk that a member keeps of its run's specification, so that the run outlives both its founder
-and the swarm's memory.
+"""Copies of run specifications on the disk of a member, so that a run outlives the peer that created it and
+the records of the DHT.
 
-The DHT forgets a specification an hour after its last member left. Who took part before and comes back has it
-here, and stores it again. What lies on disk is believed no more than what comes from the network: it is the
-owner's signature that counts.
+The DHT forgets a specification an hour after the last member left. A former member that comes back has a copy
+here and publishes it again. A copy on disk is trusted no more than one from the network: only the owner's
+signature counts.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from swarm.run.specification import SPECIFICATION_BYTES_MAX, SignedSpecification
 
 _log = logging.getLogger(__name__)
 
-KEPT_MAX = 64  # runs; of more, the one that was written longest ago goes
+SPECIFICATIONS_MAX = 64  # runs; above this, the copies that were written longest ago are deleted
 _SUFFIX = ".specification"
 _RUN_ID = re.compile(r"[a-z2-7]{20}")
 
 
-class KeptSpecifications:
-    """A folder with a file per run. It blocks; what goes wrong with the disk is logged, since no run must end
-    by it.
+class SpecificationStore:
+    """A folder with one file per run.
+
+    Calls block on the disk. Disk errors are logged and not raised, since a full disk must not end a run.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def save(self, signed: SignedSpecification) -> None:
-        """Keep this version, unless a later one is kept already."""
-        kept = self.load(signed.run_id)
+        """Save this version, unless a newer one is stored already."""
+        stored = self.load(signed.run_id)
         try:
-            if kept is None or newest([kept, signed]) != kept:
+            if stored is None or newest([stored, signed]) != stored:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 write_private(self._file(signed.run_id), signed.blob)
-            for file in sorted(self._files(), key=lambda file: file.stat().st_mtime_ns)[:-KEPT_MAX]:
+            for file in sorted(self._files(), key=lambda file: file.stat().st_mtime_ns)[:-SPECIFICATIONS_MAX]:
                 file.unlink(missing_ok=True)
         except OSError as error:
             _log.warning(
-                "the specification of %s cannot be kept in %s: %s", signed.full_name, self._folder, error
+                "the specification of %s cannot be saved in %s: %s", signed.full_name, self._folder, error
             )
 
     def load(self, run_id: str) -> SignedSpecification | None:
-        """The copy of one run; None when there is none, or none that its owner signed."""
+        """Return the copy of one run, or None if there is none that its owner signed."""
         if not _RUN_ID.fullmatch(run_id):
             return None
         file = self._file(run_id)
@@ -56,15 +57,15 @@ class KeptSpecifications:
         except FileNotFoundError:
             return None
         except (OSError, PeerError) as error:
-            _log.warning("the kept specification %s is passed over: %s", file, error)
+            _log.warning("the stored specification %s is ignored: %s", file, error)
             return None
 
     def all(self) -> list[SignedSpecification]:
-        """Every run of which there is a good copy."""
+        """Return the valid copies of all runs."""
         try:
-            files = sorted(self._files())[:KEPT_MAX]
+            files = sorted(self._files())[:SPECIFICATIONS_MAX]
         except OSError as error:
-            _log.warning("the kept specifications in %s cannot be listed: %s", self._folder, error)
+            _log.warning("the stored specifications in %s cannot be listed: %s", self._folder, error)
             return []
         found = (self.load(file.name.removesuffix(_SUFFIX)) for file in files)
         return [signed for signed in found if signed is not None]

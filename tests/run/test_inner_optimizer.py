@@ -1,11 +1,11 @@
-"""The inner optimizer is the one that the specification describes."""
+"""The inner optimizer and its schedule follow the specification."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from swarm.run.inner import build_optimizer, rate_factor, schedule_factory
+from swarm.run.inner_optimizer import build_optimizer, rate_factor, schedule_factory
 from swarm.run.specification import OptimizerChoice, Schedule
 
 
@@ -34,11 +34,11 @@ def test_warm_up_rises_to_one_and_the_cosine_falls_to_its_end() -> None:
     assert factors[4:] == sorted(factors[4:], reverse=True)
 
 
-def test_a_constant_rate_stays() -> None:
+def test_a_constant_rate_does_not_change() -> None:
     assert [rate_factor(Schedule(), epoch) for epoch in (0, 1, 10_000)] == [1.0, 1.0, 1.0]
 
 
-def test_the_scheduler_is_torchs_and_has_a_state() -> None:
+def test_the_scheduler_is_a_torch_scheduler_with_a_state() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     scheduler = schedule_factory(Schedule(warmup_epochs=1))(optimizer)
     assert optimizer.param_groups[0]["lr"] == 1.0
@@ -48,7 +48,7 @@ def test_the_scheduler_is_torchs_and_has_a_state() -> None:
     assert scheduler.state_dict()["last_epoch"] == 1
 
 
-def test_what_is_stepped_on_is_clipped_and_shorter_gradients_are_left_alone() -> None:
+def test_long_gradients_are_clipped_before_the_step_and_short_ones_are_not() -> None:
     model = torch.nn.Linear(4, 1, bias=False)
     optimizer = build_optimizer(
         model, OptimizerChoice(name="sgd", learning_rate=1.0, momentum=0.0, clip_norm=1.0)

@@ -1,4 +1,4 @@
-"""What a peer writes of its own progress and when, and whose word it reads."""
+"""Progress records in the DHT: when a peer writes its own, and which records of others it reads."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, cast
 
 from averaging.optim.admission import Blocklist
 from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
-from averaging.optim.progress.records import ClaimRecords
+from averaging.optim.progress.records import ProgressRecords
 from averaging.optim.progress.tree import Tree
 from swarm.core.errors import NetworkError
 from swarm.core.ids import Address, Contact, Key, PeerId
 from swarm.dht.logic.records import Entry
 from swarm.dht.service.dht_service import DhtService
 
-CONFIG = ProgressConfig(claim_ttl_s=15.0, peers_max=2)
-CLAIM = ProgressReport(epoch=3, samples=100, rate=10.0, at_s=1000.0, since_s=990.0)
+CONFIG = ProgressConfig(report_ttl_s=15.0, peers_max=2)
+REPORTED = ProgressReport(epoch=3, samples=100, rate=10.0, at_s=1000.0, since_s=990.0)
 
 
 def contact(number: int) -> Contact:
@@ -25,7 +25,7 @@ def contact(number: int) -> Contact:
 
 def entry(number: int, **changes: Any) -> Entry:
     value = {
-        **CLAIM.encode(),
+        **REPORTED.encode(),
         "addresses": [address.multiaddr for address in contact(number).addresses],
         **changes,
     }
@@ -35,7 +35,7 @@ def entry(number: int, **changes: Any) -> Entry:
 
 
 class Dht:
-    """Keeps what is stored, by time."""
+    """A DHT that keeps stored values with their time."""
 
     def __init__(self) -> None:
         self.stored: list[tuple[float, dict[str, Any]]] = []
@@ -62,20 +62,20 @@ class Dht:
         return self.found
 
 
-def records_of(dht: Dht) -> ClaimRecords:
+def records_of(dht: Dht) -> ProgressRecords:
     service = cast(DhtService, dht)
-    return ClaimRecords(
+    return ProgressRecords(
         lambda: contact(1), service, dht, Tree(service, "run", contact(1).peer_id, CONFIG, 1000.0), CONFIG
     )
 
 
-def test_a_record_is_written_when_it_says_something_new_or_a_third_of_its_life_is_over() -> None:
+def test_a_record_is_written_when_it_is_new_or_a_third_of_its_ttl_is_over() -> None:
     dht = Dht()
     records = records_of(dht)
 
-    async def publish(at_s: float, claim: ProgressReport = CLAIM) -> None:
+    async def publish(at_s: float, report: ProgressReport = REPORTED) -> None:
         dht.now_s = at_s
-        await records.publish(claim)
+        await records.publish(report)
 
     async def scenario() -> None:
         await publish(1000.0)
@@ -84,35 +84,35 @@ def test_a_record_is_written_when_it_says_something_new_or_a_third_of_its_life_i
         await publish(1005.0)
         assert len(dht.stored) == 2, "it expires after 15 s"
         assert dht.stored[-1][1]["at"] == 1005.0, "who has not moved still lives"
-        await publish(1005.1, replace(CLAIM, samples=101))
+        await publish(1005.1, replace(REPORTED, samples=101))
         assert [at_s for at_s, _ in dht.stored] == [1000.0, 1005.0, 1005.1]
-        records.moved()
-        await publish(1005.2, replace(CLAIM, samples=101))
+        records.invalidate()
+        await publish(1005.2, replace(REPORTED, samples=101))
         assert len(dht.stored) == 4
         dht.works = False
-        await publish(1006.0, replace(CLAIM, samples=102))
+        await publish(1006.0, replace(REPORTED, samples=102))
         dht.works = True
-        await publish(1006.1, replace(CLAIM, samples=102))
+        await publish(1006.1, replace(REPORTED, samples=102))
         assert len(dht.stored) == 5, "what was not written is tried again"
 
     asyncio.run(scenario())
 
 
-def test_only_what_was_written_is_withdrawn() -> None:
+def test_only_a_written_record_is_withdrawn() -> None:
     dht = Dht()
     records = records_of(dht)
 
     async def scenario() -> None:
         await records.withdraw(1.0)
         assert dht.deleted == 0
-        await records.publish(CLAIM)
+        await records.publish(REPORTED)
         await records.withdraw(1.0)
         assert dht.deleted == 1
 
     asyncio.run(scenario())
 
 
-def test_whom_the_owner_banned_is_not_read() -> None:
+def test_records_of_banned_peers_are_not_read() -> None:
     dht = Dht()
     records = records_of(dht)
 
@@ -126,10 +126,10 @@ def test_whom_the_owner_banned_is_not_read() -> None:
     asyncio.run(scenario())
 
 
-def test_claims_of_others_that_are_well_formed() -> None:
+def test_only_well_formed_reports_are_read() -> None:
     dht = Dht()
     records = records_of(dht)
-    heard, newcomers = records.claims(
+    heard, newcomers = records.reports(
         [
             entry(1),
             entry(2),
@@ -138,16 +138,16 @@ def test_claims_of_others_that_are_well_formed() -> None:
             entry(5, addresses=7),
         ]
     )
-    assert heard == [(contact(2).peer_id, CLAIM, 1015.0)]
+    assert heard == [(contact(2).peer_id, REPORTED, 1015.0)]
     assert newcomers == [contact(2).peer_id]
-    _, newcomers = records.claims([entry(2), entry(6)])
+    _, newcomers = records.reports([entry(2), entry(6)])
     assert newcomers == [contact(6).peer_id]
 
 
-def test_contacts_of_those_who_are_gone_are_kept_while_there_is_room() -> None:
+def test_contacts_of_peers_that_left_are_kept_while_there_is_room() -> None:
     records = records_of(Dht())
-    records.claims([entry(2), entry(3)])
-    records.claims([entry(2)])
+    records.reports([entry(2), entry(3)])
+    records.reports([entry(2)])
     assert records.contacts.keys() == {contact(2).peer_id, contact(3).peer_id}
-    records.claims([entry(2), entry(4)])
+    records.reports([entry(2), entry(4)])
     assert records.contacts.keys() == {contact(2).peer_id, contact(4).peer_id}

@@ -1,5 +1,6 @@
-"""The inner optimizer and its schedule, as a specification describes them: the same on every member, so that
-their states fit.
+"""Build the inner optimizer and its learning-rate schedule from a specification.
+
+Every member builds the same optimizer, so that their states are compatible.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from swarm.run.specification import OptimizerChoice, Schedule
 
 
 def build_optimizer(model: torch.nn.Module, choice: OptimizerChoice) -> torch.optim.Optimizer:
-    """The named optimizer over all of the model's parameters. Matrices decay, vectors (norms, biases) do not."""
+    """Return the named optimizer over all parameters of the model.
+
+    Weight decay applies to matrices and not to vectors (norms, biases).
+    """
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
@@ -34,8 +38,8 @@ def build_optimizer(model: torch.nn.Module, choice: OptimizerChoice) -> torch.op
 
 
 def _clip(optimizer: torch.optim.Optimizer, norm: float) -> None:
-    """Clip what the optimizer steps on. In a run that is the swarm's average, the same on every member, so
-    they stay equal.
+    """Clip the gradient before each step. It is the swarm's average and the same on all members, so their
+    parameters stay equal.
     """
 
     def before_step(stepping: torch.optim.Optimizer, arguments: object, options: object) -> None:
@@ -47,12 +51,12 @@ def _clip(optimizer: torch.optim.Optimizer, norm: float) -> None:
 
 
 def schedule_factory(choice: Schedule) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """A factory of the scheduler that the swarm's optimizer steps once per epoch."""
+    """Return a factory of the scheduler that `swarm.Optimizer` steps once per epoch."""
     return lambda optimizer: LambdaLR(optimizer, lambda epoch: rate_factor(choice, epoch))
 
 
 def rate_factor(choice: Schedule, epoch: int) -> float:
-    """By what the learning rate is multiplied in an epoch (0 is the first)."""
+    """Return the factor of the learning rate in an epoch. The first epoch is 0."""
     if epoch < choice.warmup_epochs:
         return (epoch + 1) / (choice.warmup_epochs + 1)
     if choice.name == "constant" or choice.total_epochs is None:

@@ -1,4 +1,6 @@
-"""What taking part will mean: who trains a run already, at what pace, and what traffic follows from it."""
+"""Estimate the traffic of a run before joining it, from its specification and the progress that its members
+report.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +25,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunEstimate:
-    """The pace of a run, from what its volunteers claim at the moment."""
+    """Size and throughput of a run, as its volunteers report them now."""
 
     peers: int
     samples_per_s: float
     epoch: int
 
 
-async def look(
+async def estimate_run(
     dht: DhtService, run_id: str, own: PeerId, clock: Clock, *, timeout_s: float = 5.0
 ) -> RunEstimate:
-    """Read the progress records of a run; malformed ones are passed over."""
+    """Sum up the progress reports of a run without this peer's own. Malformed reports are ignored."""
     found = await dht.get(Key(f"run.{run_id}", "progress"), latest=True, timeout_s=timeout_s)
-    claims = []
+    reports = []
     for entry in found.values() if isinstance(found, dict) else ():
         if isinstance(entry, Entry) and entry.writer != own:
             try:
-                claims.append(ProgressReport.decode(entry.value, clock.swarm_s(), ProgressConfig()))
+                reports.append(ProgressReport.decode(entry.value, clock.swarm_s(), ProgressConfig()))
             except PeerError:
                 continue
     return RunEstimate(
-        len(claims), sum(claim.rate for claim in claims), max((claim.epoch for claim in claims), default=0)
+        len(reports),
+        sum(report.rate for report in reports),
+        max((report.epoch for report in reports), default=0),
     )
 
 
-async def members(dht: DhtService, run_id: str, *, timeout_s: float = 5.0) -> list[Contact]:
-    """Peers that train a run and can be called."""
+async def read_members(dht: DhtService, run_id: str, *, timeout_s: float = 5.0) -> list[Contact]:
+    """Return the contacts of peers that train a run and accept calls."""
     found = await dht.get(Key(f"run.{run_id}", "progress"), latest=True, timeout_s=timeout_s)
     contacts = []
     for entry in found.values() if isinstance(found, dict) else ():
@@ -58,16 +62,16 @@ async def members(dht: DhtService, run_id: str, *, timeout_s: float = 5.0) -> li
     return [contact for contact in contacts if contact.addresses]
 
 
-def round_bytes(specification: RunSpecification, described: TaskDescription, peers: int) -> int:
-    """What one of `peers` volunteers sends in an average epoch, and as much receives.
+def round_bytes(specification: RunSpecification, description: TaskDescription, peers: int) -> int:
+    """Return how many bytes one of `peers` volunteers sends in a mean epoch. It receives as much.
 
-    That is a butterfly all-reduce of what the mode averages, and now and then of the state. A lone peer sends
-    nothing: two are assumed at least.
+    An epoch is a butterfly all-reduce of the values that the mode averages, plus a share of the less frequent
+    average of the state. A single peer would send nothing, so at least two peers are assumed.
     """
-    mode, parameters = specification.mode, described.parameters
+    mode, parameters = specification.mode, description.parameters
     members = 2 if mode.name == "gossip" else max(2, min(peers, specification.target_group_size))
     share = 2 * (members - 1) / members
-    epochs = epoch_bytes(specification, described)
+    epochs = epoch_bytes(specification, description)
     every = specification.state_sync_epochs or mode.state_sync_epochs
     state = (
         parameters * 4 * (1 + mode.statistics(specification.optimizer.name)) / every
@@ -77,16 +81,16 @@ def round_bytes(specification: RunSpecification, described: TaskDescription, pee
     return int(share * (epochs + state))
 
 
-def epoch_bytes(specification: RunSpecification, described: TaskDescription) -> int:
-    """Return the size of what the mode averages in one epoch, encoded."""
+def epoch_bytes(specification: RunSpecification, description: TaskDescription) -> int:
+    """Return the encoded size of the values that the mode averages in one epoch."""
     mode, strategy, codec, parameters = (
         specification.mode,
         specification.strategy,
         specification.codec,
-        described.parameters,
+        description.parameters,
     )
     if strategy is not None:
-        factored = Factoring.of(described.shapes or [(parameters,)], strategy.build())
+        factored = Factoring.of(description.shapes or [(parameters,)], strategy.build())
         vectors = (factored.first_numel, factored.second_numel)
         return sum(resolve(codec, "parameter", elements).encoded_bytes(elements) for elements in vectors)
     elements = 2 * parameters if mode.name == "gossip" else -(-parameters // (mode.streaming or 1))
@@ -94,17 +98,15 @@ def epoch_bytes(specification: RunSpecification, described: TaskDescription) -> 
 
 
 def bytes_per_hour(
-    specification: RunSpecification, described: TaskDescription, outlook: RunEstimate
+    specification: RunSpecification, description: TaskDescription, run: RunEstimate
 ) -> float | None:
-    """Expected traffic each way, if this machine adds as much as the others do on average; None when nobody's
-    pace is known.
+    """Return the expected traffic in each direction, or None if no peer reports a throughput.
+
+    Assumes that this machine trains at the mean pace of the others.
     """
-    if outlook.samples_per_s <= 0:
+    if run.samples_per_s <= 0:
         return None
-    rate = outlook.samples_per_s * (outlook.peers + 1) / outlook.peers
+    rate = run.samples_per_s * (run.peers + 1) / run.peers
     return (
-        3600
-        * rate
-        / specification.target_batch_size
-        * round_bytes(specification, described, outlook.peers + 1)
+        3600 * rate / specification.target_batch_size * round_bytes(specification, description, run.peers + 1)
     )

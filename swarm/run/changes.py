@@ -1,9 +1,9 @@
-"""How an owner's change reaches the members of a running run within seconds: whoever learns of a newer
-version tells some others, once.
+"""Change a running run: the owner signs the next version of its specification, and the members gossip it.
 
-A version is believed because its owner signed it, whoever brings it, and only if it is higher than the one
-that is followed: so it travels through the swarm like a rumour and then stops. Members that it does not reach
-find it in the DHT within minutes (`RunDirectory.keep`).
+A member that receives a newer version forwards it once to some other members, so that it reaches the swarm
+within seconds. A version is accepted only if the owner signed it and it is higher than the current one, so
+the gossip ends. Members that it does not reach find the version in the DHT within minutes
+(`RunDirectory.renew`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ CHANGE = Method(
     request_bytes_max=64 << 10,
     reply_bytes_max=256,
 )
-# members told by each who learns of a version: in expectation all of them hear of it, in log8(N) times a call
+# The number of members to which each member forwards a new version. In expectation it reaches all N members,
+# within log8(N) calls.
 FANOUT = 8
 _CALL_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerServices:
-    """What following needs of a node."""
+    """The services of a node that a `RunFollower` uses."""
 
     handlers: Handlers
     caller: Caller
@@ -47,7 +48,7 @@ class FollowerServices:
 
 
 class RunFollower:
-    """A member's part, on the network loop. One per node."""
+    """Follows the versions of one run's specification, on the network loop. One per node."""
 
     def __init__(
         self,
@@ -56,19 +57,17 @@ class RunFollower:
         members: Callable[[], Sequence[Contact]],
         on_newer: Callable[[SignedSpecification], None],
     ) -> None:
-        """`members`: of the run, as far as they are known here. `on_newer` is told every version that is
-        higher than the last.
-        """
+        """`members` returns the known members of the run. `on_newer` is called with each newer version."""
         self.signed = signed
         self._services, self._members, self._on_newer = services, members, on_newer
         services.handlers.unary(CHANGE, self._on_change)
 
     async def run(self) -> None:
-        """Keep the specification where others find it, and look there for newer ones, until cancelled."""
-        await self._services.directory.keep(self.signed, self.take, lambda: self.signed)
+        """Renew the specification in the DHT and look there for newer versions, until cancelled."""
+        await self._services.directory.renew(self.signed, self.accept, lambda: self.signed)
 
-    async def take(self, signed: SignedSpecification) -> None:
-        """A genuine version: followed, kept and told on if it is newer."""
+    async def accept(self, signed: SignedSpecification) -> None:
+        """Follow, save and forward a valid version if it is newer than the current one."""
         if (
             signed.run_id != self.signed.run_id
             or newest([self.signed, signed]) == self.signed
@@ -79,7 +78,7 @@ class RunFollower:
         self._on_newer(signed)
         await self._services.directory.save(signed)
         members = list(self._members())
-        await tell(
+        await send_version(
             self._services.caller, signed, self._services.rng.sample(members, min(FANOUT, len(members)))
         )
 
@@ -87,12 +86,17 @@ class RunFollower:
         if request.run != self.signed.run_id:
             raise PeerError(f"this peer does not take part in run {request.run[:64]!r}")
         if request.specification != self.signed.blob:
-            await self.take(verified(request.specification, self.signed.run_id))
+            await self.accept(verified(request.specification, self.signed.run_id))
         return run_pb2.ChangeReply(version=self.signed.version)
 
 
-async def tell(caller: Caller, signed: SignedSpecification, members: Iterable[Contact]) -> dict[PeerId, int]:
-    """Tell members of a version; who follows which one afterwards. Those who do not answer are missing."""
+async def send_version(
+    caller: Caller, signed: SignedSpecification, members: Iterable[Contact]
+) -> dict[PeerId, int]:
+    """Send a version to members. Return the version that each follows afterwards.
+
+    Members that do not answer are missing in the result.
+    """
     request = run_pb2.ChangeRequest(run=signed.run_id, specification=signed.blob)
     following: dict[PeerId, int] = {}
 
@@ -102,7 +106,7 @@ async def tell(caller: Caller, signed: SignedSpecification, members: Iterable[Co
             following[contact.peer_id] = reply.version
         except SwarmError as error:
             _log.info(
-                "peer %s was not told of version %d of %s: %s",
+                "peer %s did not receive version %d of %s: %s",
                 contact.peer_id,
                 signed.version,
                 signed.full_name,
@@ -117,56 +121,57 @@ async def tell(caller: Caller, signed: SignedSpecification, members: Iterable[Co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What an owner wants to be different; None: as it is."""
+    """Changes that an owner makes to a run. None leaves a setting as it is."""
 
     target_batch_size: int | None = None
     paused: bool | None = None
     ended: bool | None = None
     ban: tuple[str, ...] = ()
-    pardon: tuple[str, ...] = ()
+    unban: tuple[str, ...] = ()
 
     def apply(self, specification: RunSpecification) -> RunSpecification:
-        """The specification with the change, checked. UsageError says what cannot be."""
+        """Return the changed specification. Raise UsageError if it is not valid."""
         table = specification.table()
-        table["banned"] = sorted({*table["banned"], *self.ban} - set(self.pardon))
+        table["banned"] = sorted({*table["banned"], *self.ban} - set(self.unban))
         for key in ("target_batch_size", "paused", "ended"):
             if getattr(self, key) is not None:
                 table[key] = getattr(self, key)
         return RunSpecification.from_table(table, "the change")
 
 
-def changed(signed: SignedSpecification, change: Change, owner: Identity) -> SignedSpecification:
-    """The next version. UsageError when somebody else owns the run, or nothing would change."""
+def sign_change(signed: SignedSpecification, change: Change, owner: Identity) -> SignedSpecification:
+    """Sign the next version. Raise UsageError if `owner` does not own the run or nothing would change."""
     if signed.owner != owner.peer_id:
         raise UsageError(
-            f"{signed.full_name} belongs to {signed.owner}, and this identity is {owner.peer_id}: only its owner can change a run"
+            f"{signed.full_name} belongs to {signed.owner}, and this identity is {owner.peer_id}: "
+            "only its owner can change a run"
         )
     specification = change.apply(signed.specification)
     if specification == signed.specification:
         raise UsageError(f"{signed.full_name} is like that already (version {signed.version})")
-    return sign(specification, owner, version=signed.version + 1, founded_s=signed.founded_s)
+    return sign(specification, owner, version=signed.version + 1, created_s=signed.created_s)
 
 
 def differences(old: RunSpecification, new: RunSpecification) -> list[str]:
-    """What a newer version changes, a sentence each, where live peers follow it."""
-    told = []
+    """Describe the changes that running peers follow, one sentence each."""
+    sentences = []
     if old.target_batch_size != new.target_batch_size:
-        told.append(f"an epoch is {new.target_batch_size:,} samples now, not {old.target_batch_size:,}")
+        sentences.append(f"an epoch is {new.target_batch_size:,} samples now, not {old.target_batch_size:,}")
     if old.paused != new.paused:
-        told.append("training is paused" if new.paused else "training goes on")
+        sentences.append("training is paused" if new.paused else "training goes on")
     if old.ended != new.ended:
-        told.append("the run is over" if new.ended else "the run is not over")
+        sentences.append("the run is over" if new.ended else "the run is not over")
     if old.end != new.end:
-        told.append("it ends at another point")
-    banned, pardoned = len(set(new.banned) - set(old.banned)), len(set(old.banned) - set(new.banned))
+        sentences.append("it ends at another point")
+    banned, unbanned = len(set(new.banned) - set(old.banned)), len(set(old.banned) - set(new.banned))
     if banned:
-        told.append(f"{banned} peer{'s are' if banned > 1 else ' is'} banned")
-    if pardoned:
-        told.append(f"{pardoned} peer{'s are' if pardoned > 1 else ' is'} let in again")
-    return told
+        sentences.append(f"{banned} peer{'s are' if banned > 1 else ' is'} banned")
+    if unbanned:
+        sentences.append(f"{unbanned} peer{'s are' if unbanned > 1 else ' is'} let in again")
+    return sentences
 
 
 def restart_needed(old: RunSpecification, new: RunSpecification) -> bool:
-    """Whether something else is different, which peers take up only when they start again."""
+    """Return whether a setting changed that peers take up only after a restart."""
     followed = ("target_batch_size", "paused", "ended", "end", "banned", "description")
     return new.model_copy(update={key: getattr(old, key) for key in followed}) != old

@@ -1,6 +1,4 @@
-"""A volunteer's checkpoints: written now and then in a thread of their own, beside training, and gone on from
-after a restart.
-"""
+"""Checkpoints of a volunteer: written periodically in a background thread, and loaded after a restart."""
 
 from __future__ import annotations
 
@@ -19,45 +17,48 @@ if TYPE_CHECKING:
     from averaging.optim.optimizer import Optimizer
     from averaging.optim.state.view import StateView
 
-# a command that leaves waits no longer for the disk: of a large model the last checkpoint stays
+# A command that ends waits this long for the disk. For a large model the last periodic checkpoint remains.
 _FINAL_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints go, and how often."""
+    """Folder and interval of checkpoints."""
 
     folder: Path  # of this run
     every_s: float = 600.0  # 0: never
     kept_max: int = 3
-    resume: bool = False  # go on from the newest good one
+    resume: bool = False  # continue from the newest valid one
 
 
-class Saver:
-    """On the trainer's thread, but for the writing."""
+class CheckpointWriter:
+    """Resumes and writes the checkpoints of one run. Call it on the trainer's thread; files are written in
+    another thread.
+    """
 
     def __init__(
         self, config: CheckpointConfig, parameters: Sequence[str], about: dict[str, str], emit: Emit
     ) -> None:
-        """`parameters`: the model's names, in the optimizer's order. `about`: what the files say of their
-        origin.
+        """`parameters`: the names of the model's parameters, in the optimizer's order. `about`: metadata of
+        the files.
         """
         from averaging.optim.state.checkpoint import Checkpoints
 
         self._config, self._parameters, self._about, self._emit = config, parameters, about, emit
-        self._kept = Checkpoints(config.folder, kept_max=config.kept_max)
+        self._checkpoints = Checkpoints(config.folder, kept_max=config.kept_max)
         self._writing: threading.Thread | None = None
         self._next_s = time.monotonic() + config.every_s
-        self._epoch = -1  # of the last one
-        self._took_s = 0.0
+        self._epoch = -1  # of the last checkpoint
+        self._write_s = 0.0  # duration of the last write
 
     def resume(self, optimizer: Optimizer) -> bool:
-        """Take over the newest checkpoint that is whole and fits; False when there is none. What is passed
-        over is told.
+        """Load the newest valid checkpoint. Return False if there is none.
+
+        Emits a notice for each file that is skipped. Raises SwarmError if the checkpoint is not of this run.
         """
-        checkpoint, wrong = self._kept.newest_good()
+        checkpoint, wrong = self._checkpoints.newest_good()
         for text in wrong:
-            self._emit(Notice(text=f"passed over: {text}"))
+            self._emit(Notice(text=f"skipped: {text}"))
         if checkpoint is None:
             self._emit(Notice(text=f"there is no checkpoint to resume from in {self._config.folder}"))
             return False
@@ -71,33 +72,31 @@ class Saver:
         self._emit(Notice(text=f"going on from epoch {checkpoint.epoch}, as saved in {checkpoint.path}"))
         return True
 
-    def begins_anew(self) -> None:
-        """The run starts from its first parameters: checkpoints of an earlier course are not mixed with its
-        own.
-        """
-        aside = self._kept.set_aside()
+    def start_over(self) -> None:
+        """Move earlier checkpoints to another folder, because the run starts from its initial parameters."""
+        aside = self._checkpoints.archive()
         if aside is not None:
-            self._emit(
-                Notice(
-                    text=f"beginning anew; earlier checkpoints are kept in {aside} (--resume would have gone on from them)"
-                )
+            text = (
+                f"starting over; earlier checkpoints are kept in {aside} "
+                "(--resume would have continued from them)"
             )
+            self._emit(Notice(text=text))
 
     def after_epoch(self, optimizer: Optimizer) -> None:
-        """An epoch is complete: write a checkpoint if it is time for one and the last one is written."""
+        """Start to write a checkpoint if one is due and the last one is written."""
         if self._config.every_s and time.monotonic() >= self._next_s and not self._busy():
             self._next_s = time.monotonic() + self._config.every_s
             self._start(optimizer)
 
     def close(self, optimizer: Optimizer) -> None:
-        """Training ends: a last checkpoint, if the disk is quick enough for that."""
+        """Write a last checkpoint if the disk was fast enough for the previous ones."""
         if self._writing is not None:
             self._writing.join(_FINAL_S_MAX)
         if (
             self._config.every_s
             and optimizer.epoch not in (0, self._epoch)
             and not self._busy()
-            and self._took_s < _FINAL_S_MAX
+            and self._write_s < _FINAL_S_MAX
         ):
             self._start(optimizer)
             if self._writing is not None:
@@ -117,7 +116,7 @@ class Saver:
     def _write(self, view: StateView) -> None:
         began_s = time.monotonic()
         try:
-            path = self._kept.save(view, self._parameters, self._about)
+            path = self._checkpoints.save(view, self._parameters, self._about)
         except SwarmError as error:
             self._emit(Notice(text=f"{error}; training goes on"))
         except (RuntimeError, MemoryError) as error:
@@ -127,7 +126,7 @@ class Saver:
                 Notice(text=f"the checkpoint of epoch {view.epoch} was not written: {first_line(error)}")
             )
         else:
-            self._took_s = time.monotonic() - began_s
-            self._emit(Saved(epoch=view.epoch, path=str(path), seconds=self._took_s))
+            self._write_s = time.monotonic() - began_s
+            self._emit(Saved(epoch=view.epoch, path=str(path), seconds=self._write_s))
         finally:
             view.close()

@@ -1,4 +1,4 @@
-"""Peers of these tests, and what they tell."""
+"""A run with simulated peers for tests of the monitor, and the records that they publish."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from averaging.optim.progress.logic.reports import ProgressReport
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics, RoundReport
-from swarm.monitor.logic.model import Look, Model
-from swarm.monitor.logic.tracked import Heard
+from swarm.monitor.logic.model import Model, Snapshot
+from swarm.monitor.logic.tracked import PeerRecords
 from swarm.monitor.logic.view import LinkView, MonitorEvent, RunView
 
 RUN = RunView(run_id="a" * 20, name="tiny", version=1, target=1000)
@@ -31,7 +31,7 @@ def metrics(at_s: float, **fields: Any) -> Metrics:
     return Metrics(at_s=at_s, **{**known, **fields})
 
 
-def told(at_s: float, **fields: Any) -> RoundReport:
+def round_report(at_s: float, **fields: Any) -> RoundReport:
     known: dict[str, Any] = {
         "kind": "epoch",
         "epoch": 7,
@@ -44,34 +44,36 @@ def told(at_s: float, **fields: Any) -> RoundReport:
     return RoundReport(at_s=at_s, **{**known, **fields})
 
 
-def claim(at_s: float, **fields: Any) -> ProgressReport:
+def report(at_s: float, **fields: Any) -> ProgressReport:
     known: dict[str, Any] = {"epoch": 7, "samples": 100, "rate": 100.0, "since_s": at_s - 5.0}
     return ProgressReport(at_s=at_s, **{**known, **fields})
 
 
-def heard(at_s: float, **fields: Any) -> Heard:
-    return Heard(metrics=metrics(at_s, **fields), expires_s=at_s + 8.0)
+def peer_records(at_s: float, **fields: Any) -> PeerRecords:
+    return PeerRecords(metrics=metrics(at_s, **fields), expires_s=at_s + 8.0)
 
 
-def look(peers: dict[PeerId, Heard], **fields: Any) -> Look:
-    return Look(peers=peers, **fields)
+def snapshot(peers: dict[PeerId, PeerRecords], **fields: Any) -> Snapshot:
+    return Snapshot(peers=peers, **fields)
 
 
-class Watching:
-    """A model and a clock that the test moves."""
+class WatchedRun:
+    """A model, and a clock that the test moves."""
 
     def __init__(self, peers: int = 4, **fields: Any) -> None:
         self.now_s = 1_000_000.0
         self.model = Model(RUN)
         self.model.on_link(LIVE, self.now_s)
         self.present = {peer(number): dict(fields) for number in range(1, peers + 1)}
-        self.look()
+        self.poll()
 
-    def look(self, after_s: float = 0.0, **others: Any) -> None:
-        """Everybody present has just told; `others`: instead of them."""
+    def poll(self, after_s: float = 0.0, **others: Any) -> None:
+        """Advance the clock and feed the model with new records of all present peers; `others` are fields of
+        the snapshot.
+        """
         self.now_s += after_s
-        peers = {who: heard(self.now_s, **fields) for who, fields in self.present.items()}
-        self.model.on_look(look(peers, **others), self.now_s)
+        peers = {who: peer_records(self.now_s, **fields) for who, fields in self.present.items()}
+        self.model.on_snapshot(snapshot(peers, **others), self.now_s)
 
     def events(self, kind: str = "") -> list[MonitorEvent]:
         return [event for event in self.model.events.latest if kind in ("", event.kind)]

@@ -1,0 +1,67 @@
+"""The part of a node that the services of an optimizer use.
+
+`swarm.Node` has all of it; simulations have one of their own (`swarm.testing.simulated_node`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from typing import Protocol
+
+from swarm.core.clock import Clock
+from swarm.core.ids import Contact
+from swarm.dht.service.dht_service import DhtService
+from swarm.net.rpc import Caller
+
+
+class HasDhtService(Protocol):
+    """The DHT of a node."""
+
+    @property
+    def service(self) -> DhtService:
+        """Return the service on the network thread."""
+        ...
+
+
+class HasLoop(Protocol):
+    """The network thread of a node."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop of the network thread."""
+        ...
+
+    @property
+    def pool(self) -> Executor:
+        """Return the threads for work that would hold up the event loop."""
+        ...
+
+
+class PeerNode(Protocol):
+    """This process as a peer."""
+
+    @property
+    def contact(self) -> Contact:
+        """Return this peer's present contact."""
+        ...
+
+    @property
+    def channels(self) -> Caller:
+        """Return the caller of other peers' methods."""
+        ...
+
+    @property
+    def clock(self) -> Clock:
+        """Return the clock of the swarm."""
+        ...
+
+    @property
+    def dht(self) -> HasDhtService:
+        """Return the DHT."""
+        ...
+
+    @property
+    def network(self) -> HasLoop:
+        """Return the network thread."""
+        ...

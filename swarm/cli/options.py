@@ -1,0 +1,73 @@
+"""Options that several commands share. This module imports click and nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swarm.core.device import DEVICE_NAMES, check_device_name
+from swarm.core.errors import UsageError
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def _check_device(context: click.Context, option: click.Parameter, value: str) -> str:
+    """Refuse a name that is no device. The command checks whether the device exists, which takes torch."""
+    try:
+        return check_device_name(value)
+    except UsageError as error:
+        raise click.BadParameter(f"{error}.", context, option) from error
+
+
+listen = click.option(
+    "--listen", metavar="HOST:PORT", default=None, help="Where to listen; port 0 picks a free one."
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
+device = click.option(
+    "--device",
+    metavar="DEVICE",
+    callback=_check_device,
+    default="auto",
+    show_default=True,
+    help=f"Where to compute: {DEVICE_NAMES}; auto is CUDA where there is one, else the CPU.",
+)
+data = click.option(
+    "--data",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Train on the text files of this folder.",
+)
+owner_identity = click.option(
+    "--identity", metavar="FILE", default=None, help="The owner's identity. [default: this user's]"
+)
+optional_identity = click.option(
+    "--identity", metavar="FILE", default=None, help="An identity to keep; without it, a new one each time."
+)
+run_name = click.option(
+    "--run",
+    "run",
+    metavar="NAME",
+    default=None,
+    help="Which run, where the swarm has several: NAME, NAME@ID or ID.",
+)
+peers_of_run = click.option(
+    "--from",
+    "addresses",
+    metavar="ADDRESS",
+    multiple=True,
+    help="A peer of the run; may be given several times.",
+)
+exit_with_parent = click.option(
+    "--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends."
+)
+
+
+def parse_host_port(text: str, option: str) -> tuple[str, int]:
+    """Parse `HOST:PORT`. Raise UsageError that names the option if the text is something else."""
+    host, separator, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{option} takes HOST:PORT, like 127.0.0.1:8080, not {text!r:.80}")
+    return host, int(port)

@@ -1,0 +1,57 @@
+"""A simulated node for the services of an optimizer, on the running event loop.
+
+It has the parts of `swarm.Node` that `averaging.optim.peer_node.PeerNode` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.core.clock import Clock
+from swarm.core.ids import Contact
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDht:
+    """A DHT whose service is any object with the methods that the test needs."""
+
+    service: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedThread:
+    """The event loop and the pool of a network thread."""
+
+    loop: asyncio.AbstractEventLoop
+    pool: Any = None
+
+
+class SimulatedNode:
+    """A peer whose services are given.
+
+    `own` returns the peer's present contact. `dht` and `channels` have the methods that the test needs. `pool`
+    runs blocking work; None for the event loop's own. The running event loop stands for the network thread,
+    unless `loop` is given.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[], Contact],
+        clock: Clock,
+        dht: Any,
+        *,
+        channels: Any = None,
+        pool: Any = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._own, self.clock, self.channels = own, clock, channels
+        self.dht = SimulatedDht(dht)
+        self.network = SimulatedThread(loop or asyncio.get_running_loop(), pool)
+
+    @property
+    def contact(self) -> Contact:
+        """Return this peer's present contact."""
+        return self._own()
