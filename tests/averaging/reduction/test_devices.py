@@ -331,7 +331,7 @@ def test_decoding_that_runs_out_of_memory_first_leaves_the_tensors_as_they_were(
 ) -> None:
     queues, _ = late()
     staging, codec = Staging(tensors(1), queues), find("int8")
-    work = bench(staging.take(lent=True), "int8", None, ResultBuffer(queues))
+    work = kernels(staging.take(read_in_place=True), "int8", None, ResultBuffer(queues))
     everything(work)
     before, decode, calls = [tensor.clone() for tensor in staging.tensors], codec.decode, iter(range(99))
 

@@ -132,7 +132,7 @@ def test_a_difference_is_added_to_all_tensors_or_to_none_wherever_memory_runs_ou
     for nth in range(1000):
         tensors = [torch.zeros(300, dtype=dtype), torch.zeros(9), torch.zeros(20, 30, dtype=dtype).t()]
         staging = Staging(tensors)
-        staging.take(lent=False)
+        staging.take(read_in_place=False)
         averages = averages_of(torch.ones(909), codec, 1024)
         try:
             with NoMemoryAt(nth):
