@@ -1,5 +1,5 @@
-"""Tests of the measurements of `benchmarks.simulated_dht` on a small scale: they run, count correctly, and stay
-within their bounds.
+"""Tests of the measurements of `benchmarks.simulated_dht` on a small scale: they run, count correctly, and
+stay within their bounds.
 """
 
 from __future__ import annotations
