@@ -1,3 +1,3 @@
-"""Everything that averages: groups, all-reduce, the optimizer, state transfer. A user imports `swarm`, which
-hands the public names on.
+"""Averaging: matchmaking, all-reduce, the optimizer, state transfer. Users import `swarm`, which exports the
+public names.
 """

@@ -1,5 +1,5 @@
-"""`swarm.Averager`: average a list of tensors with whoever else holds the same list, in groups that find
-themselves.
+"""`swarm.Averager`: average a list of tensors with other peers that hold the same list, in groups that form
+by themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.staging import Staging
 from averaging.result import PendingRound, RoundResult, check_step
 from averaging.service import AveragingService
-from averaging.step_runner import RoundOptions, StepRunner, Strategy, WholeVector, key_text, packed
+from averaging.step_runner import (
+    RoundOptions,
+    StepRunner,
+    Strategy,
+    WholeVector,
+    pack_gathered,
+    round_key_text,
+)
 from swarm.compression import find
 from swarm.core.device import is_out_of_memory
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
@@ -47,19 +54,21 @@ __all__ = ["Averager", "AveragerConfig", "PendingRound", "RoundResult"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CLOSE_S_MAX = 2.0
-_CANCEL_S_MAX = 2.0  # a cancelled round's tensor work ends within this
+_CANCEL_S_MAX = 2.0  # the tensor work of a cancelled round ends within this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragerConfig:
-    """Settings that rarely need a change; `groups.matchmaking`'s group sizes are those of the averager."""
+    """Settings that rarely need a change. The group sizes in `groups.matchmaking` are those of
+    the averager.
+    """
 
     run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
-    # bytes/s that this peer can send; who has more reduces more. None: as measured in the rounds before
+    # Upload bandwidth in bytes/s; a peer with more reduces more. None: as measured in the rounds before.
     bandwidth: float | None = None
-    declare_s: float = 1.0  # the constructor waits this long at most until others can see this peer
-    # what else peers must have in common, in words: compared before a group forms, as shapes and codec are
-    terms: str = ""
+    declare_s: float = 1.0  # longest time that the constructor waits until others can see this peer
+    # Further text that peers must have in common: compared before a group forms, as shapes and codec are.
+    compatibility_tag: str = ""
     aggregation: Aggregation = MEAN  # its numbers; `rule` and `clip_to_median` are the averager's
     groups: GroupServiceConfig = field(default_factory=GroupServiceConfig)
     presence: PresenceConfig = field(default_factory=PresenceConfig)
@@ -72,34 +81,39 @@ class AveragerConfig:
             )
         if self.aggregation.clip_to_median is not None or self.round.aggregation != MEAN or self.round.audit:
             raise UsageError(
-                "give the averager itself aggregation, clip_to_median and audit: its config has only the rules' numbers"
+                "give the averager itself aggregation, clip_to_median and audit: its config has only the "
+                "rules' numbers"
             )
 
 
 class Averager:
-    """Averages `tensors` (floating-point, any device) in place, with the peers that hold an averager of this
+    """Average `tensors` (floating-point, any device) in place, with the peers that hold an averager of this
     name and the same shapes.
 
-    `tensors`: a mapping like `dict(model.named_parameters())` puts their names into messages. `node`: this
-    process as a peer. `target_group_size`: a group takes at most so many (the same number on all peers); more
-    peers form several groups, others each time (`rounds_to_mix`). `codec`: how values travel. `aggregation`:
-    "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far,
-    and which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm
-    exceeds so many of the group's medians (None: never). `audit`: have this share of the parts recomputed by
-    a second peer, and reducers that lied named; then a reducer's death fails the round, which is tried again,
-    because nobody takes over what could not be audited (0.0: trust reducers; robust aggregations bound
-    senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was averaged.
-    `auxiliary`: reduce for others, contribute and receive nothing. `error_feedback`: what a codec leaves out
-    of one round goes into the next; for gradients and other differences, not for parameters.
-    `strategy=PowerSgd(rank=4)`: matrices are averaged by factors of that rank, which travel in `codec` (16
-    bits or more); it has error feedback of its own, and is for differences, too. What the network does is a
-    result; only UsageError raises. A context manager; `close` says goodbye to the others.
+    `tensors`: a sequence, or a mapping like `dict(model.named_parameters())`, whose names then appear in
+    messages. `node`: this process as a peer. `target_group_size`: the largest size of a group (the same
+    number on all peers); more peers form several groups, with other members each time (`rounds_to_mix`).
+    `codec`: the encoding of values on the network. `aggregation`: "mean", or "trimmed_mean", "median",
+    "centered_clip", which a minority of hostile peers cannot move far, and which count every peer once,
+    whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds this many medians of the
+    group's norms (None: never). `audit`: the share of the chunks that a second peer recomputes, to name
+    reducers that lied; then a reducer's failure fails the round, which is retried, because nobody takes over
+    chunks that could not be audited (0.0: trust reducers; robust aggregations limit senders, not reducers).
+    `min_fraction`: a round counts as failed when less of the vector was averaged. `auxiliary`: reduce for
+    others, contribute and receive nothing. `error_feedback`: add the error of a lossy codec in one round to
+    the next; for gradients and other differences, not for parameters. `strategy=PowerSgd(rank=4)`: average
+    matrices by factors of that rank, which travel in `codec` (16 bits or more); it has error feedback of its
+    own, and is for differences, too.
 
-    Tensors on a CUDA device: a step reads them after what the current stream of the calling thread was asked,
-    and the result is written on the current stream of the thread that takes it, without waiting for the
-    device: order other streams after it as after any call of torch. A round in the background allocates
-    memory and waits for events in other threads. CUDA forbids both while a graph is being captured in its
-    usual mode: capture graphs with `capture_error_mode="thread_local"`, or while no round is in progress.
+    What the network does is reported in results; only UsageError is raised. A context manager; `close`
+    announces to the others that this peer leaves.
+
+    Tensors on a CUDA device: a step reads them after the calls that the calling thread has queued on its
+    current stream, and the result is written on the current stream of the thread that takes it, without
+    waiting for the device. Order other streams after it as after any call of torch. A round in the background
+    allocates memory and waits for events in other threads. CUDA forbids both while a graph is being captured
+    in its usual mode: capture graphs with `capture_error_mode="thread_local"`, or while no round is in
+    progress.
     """
 
     def __init__(
@@ -123,14 +137,16 @@ class Averager:
         self.config = config or AveragerConfig()
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}"
+                "an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not "
+                f"{name[:100]!r}"
             )
         if self.config.aggregation.rule not in ("mean", aggregation):
             raise UsageError(
-                f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's aggregation is {aggregation!r}"
+                f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's "
+                f"aggregation is {aggregation!r}"
             )
         self._aggregation = replace(self.config.aggregation, rule=aggregation, clip_to_median=clip_to_median)
-        if not 0.0 < min_fraction <= 1.0:  # also RoundConfig's, where it would be told too late
+        if not 0.0 < min_fraction <= 1.0:  # RoundConfig checks it too, but later
             raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")
         node.network.check()
         self.node, self.name = node, name
@@ -139,7 +155,7 @@ class Averager:
         self._names = tuple(tensors) if isinstance(tensors, Mapping) else ()
         self._staging = Staging(list(tensors.values() if isinstance(tensors, Mapping) else tensors))
         layout = self._staging.layout
-        # either one's min_fraction: the averager's is this one's, the config's may be that of many
+        # The smaller min_fraction counts: a config may be shared by many averagers.
         self._round = replace(
             self.config.round,
             aggregation=self._aggregation,
@@ -151,11 +167,16 @@ class Averager:
         self.feedback: Feedback | LowRank | None = self._low_rank  # to save and load its state
         if error_feedback and self._low_rank is None:
             self.feedback = self.new_feedback()
-        manner = f"{self._aggregation.terms}{', audited' if audit else ''}{f', {strategy.terms}' if strategy is not None else ''}"
-        manner += f", for {self.config.terms}" if self.config.terms else ""
-        terms = f"{manner} {self._round.part_bytes}".encode()
-        digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
-        text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {manner} (#{digest.hex()[:8]})"
+        settings = self._aggregation.compatibility_tag + (", audited" if audit else "")
+        if strategy is not None:
+            settings += f", {strategy.compatibility_tag}"
+        settings += f", for {self.config.compatibility_tag}" if self.config.compatibility_tag else ""
+        tag = f"{settings} {self._round.chunk_bytes}".encode()
+        digest = hashlib.sha256(schema_hash(layout, find(codec)) + tag).digest()
+        text = (
+            f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {settings} "
+            f"(#{digest.hex()[:8]})"
+        )
         self.schema = VectorSchema(digest=digest, text=text, codec=find(codec).name)
         run = self.config.run or hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
         self._full_name = AveragerName(run=run, averager=name)
@@ -165,7 +186,7 @@ class Averager:
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
         self._landing = ResultBuffer(self._staging.queues)
-        self._averages: Averages | None = None  # of the pending round, until they are written back
+        self._averages: Averages | None = None  # result of the pending round, until it is written back
         self._last_round_s = 0.0
         self._closed = False
         node.network.run(self._open(matchmaking), 10.0)
@@ -173,7 +194,8 @@ class Averager:
     def _factored(self, strategy: PowerSgd, codec: str, audit: float) -> LowRank:
         if not isinstance(strategy, PowerSgd):
             raise UsageError(
-                f"a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, not {strategy!r:.60}"
+                f"a strategy is swarm.PowerSgd(rank=…), or None for no compression by factors, "
+                f"not {strategy!r:.60}"
             )
         if self._round.min_fraction < 1.0:
             raise UsageError("PowerSGD needs the whole of its factors: min_fraction is 1")
@@ -189,12 +211,12 @@ class Averager:
 
     @property
     def rounds_to_mix(self) -> int:
-        """How many rounds carry everybody's values to everybody, in the swarm as this peer last saw it: 1
-        when it fits into one group.
+        """Return how many rounds carry the values of all peers to all peers, in the swarm as this peer last
+        saw it: 1 when it fits into one group.
 
-        For M^d peers in groups of M that is d, and the result is the exact average when each round has a
+        For M^d peers in groups of M this is d, and the result is the exact average when each round has a
         `round_key` of its own and each `weight` after the first is the `weight` of the result before.
-        Otherwise what is left of the deviation shrinks with every round.
+        Otherwise the remaining deviation shrinks with every round.
         """
         return self._groups.cells.grid.shape.rounds_to_mix
 
@@ -237,24 +259,27 @@ class Averager:
         apply: Literal["replace", "delta"] = "replace",
         lend: bool | None = None,
     ) -> RoundResult | PendingRound:
-        """Average once: an AveragingResult, or with `wait=False` a PendingRound.
+        """Average once. Returns a RoundResult, or with `wait=False` a PendingRound.
 
-        `weight`: this peer's share, usually samples; 0 receives only. `gather`: any msgpack value up to 16
-        KiB, handed to all members. `round_key`: only peers with equal keys meet. `apply="delta"`: the tensors
-        may change meanwhile, and get average minus snapshot added. `lend=True`: the tensors lie still until
-        the result is taken, so that float32 ones on the host need no copy (None: `wait`). Within `timeout_s`
-        a round that breaks is tried again with who is left. UsageError: wrong arguments, a closed averager, a
-        step while another is in progress.
+        `weight`: this peer's share, usually a number of samples; 0 only receives. `timeout_s`: limit for the
+        whole step; within it a round that fails is retried with the remaining peers. `gather`: any msgpack
+        value up to 16 KiB, handed to all members. `round_key`: only peers with equal keys meet.
+        `apply="delta"`: the tensors may change meanwhile, and get average minus snapshot added. `lend=True`:
+        the tensors do not change until the result is taken, so that float32 ones on the host need no copy
+        (None: `wait`). Raises UsageError for wrong arguments, a closed averager, or a step while another is
+        in progress.
         """
         started_s = time.monotonic()
         check_step(weight, timeout_s, apply)
-        terms = RoundOptions(
+        options = RoundOptions(
             weight=0.0 if self.auxiliary else float(weight),
-            round_key=key_text(round_key),
-            gathered=packed(gather, self._low_rank.told if self._low_rank is not None else b""),
+            round_key=round_key_text(round_key),
+            gathered=pack_gathered(
+                gather, self._low_rank.start_digest if self._low_rank is not None else b""
+            ),
             timeout_s=timeout_s,
         )
-        member = self._member(terms.weight)
+        member = self._member(options.weight)
         delta = apply == "delta"
         pending = PendingRound(
             functools.partial(self._write_back, delta=delta, started_s=started_s), self._release
@@ -262,11 +287,11 @@ class Averager:
         self._reserve(pending)
         try:
             strategy = self._stage(
-                terms.weight > 0.0, delta, lent=not delta and (wait if lend is None else lend)
+                options.weight > 0.0, delta, read_in_place=not delta and (wait if lend is None else lend)
             )
             staged_s = time.monotonic() - started_s
             pending.attach(
-                self.node.network.submit(self._conduct(pending, member, terms, strategy, staged_s))
+                self.node.network.submit(self._conduct(pending, member, options, strategy, staged_s))
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -280,13 +305,13 @@ class Averager:
             return pending
         try:
             return pending.result()
-        except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
+        except BaseException:  # Ctrl-C: no round may continue unseen
             pending.cancel()
             raise
 
     def new_feedback(self) -> Feedback:
-        """What remembers the error of one sequence of rounds over these tensors; `feedback` is the one that
-        is used. For rounds that average several things in turns.
+        """Return a new error feedback for one sequence of rounds over these tensors. For rounds that average
+        several things in turn; `feedback` is the one in use.
         """
         staging = self._staging
         return Feedback(
@@ -297,8 +322,8 @@ class Averager:
             queues=staging.queues,
         )
 
-    def _stage(self, contributes: bool, delta: bool, *, lent: bool) -> Strategy:
-        """Take what goes into the round, in the caller's thread."""
+    def _stage(self, contributes: bool, delta: bool, *, read_in_place: bool) -> Strategy:
+        """Take the values that go into the round, in the caller's thread."""
         if self._low_rank is not None:
             self._low_rank.take(gives=contributes, keeps=delta and not self.auxiliary)
             return TwoPhase(
@@ -310,28 +335,33 @@ class Averager:
             )
         gives = contributes or (delta and not self.auxiliary)
         assert not isinstance(self.feedback, LowRank)
-        vector = self._staging.take(lent=lent) if gives else self._staging.nothing()
+        vector = self._staging.take(read_in_place=read_in_place) if gives else self._staging.nothing()
         vector.describe = functools.partial(self._staging.layout.describe, names=self._names)
         return WholeVector(
             all_reduce=self._service.all_reduce,
             vector=vector,
-            landing=self._landing,
+            result_buffer=self._landing,
             config=self._round,
             feedback=self.feedback,
         )
 
     async def _conduct(
-        self, pending: PendingRound, member: Member, terms: RoundOptions, strategy: Strategy, staged_s: float
+        self,
+        pending: PendingRound,
+        member: Member,
+        options: RoundOptions,
+        strategy: Strategy,
+        staged_s: float,
     ) -> None:
         if not pending.started():
             pending.end(None)
             return
         outcome = error = None
         try:
-            attempts = StepRunner(self._groups, strategy, self.node.clock, self._last_round_s)
-            stepped = await attempts.run(member, terms)
-            self._last_round_s, self._averages = stepped.last_round_s, stepped.averages
-            outcome = replace(stepped.result, seconds={"staging": staged_s, **stepped.result.seconds})
+            runner = StepRunner(self._groups, strategy, self.node.clock, self._last_round_s)
+            ended = await runner.run(member, options)
+            self._last_round_s, self._averages = ended.last_round_s, ended.averages
+            outcome = replace(ended.result, seconds={"staging": staged_s, **ended.result.seconds})
         except Exception as unexpected:
             error = unexpected
             raise
@@ -339,16 +369,17 @@ class Averager:
             pending.end(outcome, error)
 
     def _write_back(self, outcome: RoundResult, *, delta: bool, started_s: float) -> RoundResult:
-        """In the thread that takes the result. On a device the writing is queued on its current stream, and
-        not waited for.
+        """Write the result, in the thread that takes it. On a device the write is queued on its current
+        stream, without waiting.
         """
         begun_s = time.monotonic()
         averages = self._averages
         if not outcome.failed and averages is not None:
             try:
-                self._land(averages, delta)
+                self._apply(averages, delta)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or averages.written or self._low_rank is not None:
+                written = averages.written if self._low_rank is None else self._low_rank.written
+                if not is_out_of_memory(error) or written:
                     raise
                 outcome = outcome.without_memory(self._untouched(error))
         ended_s = time.monotonic()
@@ -362,7 +393,7 @@ class Averager:
             f"this peer {describe_out_of_memory(error, self._staging.queues)}; its tensors are as they were"
         )
 
-    def _land(self, averages: Averages, delta: bool) -> None:
+    def _apply(self, averages: Averages, delta: bool) -> None:
         if self._low_rank is not None:
             (self._low_rank.add_difference if delta else self._low_rank.put)()
         elif delta:
@@ -391,7 +422,8 @@ class Averager:
                 raise UsageError("this averager is closed")
             if self._pending is not None:
                 raise UsageError(
-                    "a step of this averager is in progress: take the result of the pending round, or cancel it, first"
+                    "a step of this averager is in progress: take the result of the pending round, or "
+                    "cancel it, first"
                 )
             self._pending = pending
 
@@ -424,7 +456,7 @@ class Averager:
         self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(
             f"presence of {self.name}", self._presence.renew, restart=True
         )
-        self._service.opened(self._close_on_loop)
+        self._service.add(self._close_on_loop)
         announcing = node.supervisor.spawn(f"announcing {self.name}", self._announce)
         await asyncio.wait([announcing], timeout=self.config.declare_s)
 
@@ -433,18 +465,18 @@ class Averager:
         try:
             await self._groups.announce(self.node.contact)
         except NetworkError:
-            return  # the DHT cannot say who is there: searches will look
+            return  # the DHT does not answer; searches will ask again
 
     def close(self) -> None:
-        """End a step in progress, and withdraw the presence record, so that nobody waits for this peer.
-        Idempotent.
+        """End a step in progress, and withdraw the presence record, so that other peers do not wait for this
+        one. Idempotent.
         """
         if self.node.closed or not self.node.network.is_own_process:
             self._closed = True
             return
         try:
             self.node.network.run(self._close_on_loop(), _CLOSE_S_MAX)
-        except DeadlineExceeded:  # the record expires by itself
+        except DeadlineExceeded:  # the record will expire
             return
 
     async def _close_on_loop(self) -> None:
@@ -457,7 +489,7 @@ class Averager:
             pending.close()
         self._renewing.cancel()
         self._groups.close()
-        self._service.closed(self._close_on_loop)
+        self._service.remove(self._close_on_loop)
         await self._presence.withdraw()
 
     def __enter__(self) -> Averager:

@@ -1,4 +1,4 @@
-"""What a call of `Averager.step` ends with: a result, or a round that still runs in the background."""
+"""The result of `Averager.step`, and the handle of a round that still runs in the background."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from swarm.core.ids import PeerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """How a step ended. When `failed`, the tensors are untouched, and `reason` says why in one word, `detail`
-    in a sentence.
+    """The result of a step. When `failed`, the tensors are unchanged, `reason` gives the reason in one word
+    and `detail` in a sentence.
 
     Reasons: "alone" nobody else holds the averager; "deadline" no group, or no result, in time; "schema" the
-    others' tensors or codec differ; "passed" the round of this key was held without this peer; "unreachable"
-    holders are known and none answers; "few" too few for a group; "nobody contributes" all weights were 0;
-    "round" the round broke (`detail` has who and what); "memory" this peer ran out of memory, on a device or
-    on the host (`detail` says which), and a later step may succeed; "cancelled"; "closed".
+    others' tensors or codec differ; "passed" the round of this key took place without this peer;
+    "unreachable" other holders are known, and none answers; "few" too few peers for a group; "nobody
+    contributes" all weights were 0; "round" the round failed (`detail` names the peer and the cause);
+    "memory" this peer ran out of memory, on a device or on the host (`detail` says which), and a later step
+    may succeed; "cancelled"; "closed".
     """
 
     failed: bool
     reason: str = ""
-    detail: str = ""  # of a round that came about at the second attempt or later: why the one before broke
+    detail: str = ""  # after a retry also why the attempt before failed
     peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
-    # fraction of the elements in which each member's values are
+    # fraction of the elements to which each member contributed
     contributions: Mapping[PeerId, float] = field(default_factory=dict)
     gathered: Mapping[PeerId, Any] = field(default_factory=dict)  # what each member passed as `gather`
     # fraction of the elements in which `clip_to_median` shortened its values
     clipped: Mapping[PeerId, float] = field(default_factory=dict)
-    # who lied as a reducer, by this peer's own audit; of all attempts
+    # peers that lied as reducers according to this peer's audits, and how; of all attempts
     accused: Mapping[PeerId, str] = field(default_factory=dict)
-    # who dropped out or was left out, and why; of all attempts
+    # peers that dropped out or were left out, and why; of all attempts
     left_out: Mapping[PeerId, str] = field(default_factory=dict)
-    # what these tensors now stand for: the weights that went in, in equal parts for all who hold the average
+    # weight of these tensors in the next round: an equal part of the weights that went in
     weight: float = 0.0
     digest: str = ""  # hex, over the averaged bytes: equal on all members
     # per phase: staging, matchmaking, …, write_back, total
@@ -48,7 +49,7 @@ class RoundResult:
     group_id: str = ""  # hex; "" when no group came about
 
     def without_memory(self, detail: str) -> RoundResult:
-        """This result, failed because this peer had no memory left."""
+        """Return this result as failed because this peer ran out of memory."""
         return replace(
             self,
             failed=True,
@@ -62,46 +63,46 @@ class RoundResult:
 
 
 class PendingRound:
-    """A round in the background. Its averager takes no other step until this one's result was taken, or it
+    """A round in the background. Its averager takes no other step until the result was taken, or the round
     was cancelled.
     """
 
     def __init__(
         self, finish: Callable[[RoundResult], RoundResult], release: Callable[[PendingRound], None]
     ) -> None:
-        self._finish = finish  # writes back, in the thread that asks for the result
+        self._finish = finish  # writes back, in the thread that takes the result
         self._release = release
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._started = False
         self._outcome: RoundResult | None = None
-        self._error: Exception | None = None  # our own fault: no result of the network
+        self._error: Exception | None = None  # a bug here, not a result of the network
         self._result: RoundResult | None = None
         self._discarded = ""  # why there will be no result
         self._future: concurrent.futures.Future[None] | None = None
 
     @property
     def done(self) -> bool:
-        """Whether the network is finished with it: `result` would not wait."""
+        """Return whether the network part has ended, so that `result` would not wait."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the network is finished with it; False when it is not within `timeout_s`. Writes
+        """Wait until the network part has ended; return False if it has not within `timeout_s`. Writes
         nothing.
         """
         return self._ended.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Give the round up; other members see this peer leave. The tensors stay as they are. Without effect
-        once the result was taken.
+        """Cancel the round; other members see this peer leave. The tensors stay unchanged. Does nothing once
+        the result was taken.
         """
         self._discard("cancelled")
 
     def result(self, timeout_s: float | None = None) -> RoundResult:
-        """Wait for the end and write the average into the tensors, in this thread; the same result again when
-        called again.
+        """Wait for the end and write the average into the tensors, in this thread. A second call returns the
+        same result.
 
-        DeadlineExceeded when the round has not ended within `timeout_s`; it goes on.
+        Raises DeadlineExceeded when the round has not ended within `timeout_s`; the round continues.
         """
         if not self._ended.wait(timeout_s):
             raise DeadlineExceeded(
@@ -129,28 +130,32 @@ class PendingRound:
     # --- for the averager
 
     def attach(self, future: concurrent.futures.Future[None]) -> None:
-        """The future of the coroutine that runs the round."""
+        """Set the future of the coroutine that runs the round."""
         self._future = future
         future.add_done_callback(self._settled)
 
     def started(self) -> bool:
-        """The coroutine's first line; False: it was cancelled before, and must do nothing."""
+        """Mark the round as started. The coroutine calls this first; if it returns False, the round was
+        cancelled before, and the coroutine must do nothing.
+        """
         with self._lock:
             self._started = not self._discarded
         return self._started
 
     def end(self, outcome: RoundResult | None, error: Exception | None = None) -> None:
-        """The coroutine is over, and touches no tensor any more. Neither: it was cancelled."""
+        """Mark the round as ended: the coroutine touches no tensor any more. Without an outcome and an error
+        it was cancelled.
+        """
         self._outcome, self._error = outcome, error
         self._over()
 
     def wait_given_up(self, timeout_s: float) -> None:
-        """Wait for the end of a round that was cancelled; returns at once for one that was not."""
+        """Wait for the end of a round that was cancelled; return at once for one that was not."""
         if self._discarded:
             self._ended.wait(timeout_s)
 
     def close(self) -> None:
-        """The averager closes. A result that is ready can still be taken."""
+        """Discard the round because the averager closes. A result that is ready can still be taken."""
         if not self.done:
             self._discard("closed")
 
@@ -165,7 +170,7 @@ class PendingRound:
             self._release(self)
 
     def _settled(self, future: concurrent.futures.Future[None]) -> None:
-        if not self._started:  # cancelled before its first line; one that ran says itself when it has ended
+        if not self._started:  # cancelled before its first line; a coroutine that ran calls `end` itself
             self._over()
 
     def _over(self) -> None:
@@ -175,7 +180,7 @@ class PendingRound:
 
 
 def check_step(weight: float, timeout_s: float, apply: str) -> None:
-    """UsageError for arguments of `step` that no step can have."""
+    """Raise UsageError for invalid arguments of `step`."""
     if not isinstance(weight, int | float) or isinstance(weight, bool):
         raise UsageError(f"weight is a number, not {weight!r}")
     if not 0.0 < timeout_s < float("inf"):

@@ -1,5 +1,5 @@
-"""What the averagers of one node share: one exchange that answers searches for groups, one all-reduce that
-serves their rounds.
+"""The service that the averagers of one node share: one exchange that answers searches for groups, and one
+all-reduce that serves their rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class AveragingService:
-    """What the averagers of one node share: `node.service(AveragingService)`, on its network loop."""
+    """Group exchange and all-reduce of one node, on its network loop; get it with
+    `node.service(AveragingService)`.
+    """
 
     def __init__(self, node: Node) -> None:
         self.exchange = GroupExchange(
@@ -35,21 +37,21 @@ class AveragingService:
         self._averagers: list[Callable[[], Awaitable[None]]] = []
         node.at_close(self._close)
 
-    def opened(self, close: Callable[[], Awaitable[None]]) -> None:
-        """An averager that wants to be closed with the node."""
+    def add(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Register the `close` of an averager, to be called when the node closes."""
         self._averagers.append(close)
 
-    def closed(self, close: Callable[[], Awaitable[None]]) -> None:
-        """It was closed before."""
+    def remove(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Unregister the `close` of an averager that was closed before the node."""
         if close in self._averagers:
             self._averagers.remove(close)
 
     async def _close(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for close in list(self._averagers):
-                tasks.create_task(_awaited(close))
+                tasks.create_task(_close_averager(close))
         self.all_reduce.close()
 
 
-async def _awaited(close: Callable[[], Awaitable[None]]) -> None:
+async def _close_averager(close: Callable[[], Awaitable[None]]) -> None:
     await close()

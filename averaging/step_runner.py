@@ -1,5 +1,5 @@
-"""One step, from the search for a group to a committed round: a round that breaks is tried again with who is
-left, while time remains.
+"""One step of an averager, from the search for a group to a committed round. A round that fails is retried
+with the remaining peers while time remains.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
-_RESERVE = 0.2  # share of the time that the search leaves for the round, at least
-_RESERVE_MAX = 0.5  # and at most, however long rounds took
+_RESERVE = 0.2  # smallest share of the time that the search leaves for the round
+_RESERVE_MAX = 0.5  # largest share, however long rounds took
 _PAUSE_FIRST_S = 0.05  # between a broken round and the next attempt, doubled each time
 _PAUSE_MAX_S = 2.0
-_ROUNDS_RESERVED = 2.0  # it leaves the length of so many earlier rounds
+_ROUNDS_RESERVED = 2.0  # the search leaves the duration of this many earlier rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
-    """What the caller of one step asked for."""
+    """The options of one step, as its caller gave them."""
 
     weight: float
     round_key: str
@@ -43,47 +43,49 @@ class RoundOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """How a step ended on the network's side."""
+    """The outcome of a step on the network's side."""
 
     result: RoundResult
-    averages: Averages | None  # to be written back; None: nothing is
-    last_round_s: float  # the length of the last round that was held, for the next step's planning
+    averages: Averages | None  # to be written back; None: nothing to write
+    last_round_s: float  # duration of the last committed round, by which the next step plans
 
 
 class Strategy(Protocol):
-    """How a group averages what its members hold."""
+    """The way in which a group averages the values of its members."""
 
     @property
-    def told_bytes(self) -> int:
-        """So many bytes at the beginning of what members gather are the strategy's own."""
+    def gathered_prefix_bytes(self) -> int:
+        """Return how many bytes at the beginning of each member's gathered metadata belong to the
+        strategy.
+        """
         ...
 
-    async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
-        """One round; see `AllReduce.run`."""
+    async def run(self, group: Group, deadline_s: float) -> RoundOutcome:
+        """Run one round; see `AllReduce.run`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeVector:
-    """The usual strategy: one all-reduce over `vector`, which lies still meanwhile; the averages come to lie
-    in `landing`.
+    """The usual strategy: one all-reduce over `vector`, which must not change meanwhile. The averages are
+    stored in `result_buffer`.
     """
 
     all_reduce: AllReduce
     vector: FlatVector
-    landing: ResultBuffer
+    result_buffer: ResultBuffer
     config: RoundConfig
     feedback: Feedback | None
-    told_bytes: int = 0
+    gathered_prefix_bytes: int = 0
 
-    async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
-        """One round."""
+    async def run(self, group: Group, deadline_s: float) -> RoundOutcome:
+        """Run one all-reduce over the vector."""
         return await self.all_reduce.run(
             group,
             self.vector,
             deadline_s=deadline_s,
             config=self.config,
-            landing=self.landing,
+            result_buffer=self.result_buffer,
             feedback=self.feedback,
         )
 
@@ -99,15 +101,15 @@ class StepRunner:
         self._seconds: dict[str, float] = {"matchmaking": 0.0}
         self._left_out: dict[PeerId, str] = {}
         self._accused: dict[PeerId, str] = {}
-        self._broken = ""  # why the last attempt failed
+        self._last_failure = ""  # why the last attempt failed
         self._sent = self._received = self._attempts = 0
 
-    async def run(self, member: Member, terms: RoundOptions) -> StepOutcome:
-        """Search for groups and hold rounds until one is committed or there is no more time."""
-        end_s = self._clock.monotonic_s() + terms.timeout_s
+    async def run(self, member: Member, options: RoundOptions) -> StepOutcome:
+        """Search for groups and run rounds until one is committed or time is over."""
+        end_s = self._clock.monotonic_s() + options.timeout_s
         reserve_s = min(
-            max(_RESERVE * terms.timeout_s, _ROUNDS_RESERVED * self._last_round_s),
-            _RESERVE_MAX * terms.timeout_s,
+            max(_RESERVE * options.timeout_s, _ROUNDS_RESERVED * self._last_round_s),
+            _RESERVE_MAX * options.timeout_s,
         )
         search_end_s = end_s - reserve_s
         group: Group | None = None
@@ -115,16 +117,16 @@ class StepRunner:
             now_s = self._clock.monotonic_s()
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
             found = await self._groups.find(
-                member=member, round_key=terms.round_key, deadline_s=search_end_s, gathered=terms.gathered
+                member=member, round_key=options.round_key, deadline_s=search_end_s, gathered=options.gathered
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):
-                return self._failure(found.reason, self._story(found.detail), group)
+                return self._failure(found.reason, self._explain(found.detail), group)
             group = found
-            outcome = await self._hold(group, end_s)
+            outcome = await self._run_round(group, end_s)
             if not outcome.failed:
                 return self._success(group, outcome)
-            if outcome.out_of_memory:  # nothing has changed that would make the next attempt succeed
+            if outcome.out_of_memory:  # a retry would run out of memory again
                 return self._failure("memory", outcome.reason or "", group)
             if not any(one.weight > 0.0 for one in group.members):
                 return self._failure("nobody contributes", "all members of the group have weight 0", group)
@@ -138,8 +140,8 @@ class StepRunner:
             if self._clock.monotonic_s() >= end_s:
                 return self._failure("deadline", outcome.reason or "", group)
 
-    async def _hold(self, group: Group, end_s: float) -> RoundOutcome:
-        """One round with one group."""
+    async def _run_round(self, group: Group, end_s: float) -> RoundOutcome:
+        """Run one round with one group."""
         begun_s = self._clock.monotonic_s()
         self._attempts += 1
         committed, left_out, accused = False, frozenset[PeerId](), dict[PeerId, str]()
@@ -147,7 +149,7 @@ class StepRunner:
             if not any(member.weight > 0.0 for member in group.members):
                 outcome = RoundOutcome.broken("all weights are 0")
             else:
-                outcome = await self._strategy.hold(group, end_s)
+                outcome = await self._strategy.run(group, end_s)
             committed = not outcome.failed
             left_out, accused = (
                 frozenset(outcome.left_out) | frozenset(outcome.accused),
@@ -158,7 +160,7 @@ class StepRunner:
         self._left_out.update(outcome.left_out)
         self._accused.update(outcome.accused)
         if outcome.failed:
-            self._broken = f"a round broke: {outcome.reason}"
+            self._last_failure = f"a round broke: {outcome.reason}"
         self._sent += outcome.bytes_sent
         self._received += outcome.bytes_received
         for phase, seconds in outcome.seconds.items():
@@ -171,10 +173,10 @@ class StepRunner:
     def _success(self, group: Group, outcome: RoundOutcome) -> StepOutcome:
         result = RoundResult(
             failed=False,
-            detail=self._story(""),
+            detail=self._explain(""),
             contributions=dict(outcome.contributions),
             clipped=dict(outcome.clipped),
-            weight=_carried(group, outcome),
+            weight=_weight_of_average(group, outcome),
             digest=outcome.digest,
             **self._common(group),
         )
@@ -184,13 +186,15 @@ class StepRunner:
         result = RoundResult(failed=True, reason=reason, detail=detail, **self._common(group))
         return StepOutcome(result=result, averages=None, last_round_s=self._last_round_s)
 
-    def _story(self, detail: str) -> str:
-        return "; before that ".join(text for text in (detail, self._broken) if text)
+    def _explain(self, detail: str) -> str:
+        return "; before that ".join(text for text in (detail, self._last_failure) if text)
 
     def _common(self, group: Group | None) -> dict[str, Any]:
         return {
             "peers": group.peer_ids if group is not None else (),
-            "gathered": _unpacked(group, self._strategy.told_bytes) if group is not None else {},
+            "gathered": _unpack_gathered(group, self._strategy.gathered_prefix_bytes)
+            if group is not None
+            else {},
             "left_out": dict(self._left_out),
             "accused": dict(self._accused),
             "seconds": dict(self._seconds),
@@ -201,45 +205,48 @@ class StepRunner:
         }
 
 
-def _carried(group: Group, outcome: RoundOutcome) -> float:
-    """The weight with which the average goes on: whoever holds it takes an equal part of what went in, so
-    that no weight is lost or made however unequal groups are, and the mean over all peers stays what it was.
+def _weight_of_average(group: Group, outcome: RoundOutcome) -> float:
+    """Return the weight of this member's average in the next round: an equal part of the weight that went in.
+
+    So no weight is lost or created, however unequal groups are, and the mean over all peers stays the same.
     """
     holding = sum(not member.auxiliary and member.peer_id not in outcome.left_out for member in group.members)
     whole = sum(member.weight * outcome.contributions.get(member.peer_id, 0.0) for member in group.members)
     return whole / holding if holding else 0.0
 
 
-def key_text(round_key: str | int | None) -> str:
-    """A round key as it travels; UsageError when it is too long."""
+def round_key_text(round_key: str | int | None) -> str:
+    """Return a round key as text. Raises UsageError when it is too long."""
     text = "" if round_key is None else str(round_key)
     if len(text) > ROUND_KEY_MAX:
         raise UsageError(f"a round key has at most {ROUND_KEY_MAX} characters")
     return text
 
 
-def packed(gather: object, told: bytes) -> bytes:
-    """What the strategy tells, then msgpack of what members hand to each other; nothing for None. UsageError
-    when it is too much.
+def pack_gathered(gather: object, prefix: bytes) -> bytes:
+    """Return the strategy's `prefix`, followed by `gather` as msgpack unless it is None. Raises UsageError
+    when `gather` is too large or msgpack cannot write it.
     """
     if gather is None:
-        return told
+        return prefix
     try:
         packed: bytes = msgpack.packb(gather)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(
             f"gather takes what msgpack can write (numbers, text, bytes, lists, maps): {error}"
         ) from error
-    if len(told) + len(packed) > GATHERED_BYTES_MAX:
-        raise UsageError(f"gather takes at most {GATHERED_BYTES_MAX - len(told)} bytes, not {len(packed)}")
-    return told + packed
+    if len(prefix) + len(packed) > GATHERED_BYTES_MAX:
+        raise UsageError(f"gather takes at most {GATHERED_BYTES_MAX - len(prefix)} bytes, not {len(packed)}")
+    return prefix + packed
 
 
-def _unpacked(group: Group, told_bytes: int) -> Mapping[PeerId, Any]:
-    """What members passed as `gather`; without those who passed nothing, or bytes that are not msgpack."""
+def _unpack_gathered(group: Group, gathered_prefix_bytes: int) -> Mapping[PeerId, Any]:
+    """Return what members passed as `gather`, without members that passed nothing, or bytes that are not
+    msgpack.
+    """
     gathered = {}
-    for peer_id, told in zip(group.peer_ids, group.gathered, strict=True):
-        if packed := told[told_bytes:]:
+    for peer_id, raw in zip(group.peer_ids, group.gathered, strict=True):
+        if packed := raw[gathered_prefix_bytes:]:
             try:
                 gathered[peer_id] = msgpack.unpackb(packed, strict_map_key=False)
             except (ValueError, TypeError, RecursionError):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from averaging.reduction.partition import Part
+from averaging.reduction.partition import Chunk
 from averaging.reduction.reduce import blocks
 from benchmarks.codec_values import VALUES, relative_error
 from benchmarks.environments import HIVEMIND_VERSION
@@ -53,7 +53,7 @@ class SwarmCodec:
     def __init__(self, codec: Codec, elements: int) -> None:
         self._codec = codec
         self._values = {name: make(elements) for name, make in VALUES.items()}
-        self._blocks = blocks(Part(0, 0, 0, elements), codec)
+        self._blocks = blocks(Chunk(0, 0, 0, elements), codec)
         self._encoded = torch.empty(codec.encoded_bytes(elements), dtype=torch.uint8)
         self._decoded = torch.empty(elements)
         self.measured = Measured(bits=8 * len(self._encoded) / elements)

@@ -263,7 +263,7 @@ def _patient_config() -> OptimizerConfig:
         matchmaking=MatchmakingConfig(grace_period=grace_period, leader_ping_interval_s=5.0),
     )
     presence = PresenceConfig(ttl_s=4 * SLOW_S, store_timeout_s=SLOW_S)
-    liveness = LivenessConfig(probe_s=SLOW_S, first_s=SLOW_S, patience_s_max=SLOW_S)
+    liveness = LivenessConfig(probe_s=SLOW_S, first_s=SLOW_S, timeout_s_max=SLOW_S)
     pacing = PacingConfig(sender_s=SLOW_S, reducer_s=SLOW_S, voter_s=SLOW_S, first_s=SLOW_S)
     rounds = RoundConfig(join_s=SLOW_S, liveness=liveness, pacing=pacing)
     return OptimizerConfig(

@@ -1,9 +1,9 @@
 """Training with a quarter of hostile peers: the loss under each aggregation, and the time that each takes.
 
-Eight peers train the byte-level model, each on its own samples of the text. Gradients are encoded, cut into
-parts and reduced by the code of a round, in this process and without a network, which has no influence here.
-Two of the peers send false gradients, always of the same kind. The losses follow from seeds and are the same
-in every run on one machine.
+Eight peers train the byte-level model, each on its own draw of the text; gradients are encoded, cut into
+chunks and reduced by the very code of a round, in this process: no network lies in between, since none of it
+is about the network. Two of the peers lie, always in the same way. The losses come from seeds and are the
+same on every run of one machine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from averaging.allreduce.work import Averaged, ReductionKernels
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, ResultBuffer
-from averaging.reduction.chunks import unpack
-from averaging.reduction.partition import Plan, plan_parts
+from averaging.reduction.framing import unpack
+from averaging.reduction.partition import Plan, plan_chunks
 from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.vector import FlatVector
@@ -76,27 +76,27 @@ class Diverged(Exception):
 
 
 def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.Tensor:
-    """Return the average of a round: the first peer reduces each part, and the others' values are encoded as
-    in transit.
+    """What a round makes of these: each chunk reduced by the first peer, the others' values encoded as they
+    travel.
     """
     codec, numel = find(CODEC), vectors[0].numel()
-    plan = plan_parts(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)
-    kernels = [
+    plan = plan_chunks(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)
+    all_kernels = [
         ReductionKernels(
             plan, codec, 0, FlatVector([vector]), Averages(plan, codec, ResultBuffer()), aggregation
         )
         for vector in vectors
     ]
-    reducer = kernels[0]
-    sent = [kernel.encode(plan.parts) for kernel in kernels[1:]]
-    for part in plan.parts:
-        given = [Contribution(0, 1.0, reducer.own_values(part))]
+    reducer = all_kernels[0]
+    sent = [kernels.encode(plan.chunks) for kernels in all_kernels[1:]]
+    for chunk in plan.chunks:
+        given = [Contribution(0, 1.0, reducer.own_values(chunk))]
         for place, messages in enumerate(sent, 1):
-            message = messages[part.index]
+            message = messages[chunk.index]
             if isinstance(message, int):
                 raise Diverged
             given.append(Contribution(place, 1.0, unpack(message)[1]))
-        (done,) = reducer.reduce([Job(part, given)])
+        (done,) = reducer.reduce([Job(chunk, given)])
         assert isinstance(done, Averaged)
     return reducer.averages.decoded()
 
@@ -170,20 +170,23 @@ def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
 def costs(
     say: Callable[[str], None], *, elements: int = COST_ELEMENTS, rounds: int = COST_ROUNDS
 ) -> list[Row]:
-    """Measure on one thread how long reducing eight peers' values takes with each aggregation, and what an
-    audit adds.
+    """Reducing what eight peers sent, one thread: each aggregation in turn, and what an audit adds per
+    contribution.
     """
     codec = find(CODEC)
-    plan = plan_parts(elements, [1.0], codec, 1 << 20)
+    plan = plan_chunks(elements, [1.0], codec, 1 << 20)
     chance = torch.Generator().manual_seed(2)
     vectors = [torch.randn(elements, generator=chance) for _ in range(PEERS)]
-    kernels = [
+    all_kernels = [
         ReductionKernels(plan, codec, 0, FlatVector([vector]), Averages(plan, codec, ResultBuffer()))
         for vector in vectors
     ]
     jobs = [
-        Job(part, [Contribution(place, 1.0, kernel.encoded(part)) for place, kernel in enumerate(kernels)])
-        for part in plan.parts
+        Job(
+            chunk,
+            [Contribution(place, 1.0, kernels.encoded(chunk)) for place, kernels in enumerate(all_kernels)],
+        )
+        for chunk in plan.chunks
     ]
     reducers = {
         rule: ReductionKernels(
@@ -192,9 +195,9 @@ def costs(
         for rule, aggregation in RULES.items()
     }
     work: dict[str, Callable[[], object]] = {
-        rule: functools.partial(kernel.reduce, jobs) for rule, kernel in reducers.items()
+        rule: functools.partial(kernels.reduce, jobs) for rule, kernels in reducers.items()
     }
-    work["audit: sign and check the chunks"] = functools.partial(_sign_and_check, plan, jobs)
+    work["audit: sign and check the contributions"] = functools.partial(_sign_and_check, plan, jobs)
     taken: dict[str, list[float]] = {name: [] for name in work}
     for nth in range(rounds + 1):
         for name, function in work.items():
@@ -224,15 +227,15 @@ def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
     group = Group(group_id=bytes(32), members=(member,), codec=CODEC, gathered=(b"",))
-    kernel = ReductionKernels(
+    kernels = ReductionKernels(
         plan, find(CODEC), 0, FlatVector([]), Averages(plan, find(CODEC), ResultBuffer())
     )
-    auditor = Auditor(group, kernel, Notary(identity, random.Random(0)), 0.1)
-    assert kernel.sign is not None
+    auditor = Auditor(group, kernels, Notary(identity, random.Random(0)), 0.1)
+    assert kernels.sign is not None
     for job in jobs:
         for item in job.contributions:
             payload = memoryview(item.values)  # type: ignore[arg-type]
-            auditor.accept(0, job.part.index, payload, kernel.sign(job.part.index, payload))
+            auditor.accept(0, job.chunk.index, payload, kernels.sign(job.chunk.index, payload))
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:

@@ -40,7 +40,7 @@ class TrainingSetup:
             "local_steps": self.local_steps,
             "delay_steps": self.delay_steps,
         }
-        return found if self.strategy is None else {**found, "strategy": self.strategy.terms}
+        return found if self.strategy is None else {**found, "strategy": self.strategy.compatibility_tag}
 
 
 # As in the paper, 0.7 and 0.9, for a model that has begun to learn; an untrained one overshoots with these:

@@ -1,7 +1,7 @@
 """Butterfly all-reduce between the members of a group: one service per node, any number of rounds side by
 side.
 
-Each member cuts the vector alike, reduces the span that its bandwidth earns it, and sends and receives the
+Each member cuts the vector alike, reduces the shard that its bandwidth earns it, and sends and receives the
 others' (`averaging.allreduce.round`). The result stays encoded and is handed over only when all living
 members hold the same bytes (`averaging.allreduce.quorum`).
 """
@@ -18,8 +18,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from averaging.allreduce.auditing import Auditor
-from averaging.allreduce.config import ACCOUNT, BEAT, EXCHANGE, FETCH, HELD, OFFER, VOTE, Dialer, RoundConfig
-from averaging.allreduce.holding import PartInventory
+from averaging.allreduce.config import (
+    ACCOUNT,
+    EXCHANGE,
+    FETCH,
+    HEARTBEAT,
+    HELD,
+    OFFER,
+    VOTE,
+    Dialer,
+    RoundConfig,
+)
+from averaging.allreduce.holding import ChunkInventory
 from averaging.allreduce.metering import MeteredDialer, MeteredStream
 from averaging.allreduce.quorum import RoundMembership
 from averaging.allreduce.round import Round
@@ -28,9 +38,9 @@ from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group
 from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.balance import shares_of
-from averaging.reduction.chunks import unpack
 from averaging.reduction.feedback import NO_SHARD, Feedback, FeedbackRound, Shard
-from averaging.reduction.partition import part_bytes_for, plan_parts
+from averaging.reduction.framing import unpack
+from averaging.reduction.partition import chunk_bytes_for, plan_chunks
 from averaging.reduction.reduce import relative_weights
 from averaging.reduction.speed import Speed
 from averaging.reduction.vector import FlatVector
@@ -42,10 +52,10 @@ from swarm.net.rpc import Handlers, Stream
 from swarm.wire.reduce_pb2 import (
     AccountReply,
     AccountRequest,
-    BeatReply,
-    BeatRequest,
     FetchReply,
     FetchRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
     HeldReply,
     HeldRequest,
     OfferReply,
@@ -102,7 +112,7 @@ class RoundOutcome:
 
     @property
     def vector(self) -> torch.Tensor | None:
-        """The result decoded, flat float32, anew each time."""
+        """Return the decoded result, flat float32, as a new tensor each time; None without averages."""
         return self.averages.decoded() if self.averages is not None else None
 
 
@@ -130,14 +140,14 @@ class AllReduce:
         # of running and of the last finished rounds
         self._quorums: OrderedDict[bytes, RoundMembership] = OrderedDict()
         # of those of them that committed: others may come for what they hold
-        self._holdings: dict[bytes, PartInventory] = {}
+        self._holdings: dict[bytes, ChunkInventory] = {}
         self._begun = asyncio.Event()
         self._waiting: Counter[PeerId] = Counter()
         self._join_s = RoundConfig().join_s
         self._handlers = handlers
         _keep_freed_memory()
         handlers.stream(EXCHANGE, self._serve_exchange)
-        handlers.unary(BEAT, self._serve_beat)
+        handlers.unary(HEARTBEAT, self._serve_heartbeat)
         handlers.unary(VOTE, self._serve_vote)
         handlers.unary(ACCOUNT, self._serve_account)
         handlers.unary(HELD, self._serve_held)
@@ -146,7 +156,7 @@ class AllReduce:
 
     def close(self) -> None:
         """Answer no more, and fail the rounds that run."""
-        for method in (EXCHANGE, BEAT, VOTE, ACCOUNT, HELD, FETCH, OFFER):
+        for method in (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, HELD, FETCH, OFFER):
             self._handlers.remove(method.name)
         for running in list(self._rounds.values()):
             running.quorum.fail(f"peer {self._own} was closed")
@@ -163,7 +173,7 @@ class AllReduce:
         *,
         deadline_s: float,
         config: RoundConfig | None = None,
-        landing: ResultBuffer | None = None,
+        result_buffer: ResultBuffer | None = None,
         feedback: Feedback | None = None,
     ) -> RoundOutcome:
         """Average `vector` with the group; returns by `deadline_s` (on the clock's `monotonic_s`).
@@ -180,12 +190,12 @@ class AllReduce:
         running = self._begin(
             group,
             vector if isinstance(vector, FlatVector) else FlatVector([vector]),
-            landing or ResultBuffer(),
+            result_buffer or ResultBuffer(),
             config,
         )
         quorum = running.quorum
-        bench = running.bench
-        bench.begin_feedback = _feedback_of(feedback, group, bench)
+        kernels = running.kernels
+        kernels.begin_feedback = _feedback_of(feedback, group, kernels)
         quorum.deadline_s = deadline_s
         try:
             async with asyncio.timeout(max(deadline_s - started_s, 0.0)):
@@ -199,42 +209,42 @@ class AllReduce:
             if quorum.verdict is not None and quorum.verdict.failure is None and not config.audit:
                 self._holdings[group.group_id] = running.recovery.holding
             if quorum.verdict is None or quorum.verdict.failure is not None:
-                bench.roll_back()
+                kernels.roll_back()
         conducted_s = self._clock.monotonic_s()
         outcome = self._outcome(running, config, started_s, conducted_s)
         if not outcome.failed:
             self.speed.committed(outcome.bytes_sent, conducted_s - started_s)
             if not await running.conclude():  # the others have committed, and go on without us
-                outcome = _broken(outcome, f"{quorum.name(bench.own)} {running.out_of_memory}")
+                outcome = _broken(outcome, f"{quorum.name(kernels.own)} {running.out_of_memory}")
         if outcome.failed:
-            bench.roll_back()
+            kernels.roll_back()
         await quorum.announce()
         return outcome
 
     # ---- rounds
 
-    def _begin(self, group: Group, vector: FlatVector, landing: ResultBuffer, config: RoundConfig) -> Round:
+    def _begin(
+        self, group: Group, vector: FlatVector, result_buffer: ResultBuffer, config: RoundConfig
+    ) -> Round:
         own = group.index(self._own)
         if group.group_id in self._quorums:
             raise UsageError("this round has run already")
         codec = find(group.codec)
         shares = shares_of(group.members) if len(group.members) > 1 else [1.0]
-        part_bytes = part_bytes_for([member.bandwidth for member in group.members], config.part_bytes)
-        plan = plan_parts(vector.numel, shares, codec, part_bytes)
+        chunk_bytes = chunk_bytes_for([member.bandwidth for member in group.members], config.chunk_bytes)
+        plan = plan_chunks(vector.numel, shares, codec, chunk_bytes)
         if not any(member.weight > 0 for member in group.members) and vector.numel:
             raise UsageError("nobody in this group contributes: all weights are 0")
         quorum = RoundMembership(group, own, caller=self._channels, clock=self._clock, config=config)
-        bench = ReductionKernels(plan, codec, own, vector, Averages(plan, codec, landing), config.aggregation)
-        bench.weights = relative_weights([member.weight for member in group.members])
-        running = Round(group, bench, quorum, channels=self._channels, pool=self._pool, config=config)
-        distances = self._channels.round_trips
-        running.lanes = {
-            place: distances.lanes(member.peer_id, config.lanes) for place, member in enumerate(group.members)
-        }
+        kernels = ReductionKernels(
+            plan, codec, own, vector, Averages(plan, codec, result_buffer), config.aggregation
+        )
+        kernels.weights = relative_weights([member.weight for member in group.members])
+        running = Round(group, kernels, quorum, channels=self._channels, pool=self._pool, config=config)
         if config.audit:
             if self._notary is None:
                 raise UsageError("audits need an identity to sign with: give this all-reduce a notary")
-            running.auditor = Auditor(group, bench, self._notary, config.audit)
+            running.auditor = Auditor(group, kernels, self._notary, config.audit)
         self._rounds[group.group_id] = running
         self._quorums[group.group_id] = quorum
         finished = [group_id for group_id in self._quorums if group_id not in self._rounds]
@@ -248,21 +258,28 @@ class AllReduce:
     def _outcome(
         self, running: Round, config: RoundConfig, started_s: float, conducted_s: float
     ) -> RoundOutcome:
-        quorum, bench, group = running.quorum, running.bench, running.group
-        own = quorum.votes.cast[bench.own]
+        quorum, kernels, group = running.quorum, running.kernels, running.group
+        own = quorum.votes.cast[kernels.own]
         failure = quorum.verdict.failure if quorum.verdict is not None else "internal error"
         fared = running.fared()
-        if failure is None and not group.members[bench.own].auxiliary and fared.covered < config.min_fraction:
-            failure = f"nobody is left who contributes to {1.0 - fared.covered:.0%} of the vector: {'; '.join(fared.left_out.values())}"
+        if (
+            failure is None
+            and not group.members[kernels.own].auxiliary
+            and fared.covered < config.min_fraction
+        ):
+            failure = (
+                f"nobody is left who contributes to {1.0 - fared.covered:.0%} of the vector: "
+                f"{'; '.join(fared.left_out.values())}"
+            )
         fractions = fared.fractions if failure is None else {}
         clipped = fared.clipped if failure is None else {}
         left_out = fared.left_out
-        whole = failure is None and not group.members[bench.own].auxiliary
+        whole = failure is None and not group.members[kernels.own].auxiliary
         exchanged_s = quorum.cast_s if quorum.cast_s is not None else conducted_s
         return RoundOutcome(
             failed=failure is not None,
             reason=failure,
-            averages=bench.averages if whole else None,
+            averages=kernels.averages if whole else None,
             contributions={group.members[place].peer_id: fraction for place, fraction in fractions.items()},
             accused={
                 group.members[place].peer_id: lie
@@ -278,7 +295,7 @@ class AllReduce:
                 "total": self._clock.monotonic_s() - started_s,
                 "exchange": exchanged_s - started_s,
                 "commit": conducted_s - exchanged_s,
-                **bench.seconds,
+                **kernels.seconds,
             },
         )
 
@@ -302,12 +319,12 @@ class AllReduce:
             _place(quorum, stream.peer_id), header.open, MeteredStream(stream, self.speed, self._clock)
         )
 
-    async def _serve_beat(self, caller: PeerId, request: BeatRequest) -> BeatReply:
+    async def _serve_heartbeat(self, caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
         quorum = self._quorums.get(request.group_id)
         return (
-            quorum.answer_beat(_place(quorum, caller))
+            quorum.answer_heartbeat(_place(quorum, caller))
             if quorum is not None
-            else BeatReply(state=BeatReply.UNKNOWN)
+            else HeartbeatReply(state=HeartbeatReply.UNKNOWN)
         )
 
     async def _serve_vote(self, caller: PeerId, request: VoteRequest) -> VoteReply:
@@ -328,7 +345,7 @@ class AllReduce:
         running = self._rounds.get(request.group_id)
         if running is not None:
             return await running.recovery.answer_fetch(request)
-        return self._held(request.group_id).give(request.part, request.digest)
+        return self._held(request.group_id).give(request.chunk, request.digest)
 
     async def _serve_offer(self, caller: PeerId, request: OfferRequest) -> OfferReply:
         quorum = await self._find(request.group_id, caller)
@@ -338,8 +355,10 @@ class AllReduce:
             raise PeerError("this round is over")
         return running.recovery.contributions.take_offer(place, request)
 
-    def _held(self, group_id: bytes) -> PartInventory:
-        """What a finished round left in memory."""
+    def _held(self, group_id: bytes) -> ChunkInventory:
+        """Return the averages that a finished round left in memory. Raises PeerError when the round failed
+        here.
+        """
         holding = self._holdings.get(group_id)
         if holding is None:
             raise PeerError("this round failed here")
@@ -391,12 +410,12 @@ def _broken(outcome: RoundOutcome, reason: str) -> RoundOutcome:
 
 
 def _feedback_of(
-    feedback: Feedback | None, group: Group, bench: ReductionKernels
+    feedback: Feedback | None, group: Group, kernels: ReductionKernels
 ) -> Callable[[], FeedbackRound] | None:
-    """What begins this round of error feedback."""
+    """Return the function that begins this round of error feedback; None without error feedback."""
     if feedback is None:
         return None
-    own = bench.plan.of_reducer(bench.own)
+    own = kernels.plan.shard(kernels.own)
     members = b"".join(member.peer_id.public_key for member in group.members)
     return functools.partial(
         feedback.begin, Shard(start=own[0].start, stop=own[-1].stop, members=members) if own else NO_SHARD
@@ -404,12 +423,12 @@ def _feedback_of(
 
 
 def _keep_freed_memory() -> None:
-    """Tell glibc that this process uses blocks of a megabyte again and again.
+    """Make glibc keep freed blocks of a megabyte, which this process uses again and again.
 
-    Its malloc maps such blocks anew each time, until one of them has been freed: then it keeps blocks up to
-    that size, and twice that at the end of its heap. A round makes and drops a message for every megabyte;
-    mapping them anew took ten times the page faults and 5 to 10 % of the processor time. One block of almost
-    the largest size that counts, never touched, costs nothing; other allocators do not mind.
+    Its malloc maps such blocks for each allocation, until one of them has been freed: then it keeps blocks up
+    to that size, and twice that at the end of its heap. A round makes and drops a message for every megabyte;
+    mapping them each time took ten times the page faults and 5 to 10 % of the processor time. One block of
+    almost the largest size that counts, never touched, costs nothing; other allocators ignore this.
     """
     bytes(31 << 20)
 

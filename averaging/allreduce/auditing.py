@@ -1,5 +1,5 @@
-"""The service around `averaging.reduction.audit`: signs and checks chunks, keeps what was reduced, accounts
-for it, and audits others.
+"""The service around `averaging.reduction.audit`: signs and checks contributions, keeps what was reduced,
+accounts for it, and audits others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from averaging.allreduce.commit import digest_payload
 from averaging.allreduce.config import ACCOUNT, Dialer
 from averaging.allreduce.work import Recomputation, ReductionKernels
 from averaging.matchmaking.logic.group import Group
-from averaging.reduction.audit import SIGNATURE_BYTES, Notary, Signed, draw, fault, parts_max, statement
-from averaging.reduction.partition import Part
+from averaging.reduction.audit import SIGNATURE_BYTES, Notary, Signed, chunks_max, draw, fault, statement
+from averaging.reduction.partition import Chunk
 from averaging.reduction.reduce import Contribution
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.identity import verify
@@ -23,7 +23,9 @@ from swarm.wire.reduce_pb2 import AccountReply, AccountRequest
 
 Work: TypeAlias = Callable[[Callable[[Recomputation], bytes], Recomputation], Awaitable[bytes]]
 
-_ANSWER_S = 20.0  # for one chunk of a part: a reducer that is busy reducing answers between two parts
+_ANSWER_S = (
+    20.0  # for one contribution to a chunk: a reducer that is busy reducing answers between two chunks
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,128 +39,134 @@ class Finding:
 
 
 class Auditor:
-    """One member's part in the audits of one round: gives account of its own span, and looks at others'."""
+    """One member's part in the audits of one round: gives account of its own shard, and looks at others'."""
 
-    def __init__(self, group: Group, bench: ReductionKernels, notary: Notary, share: float) -> None:
+    def __init__(self, group: Group, kernels: ReductionKernels, notary: Notary, share: float) -> None:
         self.accused: dict[int, str] = {}  # who was found to have lied, by this member itself
-        self._group, self._bench, self._notary, self._share = group, bench, notary, share
-        # of a part: all but its reducer
+        self._group, self._kernels, self._notary, self._share = group, kernels, notary, share
+        # of a chunk: all but its reducer
         self._auditors = max(sum(not member.auxiliary for member in group.members) - 1, 1)
-        self._signatures: dict[tuple[int, int], bytes] = {}  # (part, place)
-        self._used: dict[int, dict[int, Contribution]] = {}  # part: place: what was reduced
-        # place: (part, place) that it was given
+        self._signatures: dict[tuple[int, int], bytes] = {}  # (chunk, place)
+        self._used: dict[int, dict[int, Contribution]] = {}  # chunk: place: what was reduced
+        # place: (chunk, place) that it was given
         self._shown: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-        bench.sign = self._sign
+        kernels.sign = self._sign
 
     # ---- as a sender and as a reducer
 
-    def accept(self, place: int, part: int, payload: memoryview, signature: bytes) -> None:
-        """A chunk came. PeerError unless its sender signed it: what cannot be shown later cannot be averaged."""
-        if len(signature) != SIGNATURE_BYTES or not self._verify(
-            place, self._statement(part, payload), signature
-        ):
-            raise PeerError(f"a chunk of part {part} without its sender's signature over it")
-        self._signatures.setdefault((part, place), signature)
-
-    def own(self, part: Part) -> bytes:
-        """What this member contributes to a part that it reduces itself: encoded as others' are, so that it
-        can be shown. Tensor work.
+    def accept(self, place: int, chunk: int, payload: memoryview, signature: bytes) -> None:
+        """A contribution came. PeerError unless its sender signed it: what cannot be shown later cannot be
+        averaged.
         """
-        return self._bench.encoded(part)
+        if len(signature) != SIGNATURE_BYTES or not self._verify(
+            place, self._statement(chunk, payload), signature
+        ):
+            raise PeerError(f"a contribution to chunk {chunk} without its sender's signature over it")
+        self._signatures.setdefault((chunk, place), signature)
 
-    def keep(self, part: int, contributions: Sequence[Contribution]) -> None:
-        """This part was reduced from these."""
-        self._used[part] = {item.place: item for item in contributions}
+    def own(self, chunk: Chunk) -> bytes:
+        """Return this member's contribution to a chunk that it reduces itself, encoded as others' are, so
+        that it can be shown. Tensor work.
+        """
+        return self._kernels.encoded(chunk)
+
+    def keep(self, chunk: int, contributions: Sequence[Contribution]) -> None:
+        """This chunk was reduced from these."""
+        self._used[chunk] = {item.place: item for item in contributions}
 
     def answer(self, caller: int, request: AccountRequest) -> AccountReply:
-        """What a member contributed to a part that this one reduced. PeerError for what was not reduced here,
-        or asked too often.
+        """Return a member's contribution to a chunk that this member reduced. Raises PeerError for a chunk
+        that was not reduced here, or too many requests.
         """
-        item = self._used.get(request.part, {}).get(request.place)
+        item = self._used.get(request.chunk, {}).get(request.place)
         if item is None:
             raise PeerError(
-                f"nothing of the member at place {request.place} was reduced here in part {request.part}"
+                f"nothing of the member at place {request.place} was reduced here in chunk {request.chunk}"
             )
         shown = self._shown[caller]
-        parts = {part for part, _ in shown} | {request.part}
-        if (request.part, request.place) in shown or len(parts) > parts_max(
+        chunks = {chunk for chunk, _ in shown} | {request.chunk}
+        if (request.chunk, request.place) in shown or len(chunks) > chunks_max(
             self._share, self._auditors, len(self._used)
         ):
             raise PeerError("more is asked than audits need")
-        shown.add((request.part, request.place))
+        shown.add((request.chunk, request.place))
         payload = bytes(item.values)  # encoded: `own` sees to that
-        signature = self._signatures.get((request.part, request.place)) or self._sign(request.part, payload)
+        signature = self._signatures.get((request.chunk, request.place)) or self._sign(request.chunk, payload)
         return AccountReply(payload=payload, signature=signature)
 
     # ---- as an auditor
 
     async def audit(self, channels: Dialer, work: Work) -> Finding | None:
-        """Look at some parts of others; what is wrong with the first that is not as it should be. `work` runs
-        tensor work.
+        """Look at some chunks of others; what is wrong with the first that is not as it should be. `work`
+        runs tensor work.
 
         To be called when every average is here, and before this member votes: until then all others have to
         wait, and hold what is asked.
         """
-        for part in draw(self._bench.plan, self._bench.own, self._share, self._auditors, self._notary.rng):
-            finding = await self._look_at(part, channels, work)
+        for chunk in draw(
+            self._kernels.plan, self._kernels.own, self._share, self._auditors, self._notary.rng
+        ):
+            finding = await self._look_at(chunk, channels, work)
             if finding is not None:
                 if finding.accused is not None:
                     self.accused[finding.accused] = finding.reason
                 return finding
         return None
 
-    async def _look_at(self, part: Part, channels: Dialer, work: Work) -> Finding | None:
-        reducer = self._group.members[part.reducer]
+    async def _look_at(self, chunk: Chunk, channels: Dialer, work: Work) -> Finding | None:
+        reducer = self._group.members[chunk.reducer]
         name = f"peer {reducer.peer_id}"
-        digest, contributors = self._bench.noted[part.index]
+        digest, contributors = self._kernels.digests[chunk.index]
         if not any(contributors):
             return None  # nobody is in it: members that contribute have refused it
         shown: list[Signed] = []
         for place in decode_places(contributors, len(self._group.members)):
-            if self._bench.weights[place] <= 0.0:
+            if self._kernels.weights[place] <= 0.0:
                 return Finding(
-                    f"{name} counts in part {part.index} a member that contributes nothing", part.reducer
+                    f"{name} counts in chunk {chunk.index} a member that contributes nothing", chunk.reducer
                 )
-            request = AccountRequest(group_id=self._group.group_id, part=part.index, place=place)
+            request = AccountRequest(group_id=self._group.group_id, chunk=chunk.index, place=place)
             try:
                 reply = await channels.call(reducer.contact, ACCOUNT, request, timeout_s=_ANSWER_S)
             except PeerError as error:
                 # no proof: it may have left the round, because somebody else's audit was faster, or its node
                 # may be closing
                 return Finding(
-                    f"{name} does not show what its average of part {part.index} is made of: {error}", None
+                    f"{name} does not show what its average of chunk {chunk.index} is made of: {error}", None
                 )
             except DeadlineExceeded:
-                return Finding(f"{name} gave no account of part {part.index} within {_ANSWER_S:g} s", None)
+                return Finding(f"{name} gave no account of chunk {chunk.index} within {_ANSWER_S:g} s", None)
             except NetworkError as error:
                 # it may have died; but who lied could die on purpose when asked: what was drawn and not seen
                 # does not count
                 return Finding(
-                    f"{name} could not be asked for its account of part {part.index}: {error}", None
+                    f"{name} could not be asked for its account of chunk {chunk.index}: {error}", None
                 )
-            if len(reply.payload) != self._bench.codec.encoded_bytes(part.numel):
+            if len(reply.payload) != self._kernels.codec.encoded_bytes(chunk.numel):
                 return Finding(
-                    f"{name} shows {len(reply.payload)} bytes as a chunk of part {part.index}", part.reducer
+                    f"{name} shows {len(reply.payload)} bytes as a contribution to chunk {chunk.index}",
+                    chunk.reducer,
                 )
             shown.append(Signed(place, reply.payload, reply.signature))
-        wrong = fault(shown, part, self._group.group_id, digest_payload, self._verify)
+        wrong = fault(shown, chunk, self._group.group_id, digest_payload, self._verify)
         if wrong:
-            return Finding(f"{name} lies about part {part.index}: {wrong}", part.reducer)
-        inputs = [Contribution(item.place, self._bench.weights[item.place], item.payload) for item in shown]
-        if await work(self._bench.recompute, Recomputation(part, inputs)) != digest:
+            return Finding(f"{name} lies about chunk {chunk.index}: {wrong}", chunk.reducer)
+        inputs = [Contribution(item.place, self._kernels.weights[item.place], item.payload) for item in shown]
+        if await work(self._kernels.recompute, Recomputation(chunk, inputs)) != digest:
             return Finding(
-                f"{name} lied: its average of part {part.index} is not what its senders' signed values give",
-                part.reducer,
+                f"{name} lied: its average of chunk {chunk.index} is not what its senders' signed values "
+                "give",
+                chunk.reducer,
             )
         return None
 
     # ---- within
 
-    def _statement(self, part: int, payload: bytes | memoryview) -> bytes:
-        return statement(self._group.group_id, part, digest_payload(payload))
+    def _statement(self, chunk: int, payload: bytes | memoryview) -> bytes:
+        return statement(self._group.group_id, chunk, digest_payload(payload))
 
-    def _sign(self, part: int, payload: bytes | memoryview) -> bytes:
-        return self._notary.identity.sign(self._statement(part, payload))
+    def _sign(self, chunk: int, payload: bytes | memoryview) -> bytes:
+        return self._notary.identity.sign(self._statement(chunk, payload))
 
     def _verify(self, place: int, message: bytes, signature: bytes) -> bool:
         return verify(self._group.members[place].peer_id, message, signature)

@@ -1,9 +1,10 @@
-"""How a round ends: every member says what it holds, and it counts when all who are asked hold the same.
+"""The commit of a round: every member votes with the digest of its averages, and the round counts when all
+polled members hold the same.
 
-A pure machine over votes (decision 0010). A ballot has a number, a digest, and the members whom its voter
-does not ask: those who are dead to it or to another voter. It commits when all who are asked voted with this
-number, this digest and these exclusions; when they differ, another ballot follows. Of two members who commit,
-either has asked the other, or they have asked nobody in common.
+A pure state machine over votes (decision 0010). A ballot has a number, a digest, and the members that its
+voter does not poll: those that have failed for it or for another voter. It commits when every polled member
+voted for the same (number, digest, exclusions); when votes differ, another ballot follows. Safety: any two
+committing members either polled each other or polled disjoint sets.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from swarm.core.errors import PeerError
 
 DIGEST_BYTES = 32
 BALLOTS_MAX = 1024  # of one round; a death costs one or two, members that hold different averages as many
-STUBBORN_BALLOTS = 4  # who differs from most after so many is not asked any more
+STUBBORN_BALLOTS = 4  # a member that differs from most after this many is no longer polled
 DIFFERING_BALLOTS_MAX = 8  # then the round fails when there are no most
 
 
 def digest_payload(payload: bytes | memoryview) -> bytes:
-    """The digest of one part's encoded average."""
+    """The digest of one chunk's encoded average."""
     return blake3(payload).digest()
 
 
 def digest_average(digest: bytes, clipped: bytes) -> bytes:
-    """The digest of one part's average, from that of its bytes and who was clipped in it: members agree on
+    """The digest of one chunk's average, from that of its bytes and who was clipped in it: members agree on
     that, too.
     """
     return digest_payload(digest + clipped) if clipped else digest
 
 
-def digest_round(parts: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The digest of all averages: of every part's (digest, contributors), in order."""
+def digest_round(chunks: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The digest of all averages: of every chunk's (digest, contributors), in order."""
     state = blake3()
-    for digest, contributors in parts:
+    for digest, contributors in chunks:
         state.update(digest)
         state.update(len(contributors).to_bytes(4, "little"))
         state.update(contributors)
@@ -54,7 +55,7 @@ class Ballot:
     # of everything averaged; empty: an auxiliary member, which takes no result, or a failure
     digest: bytes = b""
     failure: str | None = None
-    excluded: frozenset[int] = frozenset()  # whom this member does not ask
+    excluded: frozenset[int] = frozenset()  # places that this member does not poll
     committed: bool = False  # the round has ended so for this member
     # by this member as a reducer, with reasons; once committed, by all it heard
     left_out: Mapping[int, str] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Verdict:
 
 
 class Next(Enum):
-    """What a member that has voted does about its vote."""
+    """The next action of a member that has voted."""
 
     WAIT = 0
     VOTE = 1  # cast another ballot, with what it holds
@@ -87,16 +88,16 @@ class Votes:
     def __init__(
         self, members: Iterable[int], own: int, name: Callable[[int], str], *, unanimous: bool = False
     ) -> None:
-        """`unanimous`: whoever is not dead to us must vote as we do, whatever others say of it; who votes
-        otherwise fails the round.
+        """Create an empty state. `unanimous`: every member that has not failed must vote equally, and a
+        different vote fails the round.
         """
         self._members = frozenset(members)
         self._unanimous = unanimous
         self._own = own
         self._name = name  # of a place, for sentences
         self._dead: set[int] = set()
-        self._set_aside: set[int] = set()  # who lives and is not asked any more by us
-        # with the dead, whom our last vote excludes, and whom those whom we ask exclude
+        self._set_aside: set[int] = set()  # alive, but no longer polled by this member
+        # failed members, those excluded by our last vote, and those excluded by polled members
         self._excluded: set[int] = set()
         self._differed = 0  # ballots in which members held different averages
         # why this member must not commit when nobody else is left; None: it may
@@ -105,22 +106,24 @@ class Votes:
 
     @property
     def live(self) -> frozenset[int]:
-        """Who is not dead to us."""
+        """Return the members that have not failed for this member."""
         return self._members - self._dead
 
     @property
     def electorate(self) -> frozenset[int]:
-        """Who is asked, ourselves included."""
+        """Return the members that are polled, this one included."""
         return self._members - self._excluded
 
     @property
     def excluded(self) -> frozenset[int]:
-        """Who is not."""
+        """Return the members that are not polled."""
         return frozenset(self._excluded)
 
     @property
     def missing(self) -> list[int]:
-        """Who is asked and has not voted in our ballot, or at all while we have none."""
+        """Return the polled members that have not voted in this member's ballot, or not at all while it has
+        none.
+        """
         own = self.cast.get(self._own)
         number = own.number if own is not None else 1
         return sorted(
@@ -129,7 +132,7 @@ class Votes:
 
     @property
     def committed(self) -> tuple[int, ...]:
-        """Who is known to have committed, and lives."""
+        """Return the other live members that are known to have committed."""
         return tuple(
             place
             for place, ballot in sorted(self.cast.items())
@@ -163,17 +166,17 @@ class Votes:
         self._weigh(ballot)
         return True
 
-    def bury(self, place: int) -> None:
-        """This member is dead to us, or has given up: the round goes on without its vote."""
+    def mark_failed(self, place: int) -> None:
+        """Exclude a member that has failed or left the round: the round continues without its vote."""
         if place != self._own:
             self._dead.add(place)
-            self._exclude_anew()
+            self._update_excluded()
 
     def exclude(self, place: int) -> None:
         """This member lives, and is not asked any more."""
         if place != self._own:
             self._set_aside.add(place)
-            self._exclude_anew()
+            self._update_excluded()
 
     def next_ballot(self, digest: bytes, left_out: Mapping[int, str]) -> Ballot:
         """Our next vote. The caller adds it."""
@@ -189,8 +192,8 @@ class Votes:
         )
 
     def commit(self) -> None:
-        """Our round has ended well. Who believes this vote hears no others: it passes on whom they left out,
-        and why.
+        """Mark this member's vote as committed. A receiver that accepts it needs no other votes: it includes
+        all members that were left out, with reasons.
         """
         heard: dict[int, str] = {}
         for ballot in self.cast.values():
@@ -232,7 +235,7 @@ class Votes:
             return Verdict(own.failure)
         if self._unanimous:
             return self._unanimity()
-        # whoever has died since, too
+        # including members that have failed since
         done = [ballot for place, ballot in self.cast.items() if ballot.committed and place != self._own]
         if any(not own.digest or ballot.digest == own.digest for ballot in done):
             return Verdict(None)
@@ -242,7 +245,7 @@ class Votes:
             and len(self._members) > 1
             and (self.lone_reason is not None or len(self.live) > 1)
         ):
-            # those whom others exclude may commit yet
+            # members that others exclude may still commit
             return Verdict(self.lone_reason) if len(self.live) == 1 else None
         if self._differed >= DIFFERING_BALLOTS_MAX or own.number >= BALLOTS_MAX:
             return Verdict(f"members hold different averages ({self._sides()})")
@@ -257,9 +260,9 @@ class Votes:
         if ballot.place not in self._excluded:
             self._excluded |= ballot.excluded - {self._own}
 
-    def _exclude_anew(self) -> None:
-        """Whom somebody excluded whom we ask no more is asked again, unless we have voted so: only on a vote
-        may somebody have relied.
+    def _update_excluded(self) -> None:
+        """Recompute the excluded members. A member that was excluded only by a member no longer polled is
+        polled again, unless this member's vote excluded it: others may rely on votes.
         """
         own = self.cast.get(self._own)
         self._excluded = self._dead | self._set_aside | (own.excluded if own is not None else frozenset())
@@ -275,7 +278,7 @@ class Votes:
         return Verdict(None) if self.live <= self.cast.keys() else None
 
     def next(self) -> Next:
-        """What to do about our vote while there is no verdict."""
+        """Return the next action for this member's vote while there is no verdict."""
         own = self.cast.get(self._own)
         if own is None or own.failure is not None:
             return Next.WAIT
@@ -302,7 +305,7 @@ class Votes:
         return [place for digest, places in digests.items() if digest != most for place in places]
 
     def _digests(self) -> dict[bytes, list[int]]:
-        """Who of those who are asked holds what, as far as is known."""
+        """Return the known digests with the polled members that hold each."""
         found: dict[bytes, list[int]] = {}
         for place in sorted(self.electorate):
             ballot = self.cast.get(place)
@@ -326,7 +329,7 @@ class Votes:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One average of a part. The attempt is how far after the planned reducer in group order the member
+    """One average of a chunk. The attempt is how far after the planned reducer in group order the member
     stands that made it.
     """
 
@@ -345,19 +348,18 @@ class Version:
 
 
 def winners(
-    tables: Mapping[int, Mapping[int, Version]], parts: Collection[int]
+    tables: Mapping[int, Mapping[int, Version]], chunks: Collection[int]
 ) -> dict[int, tuple[Version, list[int]]]:
-    """Of every part the version to take, with who holds it: the one that most hold; ties go to the lower
-    attempt, then the smaller digest.
+    """Return the version of every chunk to take, with its holders: the version that most members hold; ties
+    go to the lower attempt, then to the smaller digest.
 
-    `tables`: of each place that counts, the version of each part that it holds. An empty version loses to
-    every other.
+    `tables`: the versions of chunks that each counted member holds. An empty version loses to every other.
     """
     chosen = {}
-    for part in parts:
+    for chunk in chunks:
         held: dict[tuple[bytes, bytes], list[tuple[int, Version]]] = {}
         for place, table in sorted(tables.items()):
-            version = table.get(part)
+            version = table.get(chunk)
             if version is not None:
                 held.setdefault((version.contributors, version.digest), []).append((place, version))
         if held:
@@ -370,7 +372,7 @@ def winners(
                     found[0][1].digest,
                 ),
             )
-            chosen[part] = (
+            chosen[chunk] = (
                 min((version for _, version in best), key=lambda version: version.attempt),
                 [place for place, _ in best],
             )

@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from averaging.allreduce.lanes import LANES_MAX
 from averaging.allreduce.liveness import LivenessConfig
 from averaging.allreduce.pacing import PacingConfig
 from averaging.reduction.robust import MEAN, Aggregation
@@ -17,10 +16,10 @@ from swarm.net.rpc import Caller, Method, Stream, StreamMethod
 from swarm.wire.reduce_pb2 import (
     AccountReply,
     AccountRequest,
-    BeatReply,
-    BeatRequest,
     FetchReply,
     FetchRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
     HeldReply,
     HeldRequest,
     OfferReply,
@@ -30,13 +29,13 @@ from swarm.wire.reduce_pb2 import (
 )
 
 MESSAGE_BYTES_MAX = 4 << 20
-PART_BYTES_MAX = 3 << 20  # some codecs round a part up
+CHUNK_BYTES_MAX = 3 << 20  # some codecs round a chunk up
 
 EXCHANGE = StreamMethod(name="/swarm.Reduce/Exchange", message_bytes_max=MESSAGE_BYTES_MAX)
-BEAT = Method(
-    name="/swarm.Reduce/Beat",
-    request=BeatRequest,
-    reply=BeatReply,
+HEARTBEAT = Method(
+    name="/swarm.Reduce/Heartbeat",
+    request=HeartbeatRequest,
+    reply=HeartbeatReply,
     request_bytes_max=256,
     reply_bytes_max=1 << 16,
 )
@@ -88,10 +87,10 @@ def cores() -> int:
 
 
 class Dialer(Caller, Protocol):
-    """What rounds need of the network: `swarm.net.channels.Channels`, or a simulated one."""
+    """The network as rounds need it: `swarm.net.channels.Channels`, or a simulated one."""
 
     def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AbstractAsyncContextManager[Stream]:
         """See `Channels.open_stream`."""
         ...
@@ -99,29 +98,27 @@ class Dialer(Caller, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundConfig:
-    """How a round runs. `part_bytes` must be the same on all members: it decides the cut, and a difference is
-    refused.
+    """How a round runs. `chunk_bytes` must be the same on all members: it decides the cut, and a difference
+    is refused.
     """
 
-    # of an encoded part, at most; smaller: more messages, larger: less overlap and more memory in flight
-    part_bytes: int = 1 << 20
-    # connections for tensors to each reducer that is far away; more did not fill links better
-    # (docs/decisions/0015)
-    lanes: int = 1
-    # parts encoded or reduced in one hop to the pool; larger: fewer hops, later first bytes
-    batch_parts: int = 2
+    # of an encoded chunk, at most; smaller: more messages, larger: less overlap and more memory in flight
+    chunk_bytes: int = 1 << 20
+    # chunks encoded or reduced in one hop to the pool; larger: fewer hops, later first bytes
+    batch_chunks: int = 2
     # tensor work on the event loop's own thread, not in the pool; None: where cores are too few to help
     inline: bool | None = None
-    # parts of one sender that a reducer holds while others' are missing; then it reads no more of that stream
+    # chunks of one sender that a reducer holds while others' are missing; then it reads no more of that
+    # stream
     ahead_max: int = 32
     # how long a stream or vote of a round that is not known here yet waits for it to begin
     join_s: float = 5.0
-    # a reducer that waits for somebody's values says so that often, lest it be taken for idle: below
-    # pacing.reducer_s
+    # interval at which a reducer that waits for contributions reports this, so as not to count as idle;
+    # below pacing.reducer_s
     waiting_s: float = 2.0
     announce_s: float = 0.3  # after a failure: how long telling the others may delay its report
     aggregation: Aggregation = MEAN  # must be the same on all members: the averager sees to it by its schema
-    # share of the parts that a second member recomputes; all members have it above 0, or none. 0.0: nothing
+    # share of the chunks that a second member recomputes; all members have it above 0, or none. 0.0: nothing
     # is signed
     audit: float = 0.0
     # after members voted more than once: how long giving the last vote to somebody may delay the report
@@ -131,25 +128,26 @@ class RoundConfig:
     # how long a member that is asked what it holds waits for news; too small: many calls while a round is
     # repaired
     held_wait_s: float = 1.0
-    fetch_s: float = 30.0  # how long one part may take to be fetched from a member that lives
+    fetch_s: float = 30.0  # how long one chunk may take to be fetched from a member that lives
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     pacing: PacingConfig = field(default_factory=PacingConfig)
 
     def __post_init__(self) -> None:
-        if not 1024 <= self.part_bytes <= PART_BYTES_MAX:
-            raise UsageError(f"part_bytes is between 1024 and {PART_BYTES_MAX}, not {self.part_bytes}")
+        if not 1024 <= self.chunk_bytes <= CHUNK_BYTES_MAX:
+            raise UsageError(f"chunk_bytes is between 1024 and {CHUNK_BYTES_MAX}, not {self.chunk_bytes}")
         if not 0.0 <= self.audit <= 1.0:
-            raise UsageError(f"audit is a share of the parts: 0 for no audits, at most 1, not {self.audit!r}")
-        if not 1 <= self.lanes <= LANES_MAX:
-            raise UsageError(f"lanes is between 1 and {LANES_MAX}, not {self.lanes}")
+            raise UsageError(
+                f"audit is a share of the chunks: 0 for no audits, at most 1, not {self.audit!r}"
+            )
         if (
-            self.batch_parts < 1
+            self.batch_chunks < 1
             or self.ahead_max < 1
             or self.join_s <= 0
             or min(self.announce_s, self.farewell_s) < 0
         ):
             raise UsageError(
-                "batch_parts and ahead_max are at least 1, join_s is positive, announce_s and farewell_s are not negative"
+                "batch_chunks and ahead_max are at least 1, join_s is positive, announce_s and farewell_s "
+                "are not negative"
             )
         if not 0.0 < self.min_fraction <= 1.0 or self.held_wait_s <= 0 or self.fetch_s <= 0:
             raise UsageError("min_fraction is above 0 and at most 1, held_wait_s and fetch_s are positive")

@@ -1,4 +1,4 @@
-"""Contributions to parts that a member takes over: pulled from those who can be dialed, offered by those who
+"""Contributions to chunks that a member takes over: pulled from those who can be dialed, offered by those who
 cannot.
 """
 
@@ -11,8 +11,8 @@ from averaging.allreduce.config import FETCH, OFFER, REASON_CHARACTERS_MAX
 from averaging.allreduce.labour import OutOfMemory
 from averaging.allreduce.reach import RepairClient
 from averaging.allreduce.span import RoundContext
-from averaging.reduction.chunks import unpack
-from averaging.reduction.partition import Part
+from averaging.reduction.framing import unpack
+from averaging.reduction.partition import Chunk
 from averaging.reduction.reduce import Contribution
 from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.wire.reduce_pb2 import FetchReply, FetchRequest, OfferReply, OfferRequest
@@ -21,34 +21,34 @@ _FETCH_SHARE = 0.4  # of the time that the round has left
 
 
 class Contributions:
-    """Both sides of it: `collect` for a part that we take over, `encoded` and `offer` for one that another
+    """Both sides of it: `collect` for a chunk that we take over, `encoded` and `offer` for one that another
     member does.
     """
 
     def __init__(self, shared: RoundContext, reach: RepairClient, wake: Callable[[], None]) -> None:
         self.left_out: dict[int, str] = {}  # who did not give its values, and why
         self._shared = shared
-        self._bench, self._quorum = shared.bench, shared.quorum
-        self._plan, self._own = shared.bench.plan, shared.own
+        self._kernels, self._quorum = shared.kernels, shared.quorum
+        self._plan, self._own = shared.kernels.plan, shared.own
         self._reach = reach
         self._wake = wake
-        # of parts that we take over: what clients contribute
+        # of chunks that we take over: what clients contribute
         self._offers: dict[int, dict[int, memoryview | None]] = {}
-        self._offered: set[tuple[int, int]] = set()  # (owner, part): what we have offered
+        self._offered: set[tuple[int, int]] = set()  # (owner, chunk): what we have offered
         self._arrived = asyncio.Event()
 
     def wanted(self, place: int) -> list[int]:
-        """Parts for which this member's values are wanted, if it cannot be asked for them."""
+        """Chunks for which this member's values are wanted, if it cannot be asked for them."""
         if self._quorum.can_dial(place) or not self._shared.weights[place]:
             return []
-        return sorted(part for part, offers in self._offers.items() if place not in offers)
+        return sorted(chunk for chunk, offers in self._offers.items() if place not in offers)
 
     def leave_out(self, place: int, reason: str) -> None:
         """Without this member from now on."""
         self.left_out.setdefault(place, reason)
 
-    async def collect(self, part: Part) -> list[Contribution]:
-        """What the others that live contribute to a part, in group order."""
+    async def collect(self, chunk: Chunk) -> list[Contribution]:
+        """Collect the contributions of the other live members to a chunk, in group order."""
         weights = self._shared.weights
         senders = [
             place
@@ -62,15 +62,18 @@ class Contributions:
 
         async def one(place: int) -> None:
             try:
-                payload = await (self._pulled if self._quorum.can_dial(place) else self._awaited)(place, part)
-                size = self._bench.codec.encoded_bytes(part.numel)
+                payload = await (self._pulled if self._quorum.can_dial(place) else self._awaited)(
+                    place, chunk
+                )
+                size = self._kernels.codec.encoded_bytes(chunk.numel)
                 if len(payload) != size:
-                    raise PeerError(f"{len(payload)} bytes; {self._bench.codec.name} takes {size}")
+                    raise PeerError(f"{len(payload)} bytes; {self._kernels.codec.name} takes {size}")
                 payloads[place] = payload
             except SwarmError as error:
                 self.leave_out(
                     place,
-                    f"it did not give its values of part {part.index}, which another peer takes over: {error}",
+                    f"it did not give its values of chunk {chunk.index}, which another peer takes over: "
+                    f"{error}",
                 )
 
         async with asyncio.TaskGroup() as tasks:
@@ -78,21 +81,21 @@ class Contributions:
                 tasks.create_task(one(place))
         return [Contribution(place, weights[place], payload) for place, payload in sorted(payloads.items())]
 
-    async def _pulled(self, place: int, part: Part) -> memoryview:
-        request = FetchRequest(group_id=self._quorum.group.group_id, part=part.index)
+    async def _pulled(self, place: int, chunk: Chunk) -> memoryview:
+        request = FetchRequest(group_id=self._quorum.group.group_id, chunk=chunk.index)
         remaining_s = self._quorum.deadline_s - self._quorum.now_s
         timeout_s = min(self._shared.config.fetch_s, max(_FETCH_SHARE * remaining_s, 0.001))
         reply: FetchReply = await self._reach.call(place, FETCH, request, timeout_s)
         self._shared.traffic.received += len(reply.payload)
         return memoryview(reply.payload)
 
-    def forget(self, part_index: int) -> None:
-        """The part is reduced."""
-        self._offers.pop(part_index, None)
+    def forget(self, chunk_index: int) -> None:
+        """The chunk is reduced."""
+        self._offers.pop(chunk_index, None)
 
-    async def _awaited(self, place: int, part: Part) -> memoryview:
+    async def _awaited(self, place: int, chunk: Chunk) -> memoryview:
         """From a client, which hears that its values are wanted when it asks what we hold."""
-        offers = self._offers.setdefault(part.index, {})
+        offers = self._offers.setdefault(chunk.index, {})
         self._wake()
         limit_s = self._quorum.now_s + self._shared.config.pacing.sender_s
         while place not in offers:
@@ -109,30 +112,34 @@ class Contributions:
             raise PeerError("it withdrew")
         return payload
 
-    async def offer(self, owner: int, part_index: int) -> None:
-        """We cannot be dialed: give our values to a member that takes a part over."""
-        if part_index >= len(self._plan.parts) or (owner, part_index) in self._offered:
+    async def offer(self, owner: int, chunk_index: int) -> None:
+        """We cannot be dialed: give our values to a member that takes a chunk over."""
+        if chunk_index >= len(self._plan.chunks) or (owner, chunk_index) in self._offered:
             return
-        self._offered.add((owner, part_index))
-        request = OfferRequest(group_id=self._quorum.group.group_id, part=part_index)
+        self._offered.add((owner, chunk_index))
+        request = OfferRequest(group_id=self._quorum.group.group_id, chunk=chunk_index)
         try:
-            request.payload = await self.encoded(part_index)
+            request.payload = await self.encoded(chunk_index)
         except PeerError as error:
             request.withdrawn = str(error)[:REASON_CHARACTERS_MAX]
         try:
             await self._reach.call(owner, OFFER, request, self._shared.config.fetch_s)
         except SwarmError:
-            self._offered.discard((owner, part_index))  # it asks again, or is dead
+            self._offered.discard((owner, chunk_index))  # it asks again, or is dead
 
-    async def encoded(self, part_index: int) -> bytes:
-        """Our encoded values of a part; PeerError when there are none to give."""
+    async def encoded(self, chunk_index: int) -> bytes:
+        """Our encoded values of a chunk; PeerError when there are none to give."""
         if not self._shared.contributes:
-            raise PeerError(f"this peer contributes nothing: {self._bench.withdrawn or 'its weight is 0'}")
+            raise PeerError(
+                f"this peer contributes nothing: {self._kernels.excluded_reason or 'its weight is 0'}"
+            )
         try:
-            (message,) = await self._shared.labour.work(self._bench.encode, [self._plan.parts[part_index]])
+            (message,) = await self._shared.labour.work(
+                self._kernels.encode, [self._plan.chunks[chunk_index]]
+            )
             if isinstance(message, int):
-                await self._shared.labour.work(self._bench.withdraw, message)
-                raise PeerError(f"this peer contributes nothing: {self._bench.withdrawn}")
+                await self._shared.labour.work(self._kernels.exclude_self, message)
+                raise PeerError(f"this peer contributes nothing: {self._kernels.excluded_reason}")
         except OutOfMemory as error:  # this may be a member's call, whose errors end no round
             self._quorum.fail(f"{self._quorum.name(self._own)} {error}")
             raise PeerError(f"this peer {error}") from None
@@ -140,13 +147,13 @@ class Contributions:
         return bytes(payload)
 
     def take_offer(self, place: int, request: OfferRequest) -> OfferReply:
-        """A client's contribution to a part that we take over."""
-        if request.part not in self._offers:
-            raise PeerError(f"nobody asked for part {request.part}")
+        """A client's contribution to a chunk that we take over."""
+        if request.chunk not in self._offers:
+            raise PeerError(f"nobody asked for chunk {request.chunk}")
         if self._quorum.can_dial(place) or not self._shared.weights[place]:
             raise PeerError("only members that contribute and cannot be dialed offer")
         self._shared.traffic.received += len(request.payload)
-        self._offers[request.part].setdefault(
+        self._offers[request.chunk].setdefault(
             place, None if request.withdrawn else memoryview(request.payload)
         )
         self._arrived.set()

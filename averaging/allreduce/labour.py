@@ -75,7 +75,7 @@ class ComputeOffload:
         if not self.inline:
             return await asyncio.shield(self.start(function, argument))
         result = self._done(function, argument)
-        # the loop answers beats, and everything else of the node, between two pieces of work
+        # the loop answers heartbeats, and all other calls of the node, between two pieces of work
         await asyncio.sleep(0)
         return result
 

@@ -1,14 +1,11 @@
-"""The network as a round uses it, measured: how long messages take to leave, and how far away the members
-are.
-"""
+"""The network as a round uses it, with a measurement of how long messages take to leave."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from averaging.allreduce.config import BEAT, Dialer
-from averaging.allreduce.lanes import RoundTrips
+from averaging.allreduce.config import Dialer
 from averaging.reduction.speed import Speed
 from swarm.core.clock import Clock
 from swarm.core.ids import Contact, PeerId
@@ -46,22 +43,19 @@ class MeteredDialer:
     """A dialer whose streams are timed. Satisfies `Dialer`."""
 
     def __init__(self, dialer: Dialer, speed: Speed, clock: Clock) -> None:
-        self.round_trips = RoundTrips()
         self.speed = speed
         self._dialer, self._clock = dialer, clock
 
     async def call(
         self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
     ) -> ReplyT:
-        started_s = self._clock.monotonic_s()
-        reply = await self._dialer.call(contact, method, request, timeout_s=timeout_s)
-        if method.name == BEAT.name:  # answered at once
-            self.round_trips.answered(contact.peer_id, self._clock.monotonic_s() - started_s)
-        return reply
+        return await self._dialer.call(contact, method, request, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AsyncIterator[Stream]:
-        async with self._dialer.open_stream(contact, method, timeout_s=timeout_s, lane=lane) as stream:
+        async with self._dialer.open_stream(
+            contact, method, timeout_s=timeout_s, connection=connection
+        ) as stream:
             yield MeteredStream(stream, self.speed, self._clock)

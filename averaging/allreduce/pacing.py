@@ -1,9 +1,9 @@
-"""Who holds a round up although it lives: patience with members whose work is waited for. A pure machine.
+"""The detection of stragglers: members that are alive but delay a round. A pure state machine.
 
-A member that beats and does not work would hold everybody up for ever. It is given up after a multiple of the
-longest pause that was lately seen of anybody in this round, and never before a floor; time during which this
-process itself did not run does not count. Who works steadily and too slowly for the time that the round has
-is found out by its pace.
+A member that sends heartbeats and does not work would delay all others for ever. It is given up after a
+multiple of the longest recent pause of any member in this round, and never before a minimum time; time during
+which this process itself did not run does not count. A member that works steadily but too slowly for the time
+of the round is detected from its transfer rate.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _FADING = 0.98  # of the longest pause, per sign of work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacingConfig:
-    """When a member that lives, and whose work is waited for, is gone on without."""
+    """The time after which the round continues without a member that is alive and whose work is missing."""
 
     tick_s: float = 0.25  # between two looks
-    # a sender whose chunk is the one that a part waits for; too small: slow links are cut off, too large: one
-    # holds all
+    # a sender whose contribution is the one that a chunk waits for; too small: slow links are cut off, too
+    # large: one holds all
     sender_s: float = 4.0
-    # a reducer that takes no chunk and gives no average; it may itself wait for a sender, so: more than twice
-    # sender_s
+    # a reducer that takes no contribution and gives no average; it may itself wait for a sender, so: more
+    # than twice sender_s
     reducer_s: float = 10.0
     voter_s: float = 15.0  # a member that has not voted although most have; it may itself wait for a reducer
     first_s: float = 5.0  # more for the first sign of work: a member may still have to begin
     slack: float = 4.0  # that many of the longest recent pauses instead, if that is longer
-    # of the time until the round's deadline: who will not be through by then at its pace is gone on without.
-    # What is lost as a reducer has to be reduced anew, and a reducer may itself wait for a sender:
+    # Share of the time until the round's deadline; a member that would not finish by then at its rate is left
+    # out. The chunks of a lost reducer have to be reduced again, and a reducer may itself wait for a sender:
     # sender_share below reducer_share, and that well below 1
     sender_share: float = 0.5
     reducer_share: float = 0.7
-    patience_s_max: float = 120.0  # but never more
+    timeout_s_max: float = 120.0  # but never more
 
     def __post_init__(self) -> None:
         if not (
-            0 < self.tick_s <= self.sender_s <= self.reducer_s <= self.voter_s <= self.patience_s_max
+            0 < self.tick_s <= self.sender_s <= self.reducer_s <= self.voter_s <= self.timeout_s_max
             and self.slack >= 0
         ):
             raise UsageError(
-                "tick_s, sender_s, reducer_s, voter_s and patience_s_max are positive and grow in this order"
+                "tick_s, sender_s, reducer_s, voter_s and timeout_s_max are positive and grow in this order"
             )
         if not 0 < self.sender_share <= self.reducer_share <= 1:
             raise UsageError(
@@ -55,7 +55,7 @@ class PacingConfig:
 
 
 class StragglerDetector:
-    """Of one kind of work. Members are places in the group."""
+    """The pauses of members in one kind of work. Members are places in the group."""
 
     def __init__(self, floor_s: float, config: PacingConfig, now_s: float) -> None:
         self._floor_s = floor_s
@@ -67,7 +67,7 @@ class StragglerDetector:
         self._longest_s = 0.0
 
     def worked(self, place: int) -> None:
-        """A piece of its work came."""
+        """Record that some of this member's work came."""
         since_s = self._waiting.get(place)
         if since_s is not None:
             pause_s = self._awake_s - since_s
@@ -76,29 +76,31 @@ class StragglerDetector:
             self._waiting[place] = self._awake_s
         self._worked.add(place)
 
-    def patience_s(self, place: int) -> float:
-        """How long this member's work is waited for."""
-        patience_s = max(self._floor_s, self._config.slack * self._longest_s)
+    def timeout_s(self, place: int) -> float:
+        """Return how long to wait for this member's work."""
+        timeout_s = max(self._floor_s, self._config.slack * self._longest_s)
         return min(
-            patience_s + (0.0 if place in self._worked else self._config.first_s), self._config.patience_s_max
+            timeout_s + (0.0 if place in self._worked else self._config.first_s), self._config.timeout_s_max
         )
 
     def tick(self, waited_for: Collection[int], now_s: float) -> list[tuple[int, float]]:
-        """Call this every `tick_s` with those whose work is waited for: who is to be gone on without, after
-        how long.
+        """Advance the clock; call it every `tick_s` with the members whose work is missing. Returns the
+        members to continue without, with their idle time in seconds.
         """
         self._awake_s += min(now_s - self._ticked_s, 2.0 * self._config.tick_s)
         self._ticked_s = now_s
         self._waiting = {place: self._waiting.get(place, self._awake_s) for place in waited_for}
         over = [(place, self._awake_s - since_s) for place, since_s in sorted(self._waiting.items())]
-        return [(place, idle_s) for place, idle_s in over if idle_s > self.patience_s(place)]
+        return [(place, idle_s) for place, idle_s in over if idle_s > self.timeout_s(place)]
 
 
 class TransferEta:
-    """When members will be through with what they owe, at their pace so far. Members are places in the group."""
+    """The estimated time at which members finish their transfers, from their rates so far. Members are places
+    in the group.
+    """
 
     def __init__(self, owed_bytes: Mapping[int, int], floor_s: float, now_s: float) -> None:
-        """`floor_s`: how long a pace is watched before it is judged."""
+        """Begin the estimate. `floor_s`: how long a rate is measured before it is used."""
         self.due_s = math.inf  # by when everything should be here
         self._owed = dict(owed_bytes)
         self._came = dict.fromkeys(owed_bytes, 0)
@@ -107,19 +109,20 @@ class TransferEta:
         self._since = dict.fromkeys(owed_bytes, (now_s, 0))
 
     def came(self, place: int, size_bytes: int) -> None:
-        """So much of what it owes is here."""
+        """Record that `size_bytes` of this member's transfer came."""
         if place in self._came and size_bytes > _SIGN_BYTES_MAX:
             self._came[place] += size_bytes
 
     def excused(self, place: int, now_s: float) -> None:
-        """Somebody else holds it up: its own pace shows from now on."""
+        """Restart the measurement of a member's rate, because another member delayed it."""
         if place in self._came:
             self._since[place] = now_s, self._came[place]
 
     def late(self, waited_for: Collection[int], now_s: float) -> list[tuple[int, float]]:
-        """Who will not be through in time, and how many more seconds it would take. Nobody, where most are
-        late: then it is we who are slow to take it. Of whom nothing has come no pace is known, until it is
-        too late.
+        """Return the members that will not finish in time, with the number of seconds that they still need.
+
+        Empty when most members are late: then this member is slow to receive. A member that has sent nothing
+        has no rate, and is returned once the time is over.
         """
         found = []
         for place in waited_for:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from averaging.allreduce.config import MESSAGE_BYTES_MAX
-from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.framing import pack, unpack
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
@@ -22,7 +22,9 @@ PIECE_BYTES_MIN = (16 << 10) + 128
 # of others', but for the last of a message: crumbs would cost memory and look like work
 PIECE_BYTES_LEAST = 16 << 10
 PIECE_S = 0.02  # a piece is what the link sends in that time
-BURIED_BYTES = 512 << 10  # what a stream's buffers may swallow at once: that it was taken fast says nothing
+SEND_BUFFER_BYTES = (
+    512 << 10
+)  # what a stream's buffers may swallow at once: that it was taken fast says nothing
 _ANNOUNCEMENT_BYTES_MAX = 32
 
 
@@ -43,7 +45,7 @@ class PieceSize:
         """How large the next piece is."""
         rate = self.bytes_per_s
         if rate is None:
-            rate = max(self._taken_bytes - BURIED_BYTES, 0) / max(now_s - self.began_s, 1e-6)
+            rate = max(self._taken_bytes - SEND_BUFFER_BYTES, 0) / max(now_s - self.began_s, 1e-6)
         return max(PIECE_BYTES_MIN, min(int(rate * PIECE_S), MESSAGE_BYTES_MAX))
 
 
@@ -102,7 +104,8 @@ class PiecewiseStream:
                 return None
             if len(piece) < min(remaining, PIECE_BYTES_LEAST):
                 raise PeerError(
-                    f"a piece of {len(piece)} bytes with {remaining} to come: at least {PIECE_BYTES_LEAST} are a piece"
+                    f"a piece of {len(piece)} bytes with {remaining} to come: at least {PIECE_BYTES_LEAST} "
+                    "are a piece"
                 )
             self._came(len(piece))
             pieces.append(piece)
@@ -125,7 +128,7 @@ def _announced(message: bytes) -> int:
     try:
         header, _ = unpack(message)
     except PeerError:
-        return 0  # whoever takes it says what is wrong with it
+        return 0  # the receiver reports the error
     if not header.HasField("pieces"):
         return 0
     if not 0 < header.pieces.bytes <= MESSAGE_BYTES_MAX:

@@ -1,9 +1,9 @@
-"""The members of a running round as one of them sees them: who lives, what each holds, and the verdict on the
-round.
+"""The membership of a running round as one member sees it: which members are alive, what each holds, and the
+verdict.
 
-Beats and votes travel on the control connections, apart from the tensors. Of two members that can both be
-dialed the one earlier in group order calls; one that cannot be dialed always calls. A vote's reply waits
-until the called member's own vote is cast.
+Heartbeats and votes travel on the control connections, apart from the tensors. Of two members that can both
+be dialed the one earlier in group order calls; a member that cannot be dialed always calls. The reply to a
+vote waits until the called member has voted.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from averaging.matchmaking.logic.group import Group, can_dial
 from swarm.core.clock import Clock
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError
 from swarm.net.rpc import Caller
-from swarm.wire.reduce_pb2 import BeatReply, Vote, VoteReply, VoteRequest
+from swarm.wire.reduce_pb2 import HeartbeatReply, Vote, VoteReply, VoteRequest
 
 _VOTE_RETRY_S = 0.05
-_VOTE_WAIT_S = 60.0  # a vote call waits so long for something new
+_VOTE_WAIT_S = 60.0  # longest time that a vote call waits for news
 # after an exchange of votes, before asking for the next: nearly always the round is over by then
 _LINGER_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events:
-    """What the round is told and asked."""
+    """The callbacks by which a membership reports to its round."""
 
     dead: Callable[[int, str], None]  # this member died, or gave up
     doing: Callable[[int], str]  # what a member was at, for sentences
@@ -46,8 +46,8 @@ class Events:
 
 
 class RoundMembership:
-    """One round's members. It outlives the round for a while, to answer those who ask late; it holds no
-    tensors.
+    """The members of one round. It outlives the round for a while, to answer members that ask late; it holds
+    no tensors.
     """
 
     def __init__(self, group: Group, own: int, *, caller: Caller, clock: Clock, config: RoundConfig) -> None:
@@ -67,8 +67,8 @@ class RoundMembership:
         answers = [place for place in others if self._is_caller(place, own)]
         self._liveness = FailureDetector(self._calls, answers, config.liveness, self._began_s)
         findings = FailureListener(
-            dead=self._bury,
-            left=functools.partial(self._bury, gave_up=True),
+            dead=self._mark_failed,
+            left=functools.partial(self._mark_failed, gave_up=True),
             heed=self._heed,
             over=lambda place: place in self.dead or self._verdict is not None,
             can_dial=self.can_dial,
@@ -82,8 +82,8 @@ class RoundMembership:
         self._state = 1  # of what our replies to votes tell: our own ballots and the end
         self._hidden_state = 0  # ballots and deaths of members that cannot be dialed, for their like
         self._asking: set[int] = set()
-        # the number of our last ballot that each member whom we call has answered
-        self._told: dict[int, int] = {}
+        # the number of our last ballot that each called member has answered
+        self._answered_ballots: dict[int, int] = {}
         self._verdict: Verdict | None = None
         self._left_out: Mapping[int, str] = {}
         self._resolving = False
@@ -117,16 +117,18 @@ class RoundMembership:
         """Something came from this member."""
         self._liveness.heard(place)
 
-    def told(self, place: int) -> None:
+    def sent(self, place: int) -> None:
         """Something was sent to this member."""
-        self._liveness.told(place)
+        self._liveness.sent(place)
 
     def starting(self, place: int, starting: bool) -> None:
-        """Its first tensors are under way, or have begun to arrive."""
+        """Set whether the member's first tensors are on their way."""
         self._liveness.starting(place, starting)
 
     def suspect(self, place: int, why: str, if_alive: Callable[[], None] | None = None) -> None:
-        """Its connection broke: probe it now. If it lives and is still in the round, `if_alive` is called."""
+        """Probe a member now because its connection broke. If it lives and is still in the round, `if_alive`
+        is called.
+        """
         self._vigil.suspect(place, why, if_alive)
 
     def cast(self, digest: bytes, left_out: Mapping[int, str]) -> None:
@@ -164,7 +166,7 @@ class RoundMembership:
             await self._change()
 
     async def watch(self, events: Events) -> None:
-        """Beat, probe and vote until cancelled."""
+        """Send heartbeats, probe and vote until cancelled."""
         self._events = events
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
@@ -174,7 +176,7 @@ class RoundMembership:
             while True:
                 self._vigil.tick(tasks)
                 self._pace(self._clock.monotonic_s())
-                await asyncio.sleep(self._config.liveness.beat_s)
+                await asyncio.sleep(self._config.liveness.heartbeat_interval_s)
 
     async def announce(self) -> None:
         """Tell those who may not know how it ended."""
@@ -188,7 +190,7 @@ class RoundMembership:
         # later ballot
         else:
             places, limit_s = (
-                [place for place in self._calls if self._told.get(place, 0) < own.number],
+                [place for place in self._calls if self._answered_ballots.get(place, 0) < own.number],
                 self._config.farewell_s,
             )
         vote = vote_of(own)
@@ -198,18 +200,20 @@ class RoundMembership:
                     if place != self._own and place not in self.dead:
                         tasks.create_task(self._tell(place, vote, limit_s))
         except TimeoutError:
-            pass  # they will hear it from their streams and beats
+            pass  # their streams and heartbeats will report it
 
     # ---- for the service, when members call
 
-    def answer_beat(self, place: int) -> BeatReply:
+    def answer_heartbeat(self, place: int) -> HeartbeatReply:
         """A member asks whether we live."""
         self.heard(place)
         if self._verdict is None:
-            return BeatReply(state=BeatReply.RUNNING)
+            return HeartbeatReply(state=HeartbeatReply.RUNNING)
         if self._verdict.failure is None:
-            return BeatReply(state=BeatReply.COMMITTED)
-        return BeatReply(state=BeatReply.FAILED, reason=self._verdict.failure[:REASON_CHARACTERS_MAX])
+            return HeartbeatReply(state=HeartbeatReply.COMMITTED)
+        return HeartbeatReply(
+            state=HeartbeatReply.FAILED, reason=self._verdict.failure[:REASON_CHARACTERS_MAX]
+        )
 
     async def answer_vote(self, place: int, request: VoteRequest) -> VoteReply:
         """A member's vote, if it has one; ours, once it is cast and is not what the caller knows already."""
@@ -297,7 +301,7 @@ class RoundMembership:
             elif following is Next.VOTE:
                 self.recast(self.votes.cast[self._own].digest)
 
-    def _bury(self, place: int, why: str, *, gave_up: bool = False) -> None:
+    def _mark_failed(self, place: int, why: str, *, gave_up: bool = False) -> None:
         if place in self.dead or self._verdict is not None:
             return
         doing = self._events.doing(place) if self._events is not None else "beginning"
@@ -307,7 +311,7 @@ class RoundMembership:
             return
         self.dead[place] = reason
         self._liveness.forget(place)
-        self.votes.bury(place)
+        self.votes.mark_failed(place)
         if not self.can_dial(place):
             self._hidden_state += 1
         if self._events is not None:
@@ -339,21 +343,21 @@ class RoundMembership:
         if not self.can_dial(vote.place):
             self._hidden_state += 1
         if ballot.failure is not None:
-            self._bury(vote.place, ballot.failure, gave_up=True)
+            self._mark_failed(vote.place, ballot.failure, gave_up=True)
         self._evaluate()
 
-    def _heed(self, place: int, reply: BeatReply) -> None:
-        """What a living member says about the round."""
-        if reply.state == BeatReply.RUNNING:
+    def _heed(self, place: int, reply: HeartbeatReply) -> None:
+        """Handle what a living member reports about the round."""
+        if reply.state == HeartbeatReply.RUNNING:
             self._running.add(place)
-        elif reply.state == BeatReply.FAILED:
-            self._bury(place, reply.reason[:REASON_CHARACTERS_MAX], gave_up=True)
-        elif reply.state == BeatReply.COMMITTED and self._config.audit:
+        elif reply.state == HeartbeatReply.FAILED:
+            self._mark_failed(place, reply.reason[:REASON_CHARACTERS_MAX], gave_up=True)
+        elif reply.state == HeartbeatReply.COMMITTED and self._config.audit:
             if self._own not in self.votes.cast:
                 self.fail(
                     f"{self.name(place)} and others committed without this peer, having taken it for dead"
                 )
-        elif reply.state == BeatReply.COMMITTED:
+        elif reply.state == HeartbeatReply.COMMITTED:
             known = self.votes.cast.get(place)
             if (
                 (known is None or not known.committed)
@@ -363,9 +367,9 @@ class RoundMembership:
                 self._asking.add(place)  # how did it end?
                 self._tasks.create_task(self._ask_vote(place))
         elif place in self._running:
-            self._bury(place, "it has begun anew and knows nothing of this round")
+            self._mark_failed(place, "it has restarted and knows nothing of this round")
         elif self._clock.monotonic_s() - self._began_s > self._config.join_s:
-            self._bury(
+            self._mark_failed(
                 place,
                 f"it lives, but has not begun this round within {self._config.join_s:g} s",
                 gave_up=True,
@@ -374,9 +378,9 @@ class RoundMembership:
     async def _ask_vote(self, place: int) -> None:
         """Hear from a member that has committed what it holds."""
         try:
-            await self._vote_call(place, 0, self._config.liveness.patience_s_max)
+            await self._vote_call(place, 0, self._config.liveness.timeout_s_max)
         except (NetworkError, PeerError):
-            pass  # beats ask again
+            pass  # heartbeats ask again
         finally:
             self._asking.discard(place)
 
@@ -391,7 +395,7 @@ class RoundMembership:
             raise PeerError(f"it answered with a vote for place {reply.vote.place}")
         self._liveness.heard(place)
         if own is not None:
-            self._told[place] = own.number
+            self._answered_ballots[place] = own.number
         self._count(reply.vote)
         if not self.can_dial(self._own):
             # what a member that can be dialed says of those that cannot: the only way in which two of these
@@ -405,7 +409,7 @@ class RoundMembership:
                     self._count(vote)
             for hidden in reply.dead if self._config.audit else ():
                 if hidden != self._own and hidden < len(self.group.members) and not self.can_dial(hidden):
-                    self._bury(hidden, "so says a member that it was connected to")
+                    self._mark_failed(hidden, "so says a member that it was connected to")
         return reply.state
 
     async def _exchange_votes(self, place: int) -> None:
@@ -430,7 +434,7 @@ class RoundMembership:
                             while self.votes.cast[self._own] is said and self._verdict is None:
                                 await self._change()
             except* PeerError as errors:
-                self._bury(place, f"it does not vote: {errors.exceptions[0]}", gave_up=True)
+                self._mark_failed(place, f"it does not vote: {errors.exceptions[0]}", gave_up=True)
 
     async def _exchange_once(self, place: int, known: int) -> int:
         try:

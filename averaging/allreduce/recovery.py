@@ -1,5 +1,5 @@
-"""What a member does about reducers that it has lost, and about averages that differ from others': what
-`averaging.allreduce.repair` asks for.
+"""The recovery from lost reducers, and from averages that differ from those of other members, as
+`averaging.allreduce.repair` decides it.
 
 All of it is unary calls that may be repeated, and none of it happens in a round in which nothing fails
 (decision 0010).
@@ -16,7 +16,7 @@ from typing import Any
 from averaging.allreduce.commit import Version, digest_round, winners
 from averaging.allreduce.config import Dialer
 from averaging.allreduce.contributions import Contributions
-from averaging.allreduce.holding import PartInventory
+from averaging.allreduce.holding import ChunkInventory
 from averaging.allreduce.reach import RepairClient
 from averaging.allreduce.repair import Ask, Redo, Repair, Take, attempt
 from averaging.allreduce.span import RoundContext
@@ -30,12 +30,14 @@ _FETCHES_MAX = 6  # averages fetched at once when members hold different ones
 
 
 class Recovery:
-    """`run` runs it; `lose`, `bury`, `resolve` and `adopt` say what has happened; the rest answers members."""
+    """`run` runs it; `lose`, `mark_failed`, `resolve` and `adopt` say what has happened; the rest answers
+    members.
+    """
 
     def __init__(self, shared: RoundContext, caller: Dialer, halt: Callable[[bool], Awaitable[None]]) -> None:
         self._shared = shared
-        self._bench, self._assembly, self._quorum = shared.bench, shared.assembly, shared.quorum
-        self._plan, self._own = shared.bench.plan, shared.own
+        self._kernels, self._assembly, self._quorum = shared.kernels, shared.assembly, shared.quorum
+        self._plan, self._own = shared.kernels.plan, shared.own
         self._reach = RepairClient(shared, caller)
         self.contributions = Contributions(shared, self._reach, self.wake)
         self._halt = halt
@@ -48,7 +50,7 @@ class Recovery:
         self._repairing: list[asyncio.Task[None]] = []
         self.adopting = False  # others have ended the round, and we take what they made of it
         self.lost: dict[int, str] = {}  # reducers, and why
-        self.holding = PartInventory(shared.assembly, shared.bench.averages)
+        self.holding = ChunkInventory(shared.assembly, shared.kernels.averages)
 
     # ---- what has happened
 
@@ -63,7 +65,7 @@ class Recovery:
         self.wake()
 
     def give_up_own(self, reason: str) -> None:
-        """Our own span was taken over: reduce it no more, and take it from the others."""
+        """Our own shard was taken over: reduce it no more, and take it from the others."""
 
         async def give_up() -> None:
             await self._halt(False)
@@ -72,11 +74,11 @@ class Recovery:
 
         self._do(give_up)
 
-    def bury(self, place: int) -> None:
+    def mark_failed(self, place: int) -> None:
         """A member died, or gave up."""
         for repair in self._repairs.values():
-            repair.bury(place)
-        self._reach.bury(place)
+            repair.mark_failed(place)
+        self._reach.mark_failed(place)
         self.wake()
 
     def resolve(self) -> None:
@@ -115,14 +117,14 @@ class Recovery:
                 self._repairing = [task for task in self._repairing if not task.done()]
                 await self._change()
 
-    # ---- repair of a span
+    # ---- repair of a shard
 
     def _begin(self, reducer: int, trusted: bool) -> Repair:
         repair = Repair(
             reducer, own=self._own, dialable=self._dialable, members=len(self._members), trusted=trusted
         )
         for place in self._quorum.dead:
-            repair.bury(place)
+            repair.mark_failed(place)
         self._repairs[reducer] = repair
         self._lost_s[reducer] = self._quorum.now_s
         return repair
@@ -130,9 +132,9 @@ class Recovery:
     def _poll(self, repair: Repair, tasks: asyncio.TaskGroup) -> None:
         if not self._members[self._own].auxiliary or repair.owned:
             repair.lack(self._assembly.lacking(repair.reducer))
-        for part in repair.lacking:
-            if part in self._assembly.held:
-                repair.on_held(part)
+        for chunk in repair.lacking:
+            if chunk in self._assembly.held:
+                repair.on_held(chunk)
         for action in repair.poll():
             work = {Ask: self._ask, Take: self._take, Redo: self._redo}[type(action)]
             self._repairing.append(tasks.create_task(work(repair, action)))  # type: ignore[operator]
@@ -154,47 +156,47 @@ class Recovery:
             await asyncio.sleep(_RETRY_S)
             repair.on_silence(action.place)
         else:
-            for part in reply.wanted:
-                await self.contributions.offer(action.place, part)
+            for chunk in reply.wanted:
+                await self.contributions.offer(action.place, chunk)
             repair.on_report(action.place, held, reply.sealed)
         self.wake()
 
     async def _take(self, repair: Repair, action: Take) -> None:
-        if not await self._reach.fetch(action.place, action.part, action.version):
+        if not await self._reach.fetch(action.place, action.chunk, action.version):
             repair.on_failed(action)
         else:
-            repair.on_held(action.part)
+            repair.on_held(action.chunk)
             self._shared.progressed()
         self.wake()
 
     async def _redo(self, repair: Repair, action: Redo) -> None:
-        """Reduce a part anew, with what those who live contribute."""
-        part = self._plan.parts[action.part]
-        found = await self.contributions.collect(part)
-        job = Job(part, found, own=self._shared.contributes)
+        """Reduce a chunk again, with the contributions of the live members."""
+        chunk = self._plan.chunks[action.chunk]
+        found = await self.contributions.collect(chunk)
+        job = Job(chunk, found, own=self._shared.contributes)
         while True:
             done = (
-                self._bench.nothing(part)
+                self._kernels.nothing(chunk)
                 if job.empty
-                else (await self._shared.labour.work(self._bench.reduce, [job]))[0]
+                else (await self._shared.labour.work(self._kernels.reduce, [job]))[0]
             )
             if isinstance(done, Averaged):
                 break
             if not done.places:
-                return self._quorum.fail(f"the sum of part {part.index} overflows float32")
+                return self._quorum.fail(f"the sum of chunk {chunk.index} overflows float32")
             for place in done.places:
                 if place == self._own:
-                    await self._shared.labour.work(self._bench.withdraw_part, part)
+                    await self._shared.labour.work(self._kernels.exclude_self_for, chunk)
                 else:
-                    flaw = self._bench.flaw(part, job.contributions, place)
+                    flaw = self._kernels.flaw(chunk, job.contributions, place)
                     self.contributions.leave_out(
-                        place, f"its values of part {part.index} cannot be averaged: {flaw}"
+                        place, f"its values of chunk {chunk.index} cannot be averaged: {flaw}"
                     )
             job = job.without(done.places, self._own)
         made = attempt(repair.reducer, self._own, len(self._members))
-        self._assembly.settle(part.index, Version(made, done.contributors, done.digest, done.clipped))
-        self.contributions.forget(part.index)
-        repair.on_held(part.index)
+        self._assembly.settle(chunk.index, Version(made, done.contributors, done.digest, done.clipped))
+        self.contributions.forget(chunk.index)
+        repair.on_held(chunk.index)
         self._shared.progressed()
         self.wake()
         return None
@@ -202,7 +204,7 @@ class Recovery:
     # ---- averages that differ
 
     async def _resolve(self) -> None:
-        """Take of every part the version that most of those who are asked hold, as far as they can be asked,
+        """Take of every chunk the version that most of those who are asked hold, as far as they can be asked,
         and vote again.
         """
         if self._members[self._own].auxiliary:
@@ -224,13 +226,15 @@ class Recovery:
                     tables[place] = dict(self._assembly.held)
                 else:
                     tasks.create_task(one(place))
-        await self._take_over(winners(tables, range(len(self._plan.parts))))
+        await self._take_over(winners(tables, range(len(self._plan.chunks))))
         self._quorum.recast(self._assembly.digest())
         return None
 
     async def _adopt(self, digest: bytes, places: tuple[int, ...]) -> None:
-        """Take what others have committed from one of them, or from whoever else holds it: the digest tells."""
-        self.adopting = self._reach.asks_the_dead = True
+        """Download the averages that others have committed from any member that holds them; the digest proves
+        them.
+        """
+        self.adopting = self._reach.include_failed = True
         for task in self._repairing:
             task.cancel()
         await self._halt(True)
@@ -244,9 +248,9 @@ class Recovery:
                 continue
             try:
                 table, _ = await self._reach.table(place, self._reach.everything())
-                if len(table) != len(self._plan.parts) or _digest(table) != digest:
+                if len(table) != len(self._plan.chunks) or _digest(table) != digest:
                     raise PeerError("what it holds is not what they committed")
-                await self._take_over({part: (version, [place]) for part, version in table.items()})
+                await self._take_over({chunk: (version, [place]) for chunk, version in table.items()})
                 if self._assembly.complete and self._assembly.digest() == digest:
                     return self._accept(digest)
                 why = f"{self._quorum.name(place)} could not give all of it"
@@ -268,22 +272,24 @@ class Recovery:
         """Fetch what differs from what we hold, each from one of those who hold it."""
         limit = asyncio.Semaphore(_FETCHES_MAX)
 
-        async def one(part: int, version: Version, places: list[int]) -> None:
+        async def one(chunk: int, version: Version, places: list[int]) -> None:
             async with limit:
                 for nth in range(len(places)):
-                    if await self._reach.fetch(places[(part + nth) % len(places)], part, version):
+                    if await self._reach.fetch(places[(chunk + nth) % len(places)], chunk, version):
                         return
 
         async with asyncio.TaskGroup() as tasks:
-            for part, (version, places) in chosen.items():
-                held = self._assembly.held.get(part)
+            for chunk, (version, places) in chosen.items():
+                held = self._assembly.held.get(chunk)
                 if held is None or not held.same(version):
-                    tasks.create_task(one(part, version, [place for place in places if place != self._own]))
+                    tasks.create_task(one(chunk, version, [place for place in places if place != self._own]))
 
     # ---- for the service, when members call
 
     async def answer_held(self, place: int, request: HeldRequest) -> HeldReply:
-        """What we hold of a span, and whether more may come to us."""
+        """Return the versions of a shard that this member holds, and whether it may still get
+        more of them.
+        """
         self._check_repairs()
         reducer = request.reducer
         if not request.everything and reducer < len(self._members) and place != reducer:
@@ -300,21 +306,21 @@ class Recovery:
         return reply
 
     async def answer_fetch(self, request: FetchRequest) -> FetchReply:
-        """An average, or our contribution to a part, for whoever takes it over."""
+        """Return an average, or this member's contribution to a chunk, to the member that takes it over."""
         self._check_repairs()
-        if request.part >= len(self._plan.parts):
-            raise PeerError(f"there is no part {request.part}")
+        if request.chunk >= len(self._plan.chunks):
+            raise PeerError(f"there is no chunk {request.chunk}")
         if request.digest:
-            reply = self.holding.give(request.part, request.digest)
+            reply = self.holding.give(request.chunk, request.digest)
         else:
             if self._quorum.verdict is not None:
                 raise PeerError("the round is over")
-            reply = FetchReply(payload=await self.contributions.encoded(request.part))
+            reply = FetchReply(payload=await self.contributions.encoded(request.chunk))
         self._shared.traffic.sent += len(reply.payload)
         return reply
 
     def _check_repairs(self) -> None:
-        """PeerError where reducers are audited: who took a span over could not be."""
+        """PeerError where reducers are audited: who took a shard over could not be."""
         if self._shared.config.audit:
             raise PeerError("this round is audited: nobody takes over what another member reduces")
 
@@ -358,4 +364,4 @@ class Recovery:
 
 
 def _digest(table: Mapping[int, Version]) -> bytes:
-    return digest_round((table[part].digest, table[part].contributors) for part in sorted(table))
+    return digest_round((table[chunk].digest, table[chunk].contributors) for chunk in sorted(table))

@@ -1,9 +1,9 @@
-"""What is to be done about the span of a reducer that this member has lost: a pure machine.
+"""The decisions about the shard of a reducer that this member has lost: a pure state machine.
 
-The parts that are lacking are taken from whoever holds them. What nobody holds, and nobody can still get from
-the lost reducer, its successor reduces anew: the first member after it in group order that lives and can be
-dialed. Who that is, each member decides by its own view; when two take themselves for it, votes decide
-between what they made.
+Missing chunks are downloaded from members that hold them. A chunk that nobody holds, and nobody can still get
+from the lost reducer, is reduced again by the successor: the first member after it in group order that is
+alive and can be dialed. Each member determines the successor by its own view; when two members take the role,
+votes decide between their results.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 from averaging.allreduce.commit import Version
 
-FETCHES_MAX = 6  # averages asked for at once, per span; each is a part in memory
+FETCHES_MAX = 6  # averages asked for at once, per shard; each is a chunk in memory
 FAILURES_MAX = 32  # averages that a member said it holds and could not give; then nothing it says is believed
-# parts reduced anew at once, per span; each needs a contribution of every member in memory
+# chunks reduced again at once, per shard; each needs a contribution of every member in memory
 REDUCTIONS_MAX = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask this member what it holds of the span; `wait`: it may take its time to say something new."""
+    """Ask this member what it holds of the shard; `wait`: it may take its time to say something new."""
 
     place: int
     wait: bool
@@ -31,21 +31,21 @@ class Ask:
 class Take:
     """Fetch this average from this member."""
 
-    part: int
+    chunk: int
     place: int
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class Redo:
-    """Reduce this part anew."""
+    """Reduce this chunk again."""
 
-    part: int
+    chunk: int
 
 
 @dataclass(slots=True)
 class _Report:
-    """What a member has said."""
+    """The last report of a member."""
 
     held: dict[int, Version] = field(default_factory=dict)
     count: int = 0
@@ -56,8 +56,8 @@ class _Report:
 
 
 def successor(reducer: int, living: Collection[int], dialable: Collection[int], members: int) -> int | None:
-    """Who takes the span of `reducer` over: the first after it in group order that lives and can be dialed.
-    None: nobody.
+    """Return the member that takes over the shard of `reducer`: the first after it in group order that is
+    alive and can be dialed. None: there is none.
     """
     for distance in range(1, members):
         place = (reducer + distance) % members
@@ -67,13 +67,13 @@ def successor(reducer: int, living: Collection[int], dialable: Collection[int], 
 
 
 def attempt(reducer: int, place: int, members: int) -> int:
-    """The attempt of an average of `reducer`'s span that the member at `place` made."""
+    """The attempt of an average of `reducer`'s shard that the member at `place` made."""
     return (place - reducer) % members
 
 
 class Repair:
-    """One lost span. Told of what others hold and what succeeded; `poll` says what to do now, each thing once
-    until it is answered for.
+    """One lost shard. Told of what others hold and what succeeded; `poll` says what to do now, each thing
+    once until it is answered for.
     """
 
     def __init__(
@@ -92,35 +92,35 @@ class Repair:
         self._lacking: set[int] = set()
         self._busy: set[int] = set()
         self._redoing: set[int] = set()
-        self._failed: set[tuple[int, int, bytes]] = set()  # (part, place, digest): it could not give it
+        self._failed: set[tuple[int, int, bytes]] = set()  # (chunk, place, digest): it could not give it
 
     @property
     def owner(self) -> int | None:
-        """Who takes over."""
+        """Return the member that takes over."""
         return successor(self.reducer, self._living - {self.reducer}, self._dialable, self._members)
 
     @property
     def owned(self) -> bool:
-        """Do we?"""
+        """Return whether this member takes over."""
         return self.owner == self._own
 
     @property
     def lacking(self) -> frozenset[int]:
-        """The parts that are still to come."""
+        """The chunks that are still to come."""
         return frozenset(self._lacking)
 
     def known(self, place: int) -> tuple[int, bool]:
-        """What this member said last: how many averages it holds, and whether it is sealed."""
+        """Return this member's last report: how many averages it holds, and whether it is sealed."""
         report = self._reports[place]
         return report.count, report.sealed
 
     # ---- events
 
-    def lack(self, parts: Iterable[int]) -> None:
-        """These parts are wanted."""
-        self._lacking |= set(parts)
+    def lack(self, chunks: Iterable[int]) -> None:
+        """These chunks are wanted."""
+        self._lacking |= set(chunks)
 
-    def bury(self, place: int) -> None:
+    def mark_failed(self, place: int) -> None:
         """This member is dead, or gave up."""
         self._living.discard(place)
 
@@ -135,8 +135,8 @@ class Repair:
         # that nobody contributes is believed of who found it out alone
         made = attempt(self.reducer, place, self._members)
         report.held = {
-            part: version
-            for part, version in held.items()
+            chunk: version
+            for chunk, version in held.items()
             if not version.empty or version.attempt == made != 0
         }
         report.count, report.sealed, report.heard, report.asking = len(held), sealed, True, False
@@ -147,22 +147,22 @@ class Repair:
         """A member could not be asked, or refused: it is asked again."""
         self._reports[place].asking = False
 
-    def on_held(self, part: int) -> None:
-        """This part is in place, however it came."""
-        self._lacking.discard(part)
-        self._busy.discard(part)
-        self._redoing.discard(part)
+    def on_held(self, chunk: int) -> None:
+        """This chunk is in place, however it came."""
+        self._lacking.discard(chunk)
+        self._busy.discard(chunk)
+        self._redoing.discard(chunk)
 
     def on_failed(self, take: Take) -> None:
         """That member could not give that average."""
-        self._failed.add((take.part, take.place, take.version.digest))
+        self._failed.add((take.chunk, take.place, take.version.digest))
         self._reports[take.place].failures += 1
-        self._busy.discard(take.part)
+        self._busy.discard(take.chunk)
 
     # ---- what to do
 
     def poll(self) -> list[Ask | Take | Redo]:
-        """What to do now."""
+        """Return the actions to take now."""
         if not self._lacking and not self._helping:
             return []
         todo: list[Ask | Take | Redo] = list(self._asks())
@@ -170,16 +170,16 @@ class Repair:
         everybody = self.owned and all(
             self._reports[place].heard and self._reports[place].sealed for place in asked
         )
-        for part in sorted(self._lacking - self._busy):
-            take = self._source(part, asked)
+        for chunk in sorted(self._lacking - self._busy):
+            take = self._source(chunk, asked)
             if take is not None:
                 if len(self._busy) - len(self._redoing) < FETCHES_MAX:
-                    self._busy.add(part)
+                    self._busy.add(chunk)
                     todo.append(take)
             elif everybody and len(self._redoing) < REDUCTIONS_MAX:
-                self._busy.add(part)
-                self._redoing.add(part)
-                todo.append(Redo(part))
+                self._busy.add(chunk)
+                self._redoing.add(chunk)
+                todo.append(Redo(chunk))
         return todo
 
     def _asks(self) -> Iterable[Ask]:
@@ -194,17 +194,17 @@ class Repair:
                 report.asking = True
                 yield Ask(place, wait=report.heard)
 
-    def _source(self, part: int, asked: list[int]) -> Take | None:
-        """Who gives it: of those who hold the lowest attempt one after the other, so that none is asked for
-        everything.
+    def _source(self, chunk: int, asked: list[int]) -> Take | None:
+        """Return the member to download from: those that hold the lowest attempt take turns, so that none
+        gets all requests.
         """
         found = []
         for place in asked:
-            version = self._reports[place].held.get(part)
-            if version is not None and (part, place, version.digest) not in self._failed:
-                found.append(Take(part, place, version))
+            version = self._reports[place].held.get(chunk)
+            if version is not None and (chunk, place, version.digest) not in self._failed:
+                found.append(Take(chunk, place, version))
         if not found:
             return None
         lowest = min((take.version.empty, take.version.attempt) for take in found)
         best = [take for take in found if (take.version.empty, take.version.attempt) == lowest]
-        return best[part % len(best)]
+        return best[chunk % len(best)]

@@ -1,10 +1,10 @@
-"""One averaging round of one member, as it runs: streams out to the reducers, its own span, what is done
+"""One averaging round of one member, as it runs: streams out to the reducers, its own shard, what is done
 about reducers that are lost.
 
-Our values go out part by part, averages come back on the same streams, and what we reduce ourselves is served
-to those who opened streams here (`averaging.allreduce.span`); all of it overlaps. A reducer that is lost
-fails nobody: its span is repaired (`averaging.allreduce.recovery`). Who is alive and how members agree is in
-`averaging.allreduce.quorum`.
+Our values go out chunk by chunk, averages come back on the same streams, and what we reduce ourselves is
+served to those who opened streams here (`averaging.allreduce.span`); all of it overlaps. A reducer that is
+lost fails nobody: its shard is repaired (`averaging.allreduce.recovery`). Who is alive and how members agree
+is in `averaging.allreduce.quorum`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from averaging.allreduce.assembly import Assembly
 from averaging.allreduce.auditing import Auditor
 from averaging.allreduce.config import EXCHANGE, REASON_CHARACTERS_MAX, RoundConfig
 from averaging.allreduce.labour import ComputeOffload, OutOfMemory, drain
-from averaging.allreduce.lanes import Lane
 from averaging.allreduce.metering import MeteredDialer
 from averaging.allreduce.pacing import StragglerDetector, TransferEta
 from averaging.allreduce.quorum import Events, RoundMembership
@@ -29,7 +27,7 @@ from averaging.allreduce.span import ReducerSession, RoundContext, RoundTraffic
 from averaging.allreduce.together import first_error, run_concurrently
 from averaging.allreduce.work import Arrived, ReductionKernels
 from averaging.matchmaking.logic.group import Group
-from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.framing import pack, unpack
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import ExchangeHeader, ExchangeOpen, ExchangeWithdrawal
@@ -51,7 +49,7 @@ class Round:
     def __init__(
         self,
         group: Group,
-        bench: ReductionKernels,
+        kernels: ReductionKernels,
         quorum: RoundMembership,
         *,
         channels: MeteredDialer,
@@ -60,20 +58,20 @@ class Round:
     ) -> None:
         self.group = group
         self.quorum = quorum
-        self.bench = bench
-        self.assembly = Assembly(bench.plan, bench.codec)
+        self.kernels = kernels
+        self.assembly = Assembly(kernels.plan, kernels.codec)
         self.traffic = RoundTraffic()
-        self._own = bench.own
+        self._own = kernels.own
         self._channels = channels
         self._config = config
         self._auxiliary = group.members[self._own].auxiliary
-        self._labour = ComputeOffload(pool, config, bench.queues)
+        self._labour = ComputeOffload(pool, config, kernels.queues)
         self.shared = RoundContext(
-            bench=bench,
+            kernels=kernels,
             quorum=quorum,
             labour=self._labour,
             assembly=self.assembly,
-            weights=tuple(bench.weights),
+            weights=tuple(kernels.weights),
             config=config,
             traffic=self.traffic,
             clock=quorum.clock,
@@ -84,16 +82,16 @@ class Round:
         self.recovery = Recovery(self.shared, channels, self._halt)
         self._pacing = StragglerDetector(config.pacing.reducer_s, config.pacing, quorum.now_s)
         owed = Counter[int]()
-        for part in bench.plan.parts:
-            owed[part.reducer] += 0 if part.reducer == self._own else bench.codec.encoded_bytes(part.numel)
+        for chunk in kernels.plan.chunks:
+            owed[chunk.reducer] += (
+                0 if chunk.reducer == self._own else kernels.codec.encoded_bytes(chunk.numel)
+            )
         self._forecast = TransferEta(+owed, config.pacing.reducer_s, quorum.now_s)
-        # how many streams to open to a reducer, by its place; 1 where nothing is said
-        self.lanes: Mapping[int, int] = {}
         self._arrived: asyncio.Queue[Arrived] = asyncio.Queue()
         self._refused: dict[int, str] = {}  # reducers that take no more from us
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         self._complete = asyncio.Event()  # everything is in place: what audits wait for
-        self._given_up = False  # our own span was taken over by others
+        self._given_up = False  # our own shard was taken over by others
         self._reducing: asyncio.Task[None]
         self._settling: asyncio.Task[None]
 
@@ -113,7 +111,7 @@ class Round:
     async def conduct(self) -> None:
         """Run until there is a verdict; then nothing of the round runs any more, in the pool neither."""
         reducers = (
-            [] if self._auxiliary else [place for place in self.bench.plan.reducers if place != self._own]
+            [] if self._auxiliary else [place for place in self.kernels.plan.reducers if place != self._own]
         )
         events = Events(
             dead=self._on_dead,
@@ -140,8 +138,8 @@ class Round:
                     ),
                     tasks.create_task(self.quorum.watch(events), name="watch"),
                 ]
-                # beside the tasks: they answer members, and beat
-                await self._labour.prepare(self.bench.prepare, not self._auxiliary)
+                # beside the tasks, which answer members and send heartbeats
+                await self._labour.prepare(self.kernels.prepare, not self._auxiliary)
                 self._finish_if_complete()
                 await self.quorum.ended()
                 for task in (*self._exchanges.values(), self._reducing, self._settling, *others):
@@ -163,8 +161,8 @@ class Round:
         `out_of_memory`.
         """
         try:
-            if self.bench.feedback is not None or self.bench.queues:
-                await self._labour.work(self.bench.conclude, self.assembly.held)
+            if self.kernels.feedback is not None or self.kernels.queues:
+                await self._labour.work(self.kernels.conclude, self.assembly.held)
             return True
         except OutOfMemory:
             return False
@@ -172,10 +170,10 @@ class Round:
             await self._labour.finish()
 
     def missing(self) -> str:
-        """For a deadline: what is still to come, and from whom."""
+        """Return what is still to come, and from which members, for the message about a missed deadline."""
         lacking = [
             f"{self.quorum.name(place)} has sent {self.assembly.share(place)}"
-            for place in self.bench.plan.reducers
+            for place in self.kernels.plan.reducers
             if place != self._own and self.assembly.outstanding(place)
         ]
         waiting = [
@@ -188,24 +186,24 @@ class Round:
         )
 
     def _doing(self, place: int) -> str:
-        """What a member owes us, for sentences about its end."""
+        """Return what a member was doing, for the sentence about its failure."""
         if self.assembly.outstanding(place) and not self._auxiliary and place != self._own:
-            return f"reducing; {self.assembly.share(place)} of its span had come back"
+            return f"reducing; {self.assembly.share(place)} of its shard had come back"
         return self.span.doing(place) or "committing"
 
     def _on_dead(self, place: int, reason: str) -> None:
         """A member died or gave up: what it was to reduce is taken over, what it was to send is left out."""
         self.span.leave_out(place, reason)
-        self.recovery.bury(place)
+        self.recovery.mark_failed(place)
         self._lose(place, reason, trusted=False)
         if len(self.quorum.votes.live) == 1 and not self._holding() and not self.recovery.adopting:
             self.quorum.fail(f"nobody else is left: {'; '.join(self.quorum.dead.values())}")
 
     def _lose(self, place: int, reason: str, *, trusted: bool) -> None:
         """Take nothing more from this reducer's stream. `trusted`: what it has may still be asked for."""
-        if place not in self.bench.plan.reducers or place == self._own:
+        if place not in self.kernels.plan.reducers or place == self._own:
             return
-        # who took its span over could not be audited, nor could what it has reduced
+        # who took its shard over could not be audited, nor could what it has reduced
         if self.auditor is not None:
             if self.assembly.outstanding(place) and not self._auxiliary:
                 self.quorum.fail(f"{self.quorum.name(place)} was lost as a reducer: {reason}")
@@ -232,8 +230,8 @@ class Round:
     def _vote(self) -> None:
         self.quorum.votes.lone_reason = self._lone_reason()
         left_out = self.recovery.contributions.left_out | self.span.reduction.left_out
-        if self.bench.withdrawn is not None:
-            left_out = {**left_out, self._own: self.bench.withdrawn}
+        if self.kernels.excluded_reason is not None:
+            left_out = {**left_out, self._own: self.kernels.excluded_reason}
         self.quorum.cast(b"" if self._auxiliary else self.assembly.digest(), left_out)
 
     async def _audit(self, auditor: Auditor) -> None:
@@ -254,12 +252,12 @@ class Round:
         return "nobody else is left to commit with"
 
     def _overtaken(self) -> None:
-        """Most others hold everything, averages of our own span too: they have lost us, and we take what they
-        made of it.
+        """Most others hold everything, averages of our own shard too: they have lost us, and we take what
+        they made of it.
         """
         if not self.span.reduced and not self._given_up:
             self._given_up = True
-            self.recovery.give_up_own("others took its span over")
+            self.recovery.give_up_own("others took its shard over")
 
     async def _halt(self, everything: bool) -> None:
         """Reduce no more; or nothing touches the averages any more but who called this: others have ended the
@@ -292,7 +290,10 @@ class Round:
             for place, more_s in self._forecast.late(
                 [place for place in waited_for if place not in self.recovery.lost], now_s
             ):
-                why = f"at its pace its averages would take {more_s:.0f} s more; the round has {self.quorum.deadline_s - now_s:.0f} s"
+                why = (
+                    f"at its pace its averages would take {more_s:.0f} s more; the round has "
+                    f"{self.quorum.deadline_s - now_s:.0f} s"
+                )
                 self._lose(place, why, trusted=False)
             self.recovery.pace(now_s)
 
@@ -301,10 +302,12 @@ class Round:
     async def _exchange(self, place: int) -> None:
         """Send our values to one reducer, and take its averages."""
         try:
-            count = min(self.lanes.get(place, 1), max(len(self.bench.plan.of_reducer(place)), 1))
-            await run_concurrently(
-                *(self._exchange_on(place, Lane(number, count)) for number in range(count))
-            )
+            contact = self.group.members[place].contact
+            async with self._channels.open_stream(contact, EXCHANGE, timeout_s=None, connection=1) as opened:
+                stream = self.shared.in_pieces(opened, place, functools.partial(self._came, place))
+                await run_concurrently(
+                    self._send_contributions(place, stream), self._receive_averages(place, stream)
+                )
         except NetworkError as error:
             if self.assembly.outstanding(place):
                 why = f"its stream broke ({error})"
@@ -316,62 +319,49 @@ class Round:
                 self._lose(place, f"the exchange with it ended: {error}", trusted=False)
                 self.quorum.suspect(place, f"the exchange with it ended ({error})")
 
-    async def _exchange_on(self, place: int, lane: Lane) -> None:
-        """One lane's share of it, on a connection of its own."""
-        contact = self.group.members[place].contact
-        async with self._channels.open_stream(
-            contact, EXCHANGE, timeout_s=None, lane=1 + lane.number
-        ) as opened:
-            stream = self.shared.in_pieces(opened, place, functools.partial(self._came, place))
-            await run_concurrently(
-                self._send_chunks(place, lane, stream), self._receive_averages(place, lane, stream)
-            )
-
     def _came(self, place: int, size_bytes: int) -> None:
         """An average, or a piece of one."""
         self.quorum.heard(place)
         self._pacing.worked(place)
         self._forecast.came(place, size_bytes)
 
-    async def _send_chunks(self, place: int, lane: Lane, stream: Stream) -> None:
-        bench, inline = self.bench, self._labour.inline
-        codec, plan = bench.codec, bench.plan
+    async def _send_contributions(self, place: int, stream: Stream) -> None:
+        kernels, inline = self.kernels, self._labour.inline
+        codec, plan = kernels.codec, kernels.plan
         opening = ExchangeOpen(
             group_id=self.group.group_id,
             codec=codec.wire_id,
             codec_version=codec.version,
             plan_digest=plan.digest(codec),
-            lane=lane.number,
-            lanes=lane.count,
         )
         await self.shared.send(stream, pack(ExchangeHeader(open=opening)))
-        parts = lane.of(plan.of_reducer(place)) if self.shared.weights[self._own] > 0 else ()
-        size = 1 if inline else self._config.batch_parts
-        batches = [parts[nth : nth + size] for nth in range(0, len(parts), size)]
+        chunks = plan.shard(place) if self.shared.weights[self._own] > 0 else ()
+        size = 1 if inline else self._config.batch_chunks
+        batches = [chunks[nth : nth + size] for nth in range(0, len(chunks), size)]
         ahead: asyncio.Future[list[bytes | int]] | None = None
         for nth, batch in enumerate(batches):
             messages = await (
-                asyncio.shield(ahead) if ahead is not None else self._labour.work(bench.encode, batch)
+                asyncio.shield(ahead) if ahead is not None else self._labour.work(kernels.encode, batch)
             )
             pipelined = not inline and nth + 1 < len(batches)
             # while these are sent
-            ahead = self._labour.start(bench.encode, batches[nth + 1]) if pipelined else None
+            ahead = self._labour.start(kernels.encode, batches[nth + 1]) if pipelined else None
             for message in messages:
                 if isinstance(message, int):
-                    await self._labour.work(bench.withdraw, message)
-                elif bench.withdrawn is None and place not in self._refused:
+                    await self._labour.work(kernels.exclude_self, message)
+                elif kernels.excluded_reason is None and place not in self._refused:
                     await self.shared.send(stream, message)
                     self._pacing.worked(place)
-            if bench.withdrawn is not None or place in self._refused:
+            if kernels.excluded_reason is not None or place in self._refused:
                 break
-        if bench.withdrawn is not None:
+        if kernels.excluded_reason is not None:
             await self.shared.send(
-                stream, pack(ExchangeHeader(withdrawal=ExchangeWithdrawal(reason=bench.withdrawn)))
+                stream, pack(ExchangeHeader(withdrawal=ExchangeWithdrawal(reason=kernels.excluded_reason)))
             )
         await stream.finish()
 
-    async def _receive_averages(self, place: int, lane: Lane, stream: Stream) -> None:
-        due = {part.index for part in lane.of(self.bench.plan.of_reducer(place))}
+    async def _receive_averages(self, place: int, stream: Stream) -> None:
+        due = {chunk.index for chunk in self.kernels.plan.shard(place)}
         while (message := await stream.receive()) is not None:
             self.traffic.received += len(message)
             header, payload = unpack(message)
@@ -379,13 +369,14 @@ class Round:
                 average = header.average
                 if not any(average.contributors) and self._somebody_contributes(place):
                     raise PeerError(
-                        f"an average of part {average.part} that nobody is in, although members that contribute live"
+                        f"an average of chunk {average.chunk} that nobody is in, although members that "
+                        "contribute live"
                     )
-                part = self.assembly.announce(
-                    place, average.part, average.contributors, len(payload), average.clipped
+                chunk = self.assembly.announce(
+                    place, average.chunk, average.contributors, len(payload), average.clipped
                 )
-                due.discard(average.part)
-                self._arrived.put_nowait(Arrived.of(part, payload, average))
+                due.discard(average.chunk)
+                self._arrived.put_nowait(Arrived.of(chunk, payload, average))
             elif header.HasField("refusal"):
                 self._refused[place] = header.refusal.reason[:REASON_CHARACTERS_MAX]
             elif header.HasField("waiting"):
@@ -405,18 +396,20 @@ class Round:
     async def _settle(self) -> None:
         """Check averages as they come and keep them, as many at once as there are."""
         while True:
-            batch = await drain(self._arrived, self._config.batch_parts * 4)
-            for arrived, digest in zip(batch, await self._labour.work(self.bench.settle, batch), strict=True):
+            batch = await drain(self._arrived, self._config.batch_chunks * 4)
+            for arrived, digest in zip(
+                batch, await self._labour.work(self.kernels.settle, batch), strict=True
+            ):
                 if digest is None:
-                    self.assembly.forget(arrived.part.index)
-                    flaw = self.bench.codec.flaw(arrived.payload, arrived.part.numel)
+                    self.assembly.forget(arrived.chunk.index)
+                    flaw = self.kernels.codec.flaw(arrived.payload, arrived.chunk.numel)
                     self._lose(
-                        arrived.part.reducer,
-                        f"its average of part {arrived.part.index} is none: {flaw}",
+                        arrived.chunk.reducer,
+                        f"its average of chunk {arrived.chunk.index} is none: {flaw}",
                         trusted=False,
                     )
                 else:
-                    self.assembly.settle(arrived.part.index, arrived.version(digest))
+                    self.assembly.settle(arrived.chunk.index, arrived.version(digest))
             self._finish_if_complete()
 
     # ---- for the service
@@ -433,11 +426,11 @@ class Round:
             | self.recovery.lost
             | self.quorum.dead
         )
-        if self.bench.withdrawn is not None:
-            left_out[self._own] = self.bench.withdrawn
+        if self.kernels.excluded_reason is not None:
+            left_out[self._own] = self.kernels.excluded_reason
         fractions = self.assembly.fractions()
-        if self.assembly.complete and self.bench.plan.parts:
+        if self.assembly.complete and self.kernels.plan.chunks:
             for place, weight in enumerate(self.shared.weights):
                 if weight > 0 and fractions.get(place, 0.0) < 1.0:  # by a reducer whose reasons died with it
-                    left_out.setdefault(place, "its values are not in parts whose reducers did not say why")
+                    left_out.setdefault(place, "its values are not in chunks whose reducers did not say why")
         return ParticipationReport(left_out, fractions, self.assembly.clipped(), self.assembly.covered())

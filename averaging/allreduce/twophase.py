@@ -20,7 +20,7 @@ from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.labour import ComputeOffload, OutOfMemory
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group
 from averaging.reduction.averages import Averages
-from averaging.reduction.powersgd import TOLD_BYTES, LowRank
+from averaging.reduction.powersgd import START_DIGEST_BYTES, LowRank
 from swarm.core.ids import PeerId
 
 
@@ -35,7 +35,7 @@ class _Second:
 class TwoPhase:
     """Holds the rounds of one step of an averager whose strategy is PowerSGD."""
 
-    told_bytes = TOLD_BYTES  # of every member's metadata, before what its user gathers
+    gathered_prefix_bytes = START_DIGEST_BYTES  # of every member's metadata, before what its user gathers
 
     def __init__(
         self, low_rank: LowRank, all_reduce: AllReduce, own: PeerId, pool: Executor, config: RoundConfig
@@ -43,7 +43,7 @@ class TwoPhase:
         self._low_rank, self._all_reduce, self._own = low_rank, all_reduce, own
         self._pool, self._config = pool, config
 
-    async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
+    async def run(self, group: Group, deadline_s: float) -> RoundOutcome:
         """One round with this group; the low-rank strategy's `take` came before. Its outcome is that of the
         second all-reduce.
         """
@@ -64,9 +64,13 @@ class TwoPhase:
         if self._low_rank.layout.matrices:
             phase = _first(group)
             alike = bool(phase.members[group.index(self._own)].weight)
-            vector = self._low_rank.first(alike=alike)
+            vector = await labour.work(self._low_rank.first, alike)
             first = await self._all_reduce.run(
-                phase, vector, deadline_s=deadline_s, config=self._config, landing=self._low_rank.landings[0]
+                phase,
+                vector,
+                deadline_s=deadline_s,
+                config=self._config,
+                result_buffer=self._low_rank.result_buffers[0],
             )
             if first.failed:
                 return replace(first, reason=f"{first.reason} (in the first of two all-reduces)")
@@ -83,7 +87,7 @@ class TwoPhase:
             vector,
             deadline_s=deadline_s,
             config=self._config,
-            landing=self._low_rank.landings[1],
+            result_buffer=self._low_rank.result_buffers[1],
             feedback=feedback,
         )
         if not outcome.failed:
@@ -101,12 +105,12 @@ def _first(group: Group) -> Group:
     Who contributes tells in its metadata where it starts. Every member sees the same of it, and comes to the
     same conclusion.
     """
-    told = [gathered[:TOLD_BYTES] for gathered in group.gathered]
-    votes = Counter(start for start, member in zip(told, group.members, strict=True) if member.weight > 0)
+    starts = [gathered[:START_DIGEST_BYTES] for gathered in group.gathered]
+    votes = Counter(start for start, member in zip(starts, group.members, strict=True) if member.weight > 0)
     most = max(votes, key=lambda start: (votes[start], start), default=b"")
     members = tuple(
         member if start == most else replace(member, weight=0.0)
-        for start, member in zip(told, group.members, strict=True)
+        for start, member in zip(starts, group.members, strict=True)
     )
     return replace(group, members=members)
 

@@ -27,8 +27,8 @@ def vote_of(ballot: Ballot) -> Vote:
 
 
 def ballot_of(vote: Vote, members: int) -> Ballot:
-    """What came as a message. PeerError: it names somebody who is not in this group of `members`, or is no
-    ballot.
+    """Return the ballot in a message. Raises PeerError when it names a place outside of this group of
+    `members`, or is no valid ballot.
     """
     if vote.place >= members:
         raise PeerError(f"a vote for place {vote.place} in a group of {members}")

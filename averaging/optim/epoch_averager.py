@@ -298,7 +298,7 @@ class EpochAverager:
             audit=options.audit,
             error_feedback=options.error_feedback,
             strategy=options.strategy,
-            config=replace(config, terms=traits.compatibility_tag),
+            config=replace(config, compatibility_tag=traits.compatibility_tag),
         )
 
 

@@ -1,1 +1,3 @@
-"""The vector and its arithmetic: how it is cut, who reduces how much, what becomes of the members' values."""
+"""Arithmetic on the averaged vector: how it is cut, which member reduces how much, and how values are
+combined.
+"""

@@ -1,15 +1,16 @@
-"""Who reduces how much: the shares of the vector that make a round's slowest member as fast as can be.
+"""The share of the vector that each member reduces, chosen so that the slowest member of the round is as fast
+as possible.
 
 Member i with upload bandwidth u, download bandwidth d and share f of the vector (size 1) sends its own values
 for the rest, 1 - f, if it contributes, and the averages of its share to every other receiver; it takes every
-other contributor's values for its share, and the averages of the rest, if it receives. Each is linear in f,
-so that the least time T in which all shares can be handled,
+other contributor's values for its share, and the averages of the rest, if it receives. Both amounts are
+linear in f, so that the least time T in which all shares can be handled,
 
     minimise T  subject to  sent(f_i) <= T u_i,  taken(f_i) <= T d_i,  f_i >= 0,  sum f_i = 1,
 
-is a linear program with one variable per member and one constraint that joins them: for a given T each member
-can take at most some share, which grows with T, and the least T at which these add up to 1 is found by
-halving. All members solve it alike: additions, multiplications and divisions of float64 are the same
+is a linear program with one variable per member and one constraint that joins them. For a given T each member
+can handle at most some share, which grows with T. Bisection finds the least T at which these shares add up to
+1. All members get the same solution, because additions, multiplications and divisions of float64 are the same
 everywhere.
 """
 
@@ -23,16 +24,16 @@ from averaging.matchmaking.logic.group import Member, can_dial
 from swarm.core.errors import UsageError
 
 _HALVINGS = 200  # until two neighbouring floats are left
-_SLOWER = 1.5  # bandwidths down to the median over this count as the median: what is measured is never exact
-# And those above it count as so many times less, but no less than the median. Who reduces more is sent more:
-# where all links are alike, a member that was taken for a fast one becomes the bottleneck, the others' sends
-# wait for it, and next time they look slower still.
+_SLOWER = 1.5  # bandwidths down to the median over this count as the median: measurements are never exact
+# Bandwidths above the median are divided by this, down to the median at least. A member that reduces more is
+# sent more: where all links are alike, a member that was mistaken for a fast one becomes the bottleneck, the
+# others' sends wait for it, and next time they look slower still.
 _FASTER = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducerLoad:
-    """What a member has to do with a round, as far as the balance is concerned."""
+    """The bandwidth of a member and its roles in a round."""
 
     up: float  # bytes/s that it can send; only ratios matter
     down: float  # and take
@@ -42,7 +43,7 @@ class ReducerLoad:
 
 
 def shares_of(members: Sequence[Member]) -> list[float]:
-    """The shares of a group's members, by the bandwidths that they announced."""
+    """Return the shares of a group's members, computed from the bandwidths that they announced."""
     return shares(
         [
             ReducerLoad(
@@ -58,11 +59,12 @@ def shares_of(members: Sequence[Member]) -> list[float]:
 
 
 def shares(members: Sequence[ReducerLoad]) -> list[float]:
-    """Each member's share of the vector, in the same order, adding up to 1; 0.0 for who does not reduce.
+    """Return each member's share of the vector, in the same order, adding up to 1; 0.0 for members that do
+    not reduce.
 
-    A member so slow that its own values and averages alone hold everybody up gets no share, and the others
-    are balanced among themselves. Where shares make no difference (two members), they follow the upload
-    bandwidths. UsageError: nobody reduces, or a bandwidth is not a positive finite number.
+    A member so slow that its own values and averages alone delay the others gets no share, and the others are
+    balanced among themselves. Where shares make no difference (two members), they follow the upload
+    bandwidths. Raises UsageError when nobody reduces, or a bandwidth is not a positive finite number.
     """
     for member in members:
         if member.reduces and not (0.0 < member.up < math.inf and 0.0 < member.down < math.inf):
@@ -91,7 +93,7 @@ def shares(members: Sequence[ReducerLoad]) -> list[float]:
 
 
 def _solved(lines: Sequence[_Line]) -> list[float]:
-    """What each can handle in the least time in which all of it can be handled."""
+    """Return the share of each reducer in the least time in which all shares together cover the vector."""
     low, high = 0.0, max(line.whole_time for line in lines)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -103,7 +105,7 @@ def _solved(lines: Sequence[_Line]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A reducer's two constraints: what it sends and takes, (when its share is 0, more per unit of its
+    """The two constraints of a reducer. `sends` and `takes` are (amount at share 0, increase per unit of
     share).
     """
 
@@ -114,11 +116,13 @@ class _Line:
 
     @property
     def whole_time(self) -> float:
-        """What the whole vector as its share would take."""
+        """Return the time that it would take to reduce the whole vector."""
         return max(sum(self.sends) / self.up, sum(self.takes) / self.down, 0.0)
 
     def share_max(self, time: float) -> float:
-        """The largest share that it can handle in this time; 0.0 when it cannot even handle none."""
+        """Return the largest share that the reducer can handle in this time; 0.0 when it cannot handle even
+        share 0.
+        """
         share = 1.0
         for (constant, slope), speed in ((self.sends, self.up), (self.takes, self.down)):
             room = time * speed - constant
@@ -130,6 +134,6 @@ class _Line:
 
 
 def _levelled(speeds: Sequence[float]) -> list[float]:
-    """Speeds that are nearly the median become the median, and only a part of being faster counts."""
+    """Return the speeds with those close to the median replaced by the median, and those above it reduced."""
     middle = sorted(speeds)[(len(speeds) - 1) // 2]
     return [speed if speed < middle / _SLOWER else max(middle, speed / _FASTER) for speed in speeds]

@@ -1,18 +1,17 @@
-"""Work on accelerators beside the trainer's: streams of their own, copies that overlap with computation, and
-how threads wait for them.
+"""Work on accelerators beside the trainer's: separate streams, copies that overlap with computation, and how
+threads wait.
 
-A GPU executes the calls of one stream in order, and several streams side by side. The trainer's calls go to
+A GPU executes the calls of one stream in order, and several streams concurrently. The trainer's calls go to
 its current stream. A round works in other threads and on three streams of its own per device: one computes
-(`working`), one copies to the host (`fetch`), so that a part is on its way while the next is being encoded,
-and one copies to the device (`upload`).
+(`working`), one copies to the host (`fetch`), so that a chunk is copied while the next is being encoded, and
+one copies to the device (`upload`).
 
-Streams wait for each other by events, which block no thread. The round begins after what the trainer had
-asked for (`fork`); the trainer's stream waits for each upload before it reads it. Threads wait (`Fetch.wait`,
-`finish`, `finish_uploads`) only for the round's own streams, only on events that let the thread sleep, and
-never on the event loop.
+Streams wait for each other through events, which block no thread. The round's work begins after the calls
+that the trainer had queued (`fork`); the trainer's stream waits for each upload before it reads it. Threads
+wait (`Fetch.wait`, `finish`, `finish_uploads`) only for the round's own streams, only on events that let the
+thread sleep, and never on the event loop.
 
-Not yet run on a GPU: what is tested is the order of calls, and with a queue whose copies arrive as late as
-they may.
+Not yet run on a GPU: tests check the order of calls, and use a queue whose copies arrive as late as possible.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from typing import Any, Protocol
 
 import torch
 
-# bytes: what CUDA's allocator gives, so that payloads in slots are as aligned as in memory of their own
+# bytes: as CUDA's allocator aligns, so that payloads in slots are aligned as in memory of their own
 _SLOT_ALIGNMENT = 256
 _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 _GPU = re.compile(r"\bGPU (\d+)\b")
 
 
 class Fetch(Protocol):
-    """A copy to the host that was begun. It keeps its source alive."""
+    """A copy to the host that has begun. It keeps its source alive."""
 
     def wait(self) -> None:
-        """Return when the bytes are there; at once when called again. Other threads run meanwhile."""
+        """Wait until the bytes are there; a second call returns at once. Other threads run meanwhile."""
         ...
 
 
 class Upload(Protocol):
-    """A copy to the device that was begun."""
+    """A copy to the device that has begun."""
 
     def ready(self) -> AbstractContextManager[torch.Tensor]:
-        """Give the bytes on the device, for calls to this thread's current stream within the context. To be
-        entered once.
+        """Return a context that gives the bytes on the device, for calls to this thread's current stream.
+        Enter it once.
 
-        Their memory is used for other uploads when those calls are done.
+        The memory is used for other uploads once those calls are done.
         """
         ...
 
@@ -58,9 +57,7 @@ class Queue(Protocol):
     """
 
     def fork(self) -> None:
-        """Let everything that the queue is asked from now on begin after what this thread's current stream
-        was asked so far.
-        """
+        """Order all later work of the queue after the calls made so far on this thread's current stream."""
         ...
 
     def working(self) -> AbstractContextManager[Any]:
@@ -68,22 +65,22 @@ class Queue(Protocol):
         ...
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Fetch:
-        """Begin to copy `source`, as `working` has made it, to `target` (`host_memory`), which is not to be
-        touched until it is there.
+        """Begin to copy `source`, as `working` has made it, to `target` (`host_memory`). Do not touch
+        `target` until the copy is done.
         """
         ...
 
     def reserve(self, slot_bytes: int, slots: int) -> None:
-        """Have memory on the device for so many uploads at a time, of 1 to `slot_bytes` bytes each; all of it
-        is free afterwards.
+        """Allocate device memory for this number of uploads at a time, of 1 to `slot_bytes` bytes each; all
+        of it is free afterwards.
 
         Uploads that nobody has read are dropped. An error of the allocator leaves the queue without slots.
         """
         ...
 
     def upload(self, source: torch.Tensor) -> Upload | None:
-        """Begin to copy `source` (flat uint8 on the host, unchanged until `finish_uploads`) to the device;
-        None while no slot is free.
+        """Begin to copy `source` (flat uint8 on the host, unchanged until `finish_uploads`) to the device.
+        Returns None while no slot is free.
         """
         ...
 
@@ -92,9 +89,7 @@ class Queue(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until everything that the queue was asked is done, except uploads. The trainer's stream is not
-        waited for.
-        """
+        """Wait until all work of the queue except uploads is done. Does not wait for the trainer's stream."""
         ...
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -113,11 +108,11 @@ class _CudaFetch:
 
 
 class _Slot:
-    """Device memory of one upload at a time."""
+    """Device memory for one upload at a time."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.read: Any = None  # the event after which what was uploaded last is not read any more
+        self.read: Any = None  # the event after which its content is not read any more
 
 
 class _CudaUpload:
@@ -128,7 +123,7 @@ class _CudaUpload:
     def ready(self) -> Iterator[torch.Tensor]:
         current = self._queue.current_stream()
         current.wait_event(self._arrived)
-        # allocated on the stream of uploads: should it be freed, then not before this stream has read it
+        # It was allocated on the stream of uploads, and must not be freed before this stream has read it.
         if self._payload.is_cuda:
             self._payload.record_stream(current)
         try:
@@ -141,12 +136,12 @@ class CudaQueue:
     """The queue of one CUDA device.
 
     Uploads go through a ring of slots: the copy into a slot waits, on the device, for the event after which
-    its last content is not read any more. However far the trainer's stream lags behind, uploads take no more
+    its last content is not read any more. Even if the trainer's stream lags far behind, uploads take no more
     memory than the ring.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """`cuda`: the module `torch.cuda`, or what stands for it in tests."""
+        """Create the streams. `cuda`: the module `torch.cuda`, or a stand-in in tests."""
         self._cuda, self._device = cuda, device
         self._work = cuda.Stream(device=device)
         self._fetches = cuda.Stream(device=device)
@@ -189,7 +184,7 @@ class CudaQueue:
         return _CudaUpload(self, slot, payload, self._mark(self._uploads))
 
     def give_back(self, slot: _Slot, reader: Any) -> None:
-        """Use the slot again once everything that `reader`, a stream, was asked so far is done."""
+        """Free the slot for the next upload, after all calls made so far on the stream `reader`."""
         slot.read = self._mark(reader)
         self._free.append(slot)
 
@@ -204,11 +199,11 @@ class CudaQueue:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def current_stream(self) -> Any:
-        """The stream to which this thread's calls go."""
+        """Return the stream to which this thread's calls go."""
         return self._cuda.current_stream(self._device)
 
     def _mark(self, stream: Any) -> Any:
-        # a thread that waits for it sleeps, and leaves its core to the trainer
+        # A thread that waits for a blocking event sleeps, and leaves its core to the trainer.
         event = self._cuda.Event(blocking=True)
         event.record(stream)
         return event
@@ -220,7 +215,7 @@ class _Arrived:
 
 
 class _PlainUpload:
-    """Copies when it is read, so that what is begun early takes no memory."""
+    """An upload that copies when it is read, so that beginning it early takes no memory."""
 
     def __init__(self, source: torch.Tensor, device: torch.device) -> None:
         self._source, self._device = source, device
@@ -230,8 +225,8 @@ class _PlainUpload:
 
 
 class PlainQueue:
-    """For devices without streams that we know of: everything in the order in which it is asked, and copies
-    at once.
+    """The queue of a device for which no streams are used: everything runs in call order, and
+    copies at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -264,19 +259,19 @@ class PlainQueue:
 
 
 def queue_of(device: torch.device) -> Queue | None:
-    """Make the queue for a device; None for the host, whose memory everybody works on directly."""
+    """Return a new queue for a device; None for the host, whose memory all threads use directly."""
     if device.type == "cpu":
         return None
     return CudaQueue(device) if device.type == "cuda" else PlainQueue(device)
 
 
 class Queues:
-    """The queues of all devices that a list of tensors lies on; false when that is the host alone."""
+    """The queues of all devices that a list of tensors lies on; false when that is only the host."""
 
     def __init__(
         self, devices: Iterable[torch.device] = (), make: Callable[[torch.device], Queue | None] | None = None
     ) -> None:
-        """`make`: what makes a device's queue; None: `queue_of`."""
+        """Make a queue for each device. `make`: returns the queue of a device; None: `queue_of`."""
         make = make or queue_of
         made = {device: make(device) for device in dict.fromkeys(devices)}
         self._queues = {device: queue for device, queue in made.items() if queue is not None}
@@ -286,43 +281,43 @@ class Queues:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices that have a queue."""
+        """Return the devices that have a queue."""
         return tuple(self._queues)
 
     def of(self, device: torch.device) -> Queue | None:
-        """The queue of a device; None for the host."""
+        """Return the queue of a device; None for the host."""
         return self._queues.get(device)
 
     def fork(self) -> None:
-        """As `Queue.fork`, for all."""
+        """Call `Queue.fork` of all queues."""
         for queue in self._queues.values():
             queue.fork()
 
     def reserve(self, slot_bytes: int, slots: int) -> None:
-        """As `Queue.reserve`, for all."""
+        """Call `Queue.reserve` of all queues."""
         for queue in self._queues.values():
             queue.reserve(slot_bytes, slots)
 
     def finish_uploads(self) -> None:
-        """As `Queue.finish_uploads`, for all."""
+        """Call `Queue.finish_uploads` of all queues."""
         for queue in self._queues.values():
             queue.finish_uploads()
 
     def finish(self) -> None:
-        """As `Queue.finish`, for all."""
+        """Call `Queue.finish` of all queues."""
         for queue in self._queues.values():
             queue.finish()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """As `Queue.working`, for all: what is called within goes to the queue of the device that it is for."""
+        """Enter `Queue.working` of all queues: each call of torch goes to the queue of its device."""
         with contextlib.ExitStack() as stack:
             for queue in self._queues.values():
                 stack.enter_context(queue.working())
             yield
 
     def host_memory(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """As `Queue.host_memory`, of the first queue (pinned memory serves all CUDA devices); ordinary memory
+        """Return host memory from the first queue (pinned memory serves all CUDA devices); ordinary memory
         where there is no queue.
         """
         for queue in self._queues.values():
@@ -334,8 +329,8 @@ NO_QUEUES = Queues()
 
 
 def describe_out_of_memory(error: BaseException, queues: Queues = NO_QUEUES) -> str:
-    """Say where memory ran out, as the end of a sentence about this peer. `queues`: of the devices that were
-    worked on.
+    """Return where memory ran out, as the end of a sentence about this peer. `queues`: of the
+    devices in use.
     """
     named = _GPU.search(str(error))
     if named is not None:

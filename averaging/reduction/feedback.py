@@ -1,18 +1,19 @@
-"""Error feedback: what a lossy codec left out of one round goes into the next (Seide et al. 2014; Karimireddy
-et al., arXiv 1901.09847).
+"""Error feedback: the error of a lossy codec in one round is added to the values of the next (Seide et al.
+2014; Karimireddy et al., arXiv 1901.09847).
 
 A member loses something twice: as a sender, when it encodes its values, and as a reducer, when it encodes the
-average of its span. Each side keeps what was lost, element by element, and adds it to what it encodes next.
+average of its shard. Each side keeps the error of each element as a residual, and adds it to the values that
+it encodes next.
 
-Nothing counts before the round is committed. During a round the new residuals are staged beside the old ones;
-a commit puts them in their place, a roll-back forgets them, and the caller still has what it wanted to send.
-So over any sequence of rounds, committed and failed, the sum of what the others decoded plus what is held
-equals the sum of what was given in committed rounds. Two roundings of float32 a round limit that: of `values
-+ residual`, and of `that - what was decoded`, each at most 2^-24 of its result. (The second is exact for
-codecs that round to multiples of a step: operands that are no further apart than a factor of two, or one of
-them 0.)
+Residuals change only when the round is committed. During a round the new residuals are staged beside the old
+ones; a commit replaces the old ones, a roll-back drops the new ones, and the caller still has the values that
+it wanted to send. So over any sequence of rounds, committed and failed, the sum of what the others decoded
+plus the residual equals the sum of what was given in committed rounds. Two roundings of float32 per round
+limit that: of `values + residual`, and of `that - what was decoded`, each at most 2^-24 of its result. (The
+second is exact for codecs that round to multiples of a step: the operands differ by at most a factor of two,
+or one of them is 0.)
 
-Pure: no clock, no chance, no I/O. Different parts may be worked on in several threads at once; a commit takes
+Pure: no clock, no randomness, no I/O. Several threads may work on different chunks at once; a commit takes
 place when none does.
 """
 
@@ -32,16 +33,16 @@ from swarm.core.errors import UsageError
 _FORMAT = 1
 
 
-# of a vector: so many elements lie on this device, then so many on that one
+# The distribution of a vector: (number of elements, device) for each run of elements on one device.
 Cut = Sequence[tuple[int, torch.device]]
 
 
 class Residual:
-    """What one side has not delivered yet of the elements `start` to `stop` of the vector: float32, zeros at
-    first.
+    """The error that one side has not delivered yet, for the elements `start` to `stop` of the vector:
+    float32, zeros at first.
 
-    `cut`: where it lies; None: on the host. Twice the memory of that span: what is held, and what the round
-    that is open would make of it.
+    `cut`: the devices that it lies on; None: the host. Takes twice the memory of that range: for the current
+    residual, and for the staged one of an open round.
     """
 
     def __init__(self, start: int, stop: int, cut: Cut | None = None, queues: Queues = NO_QUEUES) -> None:
@@ -53,21 +54,21 @@ class Residual:
 
     @property
     def held(self) -> torch.Tensor:
-        """On the host: not to be written. Not of an open round."""
+        """Return the current residual on the host, read-only. Changes of an open round are not included."""
         self._queues.finish()
         return self.vector.read(0, self.stop - self.start).to(HOST)
 
     def fill(self, values: torch.Tensor) -> None:
-        """Hold these (flat float32 on the host) from now on."""
+        """Replace the residual by `values`, flat float32 on the host."""
         for start, piece in self.vector.pieces(0, self.stop - self.start):
             piece.copy_(values[start : start + piece.numel()])
         self._queues.fork()
 
     def stage(self) -> Staged:
-        """What the next round makes of it."""
+        """Return a staged copy for the next round."""
         spare, self._spare = self._spare, None
         if spare is None:
-            # memory belongs to the stream that works on it: given back, it goes to nobody else too early
+            # Memory belongs to the stream that works on it, so that its reuse waits for that stream.
             with self._queues.working():
                 pieces = [
                     torch.empty(numel, dtype=torch.float32, device=device) for numel, device in self._cut
@@ -76,26 +77,26 @@ class Residual:
         return Staged(self, spare)
 
     def replace(self, new: FlatVector) -> None:
-        """Hold `new` from now on."""
+        """Replace the residual by `new`."""
         self.vector, self._spare = new, self.vector
 
 
 class Staged:
-    """A residual in an open round. Its memory is its own: a thread that still works on a round that was given
-    up harms no later one.
+    """The residual of an open round. It has memory of its own, so that a thread that still works on a
+    cancelled round cannot change a later one.
     """
 
     def __init__(self, residual: Residual, new: FlatVector) -> None:
         self._residual, self._old, self._new = residual, residual.vector, new
-        self._ranges: dict[int, int] = {}  # start: stop, of what is staged
+        self._ranges: dict[int, int] = {}  # start: stop of the staged ranges
 
     def covers(self, start: int, stop: int) -> bool:
-        """Are all these elements among ours?"""
+        """Return whether all these elements belong to the residual."""
         return self._residual.start <= start <= stop <= self._residual.stop
 
     def add(self, start: int, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """out[:] = values + what is held for elements `start` on: what is to be encoded. `out` may be
-        `values`.
+        """Write `values` plus the residual of the elements from `start` on to `out`, which is what to encode,
+        and return `out`. `out` may be `values`.
         """
         for at, held in self._of(self._old, start, start + values.numel()):
             end = at + held.numel()
@@ -103,10 +104,10 @@ class Staged:
         return out
 
     def keep(self, start: int, given: torch.Tensor, decoded: torch.Tensor | None) -> None:
-        """`given` was encoded, and the others read it as `decoded`; None: they never got it. Again for the
-        same elements: this counts.
+        """Stage the error of `given`, which the others read as `decoded`; None: they never got it. A repeated
+        call replaces the one before.
 
-        Elements that are staged again are so in the ranges of before (parts, and blocks of parts, are).
+        The ranges of a repeated call must be those of the call before (chunks, and blocks of chunks, are).
         """
         for at, place in self._of(self._new, start, start + given.numel()):
             end = at + place.numel()
@@ -119,13 +120,15 @@ class Staged:
         self._ranges[start] = start + given.numel()
 
     def clear(self, start: int, stop: int) -> None:
-        """Elements `start` to `stop`, with what was held for them, are delivered without loss."""
+        """Stage zeros for the elements `start` to `stop`: they, with their residual, were delivered without
+        loss.
+        """
         for _, place in self._of(self._new, start, stop):
             place.zero_()
         self._ranges[start] = stop
 
     def commit(self) -> None:
-        """What is staged is held from now on; the rest stays as it was."""
+        """Make the staged values the residual; elements that were not staged keep theirs."""
         at = self._residual.start
         for start, stop in [*sorted(self._ranges.items()), (self._residual.stop, self._residual.stop)]:
             if at < start:
@@ -137,7 +140,9 @@ class Staged:
         self._residual.replace(self._new)
 
     def _of(self, buffer: FlatVector, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """What holds these elements, each piece with its distance from `start`."""
+        """Iterate over the pieces of `buffer` that hold these elements, each with its distance
+        from `start`.
+        """
         assert self.covers(start, stop)
         first = self._residual.start
         return ((at + first - start, piece) for at, piece in buffer.pieces(start - first, stop - first))
@@ -145,19 +150,21 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What a member reduces, and for whom: as long as it does not change, its residual fits the averages."""
+    """The range that a member reduces, and the group. While neither changes, the reducer's residual fits the
+    averages.
+    """
 
     start: int
     stop: int
-    members: bytes  # whatever tells this group of peers from another: a digest over them in group order
+    members: bytes  # identifies the group: the public keys of its members, in group order
 
 
 NO_SHARD = Shard(start=0, stop=0, members=b"")
 
 
 class FeedbackRound:
-    """One round's transaction: `sent` and `reduced` for each part, then `commit` or `roll_back`. Made by
-    `Feedback.begin`.
+    """The transaction of one round: `sent` and `reduced` for each chunk, then `commit` or `roll_back`.
+    `Feedback.begin` makes it.
     """
 
     def __init__(
@@ -170,8 +177,8 @@ class FeedbackRound:
     # ---- sender
 
     def give(self, start: int, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """What to encode where `values` (flat float32, of elements `start` on) would be; written to `out`, of
-        the same size.
+        """Write the values to encode instead of `values` (flat float32, of the elements from `start` on) to
+        `out`, of the same size, and return it.
         """
         self._check_open()
         return self._sender.add(start, values, out)
@@ -179,30 +186,30 @@ class FeedbackRound:
     def sent(
         self, start: int, given: torch.Tensor, payload: Buffer | torch.Tensor, scratch: torch.Tensor
     ) -> None:
-        """`given` was encoded as `payload`. `scratch`: flat float32, of its size, may be written. Repeated
-        calls say the same thing.
+        """Record that `given` was encoded as `payload`. `scratch`: flat float32 of the same size, may be
+        written. Calls may be repeated.
         """
         self._check_open()
         self._sender.keep(start, given, self._codec.decode(payload, scratch))
 
     def kept(self, start: int, stop: int) -> None:
-        """Our own part of the average, which we reduce and which is not encoded: `give` it nevertheless,
-        nothing of it is lost.
+        """Record that nothing of these elements is lost: this member reduces them itself, without encoding
+        its values. Call `give` for them as well.
         """
         self._check_open()
         self._sender.clear(start, stop)
 
     def undelivered(self, start: int, values: torch.Tensor) -> None:
-        """The round is about to be committed, and its average of these elements was made without us: all of
-        it stays here.
+        """Record, before a commit, that the average of these elements was made without this member: the whole
+        of `values` stays in the residual.
         """
         self._check_open()
         scratch = torch.empty_like(values)
         self._sender.keep(start, self._sender.add(start, values, scratch), None)
 
-    def withdraw(self) -> None:
-        """Our values cannot be sent, NaN is among them: whatever becomes of the round, the sender's residual
-        stays what it is.
+    def keep_sender_residual(self) -> None:
+        """Leave the sender's residual unchanged whatever becomes of the round: the values contain NaN and are
+        not sent.
         """
         self._check_open()
         self._withdrawn = True
@@ -210,10 +217,10 @@ class FeedbackRound:
     # ---- reducer
 
     def correct(self, start: int, average: torch.Tensor) -> None:
-        """average += what was left out of earlier averages of these elements, in place.
+        """Add the error of earlier averages of these elements to `average`, in place.
 
-        Elements outside of the round's span, which a member reduces in the place of a dead one, have no
-        residual: nothing happens.
+        Elements outside of the round's shard, which a member reduces for a failed one, have no residual and
+        are left unchanged.
         """
         self._check_open()
         if self._reducer is not None and self._reducer.covers(start, start + average.numel()):
@@ -222,7 +229,7 @@ class FeedbackRound:
     def reduced(
         self, start: int, corrected: torch.Tensor, payload: Buffer | torch.Tensor, scratch: torch.Tensor
     ) -> None:
-        """The corrected average was encoded as `payload`, which every member decodes."""
+        """Record that the corrected average was encoded as `payload`, which every member decodes."""
         self._check_open()
         if self._reducer is not None and self._reducer.covers(start, start + corrected.numel()):
             self._reducer.keep(start, corrected, self._codec.decode(payload, scratch))
@@ -231,11 +238,11 @@ class FeedbackRound:
 
     @property
     def open(self) -> bool:
-        """Is it neither committed nor rolled back?"""
+        """Return whether the round is neither committed nor rolled back."""
         return self._ended is not None
 
     def commit(self) -> None:
-        """Every member has the averages: residuals move on."""
+        """Replace the residuals by the staged ones: every member has the averages."""
         self._check_open()
         if not self._withdrawn:
             self._sender.commit()
@@ -244,9 +251,7 @@ class FeedbackRound:
         self._end(True, not self._withdrawn)
 
     def roll_back(self) -> None:
-        """The round failed: residuals are what they were. Without effect on one that has ended, so that every
-        way out may call it.
-        """
+        """Drop the staged residuals: the round failed. Does nothing on a round that has ended."""
         if self._ended is not None:
             self._end(False, False)
 
@@ -264,9 +269,10 @@ class Feedback:
     """The residuals of one averager, over a vector of `numel` elements that travels in `codec`; one round at
     a time.
 
-    `reduces`: hold a residual for the span that this member reduces, too. Not where reducers are audited:
-    what they encode must then follow from what they were sent. `cut`: where the vector lies, and the sender's
-    residual with it; a round's work on it is done within `queues`' `working`. The reducer's is on the host.
+    `reduces`: keep a residual for the shard that this member reduces as well. Not allowed where reducers are
+    audited: the bytes that they encode must then follow from the contributions alone. `cut`: the devices of
+    the vector, and of the sender's residual; a round's work on it is done within `queues`' `working`. The
+    reducer's residual is on the host.
     """
 
     def __init__(
@@ -279,51 +285,49 @@ class Feedback:
         queues: Queues = NO_QUEUES,
     ) -> None:
         self.numel, self.codec, self.reduces = numel, codec, reduces
-        self.committed = 0  # rounds
-        self.sent = 0  # of these, those to which this member contributed
-        # times that a reducer's residual was given up, because the span or the members changed
+        self.committed = 0  # number of committed rounds
+        self.sent = 0  # committed rounds to which this member contributed
+        # how often a reducer's residual was dropped because the shard or the members changed
         self.dropped = 0
-        self.dropped_norm = 0.0  # of the last one
+        self.dropped_norm = 0.0  # norm of the residual dropped last
         self._cut, self._queues = cut, queues
         self._sender = Residual(0, numel, cut, queues)
         self._reducer = Residual(0, 0)
-        self._span = NO_SHARD
+        self._shard = NO_SHARD
         self._round: FeedbackRound | None = None
 
-    def begin(self, span: Shard = NO_SHARD) -> FeedbackRound:
-        """Open a round, in which this member reduces `span`; UsageError when one is open.
+    def begin(self, shard: Shard = NO_SHARD) -> FeedbackRound:
+        """Open a round in which this member reduces `shard`. Raises UsageError when one is open.
 
-        Another span, or other members: the reducer's residual is dropped now, and counted, whatever becomes
-        of the round.
+        If the shard or the members have changed, the reducer's residual is dropped now, and counted, whatever
+        becomes of the round.
         """
         if self._round is not None:
             raise UsageError("a round of error feedback is open: commit it or roll it back first")
-        if not 0 <= span.start <= span.stop <= self.numel:
-            raise UsageError(f"a span of elements {span.start} to {span.stop} in a vector of {self.numel}")
-        if self.reduces and span != self._span:
+        if not 0 <= shard.start <= shard.stop <= self.numel:
+            raise UsageError(f"a shard of elements {shard.start} to {shard.stop} in a vector of {self.numel}")
+        if self.reduces and shard != self._shard:
             if self._reducer.held.any():
                 self.dropped += 1
                 self.dropped_norm = float(self._reducer.held.norm())
-            self._reducer, self._span = Residual(span.start, span.stop), span
-        reducer = self._reducer.stage() if self.reduces and span.start < span.stop else None
+            self._reducer, self._shard = Residual(shard.start, shard.stop), shard
+        reducer = self._reducer.stage() if self.reduces and shard.start < shard.stop else None
         self._round = FeedbackRound(self._sender.stage(), reducer, self.codec, self._end)
         return self._round
 
     def norms(self) -> tuple[float, float]:
-        """The Euclidean norms of what the sender and the reducer hold: for reports. A sender's that grows
-        without end says that the codec is too coarse for these values.
+        """Return the Euclidean norms of the sender's and the reducer's residual, for reports. A sender's norm
+        that grows without limit means that the codec is too coarse for these values.
         """
         return float(self._sender.held.norm()), float(self._reducer.held.norm())
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs, copied: the next round writes where this one read. An open round does not show
-        in it.
-        """
+        """Return a copy of the state needed to resume. Changes of an open round are not included."""
         return {
             "format": _FORMAT,
             "codec": [self.codec.name, self.codec.version],
             "sender": self._sender.held.clone(),
-            "span": [self._span.start, self._span.stop, self._span.members],
+            "span": [self._shard.start, self._shard.stop, self._shard.members],
             "reducer": self._reducer.held.clone(),
             "committed": self.committed,
             "dropped": self.dropped,
@@ -340,23 +344,24 @@ class Feedback:
         missing = {"format", "sender", "span", "reducer", "committed", "dropped"} - set(state)
         if missing or state["format"] != _FORMAT:
             raise UsageError(
-                f"this is no saved error feedback: {', '.join(sorted(missing)) or 'its format'} is not what it must be"
+                f"this is no saved error feedback: {', '.join(sorted(missing)) or 'its format'} is not "
+                "what it must be"
             )
-        span = _span_of(state["span"], self.numel)
+        shard = _shard_from(state["span"], self.numel)
         sender = _residual_of(
             state["sender"], Residual(0, self.numel, self._cut, self._queues), "the sender's"
         )
-        reducer = _residual_of(state["reducer"], Residual(span.start, span.stop), "the reducer's")
+        reducer = _residual_of(state["reducer"], Residual(shard.start, shard.stop), "the reducer's")
         for name in ("committed", "dropped"):
             if type(state[name]) is not int or state[name] < 0:
                 raise UsageError(f"{name} is a number of times, not {state[name]!r:.40}")
         self._sender, self.committed, self.dropped = sender, state["committed"], state["dropped"]
         if self.reduces:
-            self._reducer, self._span = reducer, span
+            self._reducer, self._shard = reducer, shard
 
     def release(self, stop: int) -> torch.Tensor:
-        """What the sender holds of elements 0 to `stop`, handed over: neither side holds anything of them any
-        more.
+        """Return the sender's residual of elements 0 to `stop`, and set both residuals of these elements to
+        zero.
         """
         if self._round is not None:
             raise UsageError("a round of error feedback is open: residuals are handed over before or after")
@@ -373,19 +378,20 @@ class Feedback:
         self._round = None
 
 
-def _span_of(saved: Any, numel: int) -> Shard:
+def _shard_from(saved: Any, numel: int) -> Shard:
+    """Return the saved shard. Raises UsageError when it is invalid."""
     if not isinstance(saved, list | tuple) or [type(item) for item in saved] != [int, int, bytes]:
-        raise UsageError("the span of saved error feedback is its start, its stop and its members")
+        raise UsageError("the shard of saved error feedback is its start, its stop and its members")
     start, stop, members = saved
     if not 0 <= start <= stop <= numel:
         raise UsageError(
-            f"the saved error feedback is of a span from {start} to {stop}; the vector has {numel} elements"
+            f"the saved error feedback is of a shard from {start} to {stop}; the vector has {numel} elements"
         )
     return Shard(start=start, stop=stop, members=members)
 
 
 def _residual_of(saved: Any, residual: Residual, whose: str) -> Residual:
-    """`residual`, filled with what was saved."""
+    """Return `residual`, filled with the saved values. Raises UsageError when these are invalid."""
     if (
         not isinstance(saved, torch.Tensor)
         or saved.dtype != torch.float32

@@ -1,5 +1,5 @@
-"""How a list of tensors lies in the one flat float32 vector that a round averages, and the hash by which
-peers know that theirs agree.
+"""The layout of a list of tensors in the flat float32 vector that a round averages, and the hash by which
+peers check that theirs agree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> TensorLayout:
-        """The layout of `tensors`; UsageError names the one that cannot be averaged."""
+        """Return the layout of `tensors`. Raises UsageError that names the tensor that cannot be averaged."""
         for place, tensor in enumerate(tensors):
             if tensor.layout != torch.strided:
                 raise UsageError(f"tensor {place} is {tensor.layout}: only dense tensors are averaged")
@@ -53,21 +53,21 @@ class TensorLayout:
 
     @property
     def numels(self) -> tuple[int, ...]:
-        """Elements per tensor."""
+        """Return the number of elements of each tensor."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins in the vector, in elements."""
+        """Return the element of the vector at which each tensor begins."""
         return tuple(accumulate(self.numels, initial=0))[:-1]
 
     @property
     def numel(self) -> int:
-        """Elements of the vector."""
+        """Return the number of elements of the vector."""
         return sum(self.numels)
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """UsageError unless `tensors` have this layout."""
+        """Raise UsageError unless `tensors` have this layout."""
         if len(tensors) != len(self.shapes):
             raise UsageError(f"{len(tensors)} tensors where there were {len(self.shapes)}")
         for place, (tensor, shape, dtype) in enumerate(zip(tensors, self.shapes, self.dtypes, strict=True)):
@@ -77,22 +77,24 @@ class TensorLayout:
                 )
 
     def find_tensor(self, element: int) -> int:
-        """The index of the tensor that holds this element of the vector."""
+        """Return the index of the tensor that holds this element of the vector."""
         for place, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             if offset <= element < offset + numel:
                 return place
         raise UsageError(f"element {element} is outside of a vector of {self.numel}")
 
     def describe(self, element: int, names: Sequence[str] = ()) -> str:
-        """An element of the vector in words: which one of which tensor, by its name where tensors have names."""
+        """Return a description of an element of the vector: its index and its tensor, by name where tensors
+        have names.
+        """
         place = self.find_tensor(element)
         name = repr(names[place]) if names else str(place)
         return f"element {element - self.offsets[place]} of its tensor {name}, {self.shapes[place]},"
 
 
 def schema_hash(layout: TensorLayout, codec: Codec) -> bytes:
-    """32 bytes, equal on two peers exactly when their tensors and codec agree: shapes, dtypes, order, codec
-    with its version.
+    """Return 32 bytes that are equal on two peers exactly when their tensors and codec agree: shapes, dtypes,
+    order, codec with its version.
     """
     tensors = [
         [list(shape), str(dtype).removeprefix("torch.")]

@@ -1,10 +1,10 @@
 """The arithmetic of PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727): which tensors are matrices,
-their factors, and the way back.
+their factors, and the product of the factors.
 
-What every member computes from averaged bytes comes out the same to the bit, whatever its processor or
-device: only products, sums, quotients and roots of single elements, whose results IEEE 754 fixes, and sums of
-many in one order. What a member computes from its own values (`product`, `subtract_product`) need not, and is
-left to a library, but to one with the full precision of float32: torch's own products of float32 matrices
+Results that every member computes from averaged bytes are the same to the bit on every processor and device:
+they use only products, sums, quotients and roots of single elements, whose results IEEE 754 fixes, and sums
+of many in one order. Results that a member computes from its own values (`product`, `subtract_product`) need
+not be, and are left to a library with the full precision of float32. torch's own products of float32 matrices
 follow `torch.set_float32_matmul_precision` and `torch.backends`, settings of the whole process that belong to
 the trainer, and may keep 10 bits of each factor or fewer. So the host multiplies with NumPy, and a CUDA
 device in float64.
@@ -28,20 +28,20 @@ import torch
 from swarm.core.errors import UsageError
 
 RANK_MAX = 1024
-# of a column's norm: what is left of it beside the columns before is rounding, and no direction
-_DEAD = 2.0**-20
-_HOST_ELEMENTS = 1 << 15  # worked on at once on the host: fits the cache, and wakes no team of threads
-# up to so many multiplications OpenBLAS, which NumPy comes with, wakes no team of threads either
+# of a column's norm: a smaller remainder after projection is rounding error, and no direction
+_REMAINDER_MIN = 2.0**-20
+_HOST_ELEMENTS = 1 << 15  # processed at once on the host: fits the cache, and wakes no team of threads
+# up to this many multiplications OpenBLAS, which NumPy uses, wakes no team of threads either
 _SERIAL_PRODUCTS = 1 << 18
-_TILE_ROWS = 8  # of a tile, where it is not as wide as the matrix
-# at once on a device: a temporary of 16 MiB (float64: 32 MiB), whatever the matrix takes
+_TILE_ROWS = 8  # of a tile that is not as wide as the matrix
+# processed at once on a device: a temporary of 16 MiB (float64: 32 MiB), whatever the size of the matrix
 _DEVICE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerSgd:
-    """Average matrices by factors of this rank, in two all-reduces; for gradients and other differences. Must
-    be the same on all peers.
+    """Average matrices by factors of this rank, in two all-reduces; for gradients and other differences. The
+    settings must be the same on all peers.
     """
 
     rank: int = 4  # larger: a better approximation, and traffic in proportion
@@ -56,18 +56,19 @@ class PowerSgd:
             )
         if not 0.0 <= self.saving_min < float("inf"):
             raise UsageError(
-                f"saving_min is by how much factors must be smaller than their matrix, 0 for always, not {self.saving_min!r}"
+                "saving_min is by how much factors must be smaller than their matrix, 0 for always, not "
+                f"{self.saving_min!r}"
             )
 
     @property
-    def terms(self) -> str:
-        """What peers compare."""
+    def compatibility_tag(self) -> str:
+        """Return the settings as text: only peers with equal tags meet."""
         return f"powersgd {self.rank} {self.saving_min:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One tensor as a matrix: its first dimension against all others."""
+    """One tensor as a matrix: its first dimension by the product of all others."""
 
     place: int  # in the list of tensors
     n: int
@@ -78,17 +79,19 @@ class Matrix:
 
     @property
     def p_stop(self) -> int:
+        """Return the end of p in the vector of the first all-reduce."""
         return self.p_start + self.n * self.rank
 
     @property
     def q_stop(self) -> int:
+        """Return the end of q in the vector of the second all-reduce."""
         return self.q_start + self.m * self.rank
 
 
 @dataclass(frozen=True, slots=True)
 class Factoring:
-    """How a list of tensors lies in the two vectors: in the first the p of all matrices; in the second their
-    q, then all other tensors.
+    """The layout of a list of tensors in the two vectors: the first holds the p of all matrices; the second
+    holds their q, then all other tensors.
     """
 
     matrices: tuple[Matrix, ...]
@@ -98,17 +101,17 @@ class Factoring:
     second_numel: int
 
     @classmethod
-    def of(cls, shapes: Sequence[tuple[int, ...]], terms: PowerSgd) -> Factoring:
-        """What `terms` make of tensors of these shapes: it depends on nothing else, so that all members
-        agree.
+    def of(cls, shapes: Sequence[tuple[int, ...]], settings: PowerSgd) -> Factoring:
+        """Return the layout for tensors of these shapes with these `settings`. It depends on nothing else, so
+        that all members agree.
         """
         matrices: list[Matrix] = []
         others: list[int] = []
         first = second = 0
         for place, shape in enumerate(shapes):
             n, m = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (0, 0)
-            rank = min(terms.rank, n, m)
-            if not rank or (n + m) * rank * terms.saving_min > n * m:
+            rank = min(settings.rank, n, m)
+            if not rank or (n + m) * rank * settings.saving_min > n * m:
                 others.append(place)
                 continue
             matrices.append(Matrix(place, n, m, rank, first, second))
@@ -136,13 +139,13 @@ def product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def host_product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`product` for the host: NumPy's, which torch's settings do not reach."""
+    """Compute `product` on the host, with NumPy, which ignores torch's settings."""
     with np.errstate(all="ignore"):  # values may be NaN or infinity: found when they are encoded
         return torch.from_numpy(np.matmul(matrix.numpy(), factor.numpy()))
 
 
 def device_product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`product` for a device with float64: each element is summed in float64 and rounded once."""
+    """Compute `product` on a device with float64: each element is summed in float64 and rounded once."""
     wide = factor.to(torch.float64)
     out = factor.new_empty(matrix.shape[0], factor.shape[1])
     for rows in row_blocks(matrix.shape, _DEVICE_ELEMENTS):
@@ -151,14 +154,14 @@ def device_product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def subtract_product(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
-    """matrix (n, m) -= p (n, r) qᵀ (m, r) in place, all float32 on one device; the same precision as
-    `product`.
+    """Subtract p (n, r) qᵀ (m, r) from matrix (n, m) in place, all float32 on one device; the same precision
+    as `product`.
     """
     (host_subtract_product if matrix.device.type == "cpu" else device_subtract_product)(matrix, p, q)
 
 
 def host_subtract_product(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
-    """`subtract_product` for the host: in tiles, each on the calling thread alone."""
+    """Compute `subtract_product` on the host: in tiles, each on the calling thread alone."""
     target, left, right = matrix.numpy(), p.numpy(), np.ascontiguousarray(q.numpy().T)
     (n, m), rank = target.shape, len(right)
     elements = max(min(_HOST_ELEMENTS, _SERIAL_PRODUCTS // rank), 1)
@@ -175,56 +178,58 @@ def host_subtract_product(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor
 
 
 def device_subtract_product(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
-    """`subtract_product` for a device with float64."""
+    """Compute `subtract_product` on a device with float64."""
     left, right = p.to(torch.float64), q.to(torch.float64).t()
     for rows in row_blocks(matrix.shape, _DEVICE_ELEMENTS):
         matrix[rows].copy_(matrix[rows].to(torch.float64).addmm_(left[rows], right, alpha=-1.0))
 
 
 def seeded(seed: bytes, matrix: Matrix) -> torch.Tensor:
-    """The q (m, r) from which a matrix starts when there was no round yet: orthonormal, and the same wherever
-    `seed` is.
+    """Return the q (m, r) from which a matrix starts before its first round: orthonormal, and the same for
+    every peer with this `seed`.
     """
     text = b"%s %d %d %d %d" % (seed, matrix.place, matrix.n, matrix.m, matrix.rank)
     size = matrix.m * matrix.rank
-    # shake: a stream of bytes that no library's next version draws differently
+    # SHAKE, since a library's random numbers may change with its version.
     drawn = np.frombuffer(hashlib.shake_256(text).digest(2 * size), "<u2").astype(np.float64) - 32767.5
     return _orthonormal(drawn.reshape(matrix.rank, matrix.m))
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of what the columns (n, r; float32 on the host) span: Gram-Schmidt in float64,
-    twice, rounded to float32.
+    """Return an orthonormal basis of the space of the columns (n, r; float32 on the host): Gram-Schmidt in
+    float64, twice, rounded to float32.
 
-    A column that depends on those before it becomes zeros. Bit by bit the same on every machine.
+    A column that depends on those before it becomes zeros. The result is the same to the bit on every
+    machine.
     """
     given: npt.NDArray[np.float32] = columns.numpy()
     return _orthonormal(np.ascontiguousarray(given.T, np.float64))
 
 
 def renewed(q: torch.Tensor, seed: bytes, matrix: Matrix) -> torch.Tensor:
-    """What the next round starts from after an average with this q: its columns, orthonormal; drawn ones
-    where it has none.
+    """Return the start of the next round after an average with this q: its columns, orthonormal, with random
+    ones where columns are zero.
     """
     found = orthonormal(q)
-    dead = (found == 0.0).all(dim=0)
-    # a matrix that was all zeros, or of a lower rank, once: nothing would ever show in these columns again
-    if bool(dead.any()):
+    empty = (found == 0.0).all(dim=0)
+    # The matrix was all zeros or of a lower rank once; without new columns nothing would ever show in these
+    # again.
+    if bool(empty.any()):
         drawn = seeded(seed, matrix)
-        found = orthonormal(torch.where(dead, drawn, found))
+        found = orthonormal(torch.where(empty, drawn, found))
     return found
 
 
 def _orthonormal(rows: npt.NDArray[np.float64]) -> torch.Tensor:
-    """The rows (r, n), which are spent, made orthonormal, as columns."""
+    """Return the rows (r, n), which are overwritten, made orthonormal, as columns."""
     for k, row in enumerate(rows):
         size = math.sqrt(_sum(row * row))
-        for _ in range(2):  # once leaves what rounding made of nearly parallel columns
+        for _ in range(2):  # one pass leaves the rounding errors of nearly parallel columns
             if k:
                 for share, other in zip(_sum(rows[:k] * row), rows[:k], strict=True):
                     row -= share * other
         left = math.sqrt(_sum(row * row))
-        if left > _DEAD * size:
+        if left > _REMAINDER_MIN * size:
             row /= left
         else:
             row[:] = 0.0
@@ -232,8 +237,8 @@ def _orthonormal(rows: npt.NDArray[np.float64]) -> torch.Tensor:
 
 
 def _sum(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The sum over the last axis, in one order everywhere: halves are added to each other. A library's own
-    sum follows the processor.
+    """Return the sum over the last axis, by adding halves to each other, in the same order everywhere. The
+    order of a library's sum depends on the processor.
     """
     while (count := terms.shape[-1]) > 1:
         half = count // 2
@@ -245,8 +250,8 @@ def _sum(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def expand(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-    """out (n, m) = p (n, r) qᵀ, all float32 on one device: a term after the other, so that no device rounds
-    differently.
+    """Write p (n, r) qᵀ to `out` (n, m), all float32 on one device: one term after the other, so that all
+    devices round equally.
     """
     columns = q.t().contiguous()
     blocks = row_blocks(out.shape, _HOST_ELEMENTS if out.device.type == "cpu" else _DEVICE_ELEMENTS)

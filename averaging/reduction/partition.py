@@ -1,7 +1,7 @@
-"""The butterfly's cut: which member reduces which span of the vector, and the parts in which spans travel.
+"""The cut of the vector: which member reduces which shard, and the chunks in which shards travel.
 
-The cut depends only on what every member knows alike (the group, the vector's size, the codec), and takes no
-notice of tensor boundaries: many small tensors share a part, a large one spans many. Shares come from
+The cut depends only on what every member knows equally (the group, the vector's size, the codec). It ignores
+tensor boundaries: many small tensors share a chunk, a large one takes many. The sizes of shards come from
 `averaging.reduction.balance`.
 """
 
@@ -19,16 +19,17 @@ import msgpack
 from swarm.compression import Codec
 from swarm.core.errors import UsageError
 
-ALIGNMENT_ELEMENTS = 1024  # edges of parts: whole blocks for blockwise codecs, whole pages in float32
-PARTS_MAX = 1 << 24
-# a codec of a quarter of a bit would put tens of millions into a megabyte: working space is in float32
-PART_ELEMENTS_MAX = 1 << 21
-PART_S = 0.02
-PART_BYTES_SMALL = 64 << 10  # a header and a message cost as much as some kilobytes
+ALIGNMENT_ELEMENTS = 1024  # edges of chunks: whole blocks for blockwise codecs, whole pages in float32
+CHUNKS_MAX = 1 << 24
+# Working space is in float32, and a codec of a quarter of a bit would put tens of millions of elements into 1
+# MB.
+CHUNK_ELEMENTS_MAX = 1 << 21
+CHUNK_S = 0.02
+CHUNK_BYTES_SMALL = 64 << 10  # a header and a message cost as much as some kilobytes
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Chunk:
     """Elements `start` to `stop` of the vector, reduced by the member at place `reducer` of the group."""
 
     index: int  # in the plan
@@ -38,41 +39,41 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """At least 1."""
+        """Return the number of elements, at least 1."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All parts of a round: they cover the vector once, in order, and each reducer's are adjacent."""
+    """All chunks of a round: they cover the vector once, in order, and each reducer's chunks are adjacent."""
 
     numel: int
-    parts: tuple[Part, ...]
+    chunks: tuple[Chunk, ...]
     members: int
 
-    def of_reducer(self, place: int) -> tuple[Part, ...]:
-        """The parts that this member reduces, in order; none when it reduces nothing."""
-        return tuple(part for part in self.parts if part.reducer == place)
+    def shard(self, place: int) -> tuple[Chunk, ...]:
+        """Return the chunks that this member reduces, in order; none when it reduces nothing."""
+        return tuple(chunk for chunk in self.chunks if chunk.reducer == place)
 
     @property
     def reducers(self) -> tuple[int, ...]:
-        """The places of those that reduce at least one part."""
-        return tuple(dict.fromkeys(part.reducer for part in self.parts))
+        """Return the places of the members that reduce at least one chunk."""
+        return tuple(dict.fromkeys(chunk.reducer for chunk in self.chunks))
 
     def digest(self, codec: Codec) -> bytes:
-        """32 bytes by which two members find out that they made the same plan."""
-        cut = [[part.reducer, part.start, part.stop] for part in self.parts]
+        """Return 32 bytes by which two members compare their plans."""
+        cut = [[chunk.reducer, chunk.start, chunk.stop] for chunk in self.chunks]
         return hashlib.sha256(
             msgpack.packb([self.numel, self.members, codec.wire_id, codec.version, cut])
         ).digest()
 
 
-def spans(numel: int, shares: Sequence[float]) -> list[tuple[int, int]]:
+def cut_shards(numel: int, shares: Sequence[float]) -> list[tuple[int, int]]:
     """Cut `numel` elements in proportion to `shares`: one (start, stop) per share, adjacent, in order,
     possibly empty.
 
     Edges lie on multiples of ALIGNMENT_ELEMENTS, so that a tiny vector has one reducer and takes one message
-    each way. UsageError when every share is zero although there is something to cut.
+    each way. Raises UsageError when every share is zero although there is something to cut.
     """
     # floats would round differently in another order of summation
     exact = [Fraction(share) for share in shares]
@@ -87,43 +88,45 @@ def spans(numel: int, shares: Sequence[float]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def plan_parts(numel: int, shares: Sequence[float], codec: Codec, part_bytes: int) -> Plan:
-    """Spans by `shares` (one per member, in group order), and each cut into equal parts of at most about
-    `part_bytes` encoded, and PART_ELEMENTS_MAX elements.
+def plan_chunks(numel: int, shares: Sequence[float], codec: Codec, chunk_bytes: int) -> Plan:
+    """Return the plan with shards by `shares` (one per member, in group order), each cut into equal chunks.
 
-    UsageError: nobody reduces, or there would be more than PARTS_MAX parts.
+    A chunk has at most about `chunk_bytes` encoded bytes and at most CHUNK_ELEMENTS_MAX elements. Raises
+    UsageError when nobody reduces, or there would be more than CHUNKS_MAX chunks.
     """
-    elements = min(int(part_bytes * 8 / codec.bits_per_element), PART_ELEMENTS_MAX)
-    part_elements_max = max(elements // ALIGNMENT_ELEMENTS, 1) * ALIGNMENT_ELEMENTS
-    if numel > PARTS_MAX * (part_elements_max // 2):
+    elements = min(int(chunk_bytes * 8 / codec.bits_per_element), CHUNK_ELEMENTS_MAX)
+    chunk_elements_max = max(elements // ALIGNMENT_ELEMENTS, 1) * ALIGNMENT_ELEMENTS
+    if numel > CHUNKS_MAX * (chunk_elements_max // 2):
         raise UsageError(
-            f"{numel} elements in parts of {part_bytes} bytes are too many parts (at most {PARTS_MAX})"
+            f"{numel} elements in chunks of {chunk_bytes} bytes are too many chunks (at most {CHUNKS_MAX})"
         )
-    parts: list[Part] = []
-    for reducer, (start, stop) in enumerate(spans(numel, shares)):
-        count = math.ceil((stop - start) / part_elements_max)
+    chunks: list[Chunk] = []
+    for reducer, (start, stop) in enumerate(cut_shards(numel, shares)):
+        count = math.ceil((stop - start) / chunk_elements_max)
         for nth in range(count):
-            parts.append(
-                Part(len(parts), reducer, _edge(start, stop, nth, count), _edge(start, stop, nth + 1, count))
+            chunks.append(
+                Chunk(
+                    len(chunks), reducer, _edge(start, stop, nth, count), _edge(start, stop, nth + 1, count)
+                )
             )
-    return Plan(numel, tuple(parts), len(shares))
+    return Plan(numel, tuple(chunks), len(shares))
 
 
-def part_bytes_for(bandwidths: Sequence[float], part_bytes: int) -> int:
-    """How large parts are in a group whose members send that fast (bytes/s; 0.0 for who does not reduce), at
-    most `part_bytes`.
+def chunk_bytes_for(bandwidths: Sequence[float], chunk_bytes: int) -> int:
+    """Return the size of chunks, at most `chunk_bytes`, for a group with these upload bandwidths in bytes/s
+    (0.0 for members that do not reduce).
 
-    A part's average leaves when the whole part is there, and the last one when everything else has been sent:
-    on slow links smaller parts overlap more. On the slowest one of the group a part takes about PART_S, but
-    no part is smaller than PART_BYTES_SMALL for that.
+    The average of a chunk leaves when the whole chunk is there, and the last one when everything else has
+    been sent, so smaller chunks overlap more on slow links. On the slowest link of the group a chunk takes
+    about CHUNK_S, but no chunk is smaller than CHUNK_BYTES_SMALL for that reason.
     """
     slowest = min((bandwidth for bandwidth in bandwidths if bandwidth > 0.0), default=math.inf)
-    return int(min(part_bytes, max(slowest * PART_S, PART_BYTES_SMALL)))
+    return int(min(chunk_bytes, max(slowest * CHUNK_S, CHUNK_BYTES_SMALL)))
 
 
 def _edge(start: int, stop: int, nth: int, count: int) -> int:
-    """Where part `nth` of `count` begins: aligned, and never more than an alignment apart from the others'
-    sizes.
+    """Return where chunk `nth` of `count` begins: aligned, and such that sizes differ by at most one
+    alignment.
     """
     if nth == count:
         return stop

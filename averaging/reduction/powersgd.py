@@ -1,25 +1,31 @@
-"""PowerSGD of one averager: what it keeps between rounds, and what each step of a round makes of it.
-docs/decisions/0016 has the reasons.
+"""PowerSGD of one averager: the state between rounds, and the steps of a round. The reasons are in
+docs/decisions/0016.
 
-A round takes two all-reduces. With M = values + residual, a matrix that every member has its own of:
+A round takes two all-reduces. With M = values + residual, a matrix that differs on each member:
 
-    first     p = the mean of all M q₀, for a q₀ that is alike on all members; its columns are made orthonormal
-    second    q = the mean of all Mᵀ p; every member's average is then p qᵀ, and q is what the next round starts from
+    first     p = the mean of all M q₀, for a q₀ that is alike on all members; its columns are made
+              orthonormal
+    second    q = the mean of all Mᵀ p; every member's average is then p qᵀ, and the next round starts from q
 
-`p` only says in which directions the second all-reduce looks: whoever is missing in the first, or came with
-another q₀, makes the approximation worse for a round and no average wrong. A member's residual becomes M - p
-(what it sent as q)ᵀ when the second all-reduce is committed; until then nothing has changed. Tensors that are
-no matrices, or too small to gain, travel with the second, with error feedback of the usual kind.
+`p` only gives the directions for the second all-reduce: a member that is missing in the first, or came with
+another q₀, makes the approximation worse for one round, but no average wrong. A member's residual becomes M -
+p (the q that it sent)ᵀ when the second all-reduce is committed; until then nothing changes. Tensors that are
+no matrices, or too small to gain, travel with the second all-reduce, with the usual error feedback.
 
-Matrices are worked on where they are, and only factors leave their device; those on a device that is not its
-own `exact_device` (MPS) are worked on by the host, and their residuals lie there. No clock, no I/O; one round
+Matrices are processed on their own device, and only factors leave it. Matrices on a device that is not its
+own `exact_device` (MPS) are processed on the host, and their residuals lie there. No clock, no I/O; one round
 at a time.
+
+`take`, `put` and `add_difference` run in the trainer's thread and wait for no device: what they ask of one is
+queued on its current stream, and the host memory that averages are copied from is kept from round to round.
+`first`, `second` and `commit` may wait, and run in threads of the pool where there are devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,214 +51,264 @@ from swarm.compression import Codec, exact_device
 from swarm.core.errors import UsageError
 
 CODECS = ("float32", "float16", "bfloat16")
-TOLD_BYTES = 8
+START_DIGEST_BYTES = 8
 _FORMAT = 1
 _WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not made in the tensor itself
+_SLOTS = 4  # of averages on their way to a device: two factors are read together, and the next two are copied
 
 
 @dataclass(slots=True)
-class _Taken:
-    """What one step works on."""
+class _Step:
+    """The data of one step."""
 
+    gives: bool  # this member contributes
     # M of each matrix, float32, where it is worked on; empty for a member that contributes nothing
     given: list[torch.Tensor]
-    others: torch.Tensor  # the other tensors' values, flat float32 on the host
-    first: FlatVector
+    # copies on devices of the tensors that are no matrices, flat float32, and where they go on the host
+    others: list[tuple[torch.Tensor, torch.Tensor]]
     before: list[torch.Tensor] | None  # every tensor's values, for a difference
-    basis: list[torch.Tensor]  # p of each matrix, on the host
-    sent: list[torch.Tensor]  # q of each matrix as this member gave it
+    first: FlatVector | None = None  # once it was computed
+    basis: list[torch.Tensor] = field(default_factory=list)  # p of each matrix, on the host
+    sent: list[torch.Tensor] = field(default_factory=list)  # q of each matrix as this member gave it
     mean: torch.Tensor | None = None  # of the second vector
 
 
 class LowRank:
-    """Averages `tensors` (any float type, device and stride) by factors."""
+    """The average of `tensors` (any float type, device and stride) by low-rank factors."""
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        terms: PowerSgd,
+        settings: PowerSgd,
         codec: Codec,
         *,
         seed: bytes,
         reduces: bool = True,
         queues: Queues | None = None,
     ) -> None:
-        """`seed`: from which all peers draw what the first round starts from. `reduces`: see `Feedback`.
-        `queues`: of the tensors' devices.
+        """Allocate nothing yet: residuals are made when first needed.
 
-        UsageError for a codec that loses more than rounding: what a reducer loses of a factor is kept by
-        nobody.
+        `seed`: all peers derive the start of the first round from it. `reduces`: see `Feedback`. `queues`: of
+        the tensors' devices. Raises UsageError for a codec that loses more than rounding: nobody keeps the
+        error of a factor that a reducer encodes.
         """
         if codec.name not in CODECS:
             raise UsageError(
-                f"PowerSGD's factors travel in {', '.join(CODECS)}, not in {codec.name}: they are small, and all else hangs on them"
+                f"PowerSGD's factors travel in {', '.join(CODECS)}, not in {codec.name}: they are small, "
+                "and all else hangs on them"
             )
-        self.tensors, self.terms = tuple(tensors), terms
-        self.layout = Factoring.of([tuple(tensor.shape) for tensor in tensors], terms)
+        self.tensors, self.settings = tuple(tensors), settings
+        self.layout = Factoring.of([tuple(tensor.shape) for tensor in tensors], settings)
         self.others = Feedback(self.layout.second_numel, codec, reduces=reduces)
-        # where the averages of the two all-reduces come to lie
-        self.landings = (ResultBuffer(), ResultBuffer())
+        # for the averages of the two all-reduces
+        self.result_buffers = (ResultBuffer(), ResultBuffer())
         self.queues = Queues(tensor.device for tensor in tensors) if queues is None else queues
+        self.written = False  # the tensors are not what they were when the step began
+        # what this member gives to the two all-reduces, and, for devices, what they gave back
+        self._p, self._second = (
+            self.queues.host_memory(numel) for numel in (self.layout.first_numel, self.layout.second_numel)
+        )
+        self._basis, self._mean = (
+            self.queues.host_memory(numel if self.queues else 0)
+            for numel in (self.layout.first_numel, self.layout.second_numel)
+        )
         self._seed = seed
-        # residuals of the matrices, float32, where these are worked on; made when first needed
+        # residuals of the matrices, float32, on their processing device; made when first needed
         self._held: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
         self._starts = [seeded(seed, matrix) for matrix in self.layout.matrices]
-        self._taken: _Taken | None = None
+        self._step: _Step | None = None
 
     @property
-    def told(self) -> bytes:
-        """What tells these starting points from others': a few bytes for the other members."""
+    def start_digest(self) -> bytes:
+        """Return a few bytes that identify the matrices from which this member starts the next round, for
+        comparison with the other members.
+        """
         state = blake3()
         for start in self._starts:
             state.update(start.numpy().tobytes())
-        return state.digest()[:TOLD_BYTES]
+        return state.digest()[:START_DIGEST_BYTES]
 
     # ---- a round
 
     def take(self, *, gives: bool, keeps: bool) -> None:
-        """A step begins, in the thread whose tensors these are.
+        """Begin a step, in the thread that owns the tensors.
 
-        `gives`: this member contributes. `keeps`: `add_difference` will be asked for.
+        `gives`: this member contributes. `keeps`: keep the tensors' values for `add_difference`.
         """
         before = [tensor.detach().clone() for tensor in self.tensors] if keeps else None
-        if not gives:
-            self._taken = _Taken(
-                [],
-                torch.empty(0, dtype=torch.float32, device="cpu"),
-                HollowVector(self.layout.first_numel),
-                before,
-                [],
-                [],
-            )
-            return
-        matrices = self.layout.matrices
-        others = self.queues.host_memory(self.layout.second_numel - self._factor_elements)
-        first = self.queues.host_memory(self.layout.first_numel)
+        given, others = list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         with torch.no_grad():
-            given = []
-            for matrix, held, spare in zip(matrices, *self._residuals(), strict=True):
+            for matrix, held, spare in zip(self.layout.matrices, *self._residuals(gives=gives), strict=False):
                 values = self.tensors[matrix.place].detach().to(held.device)
                 torch.add(values, held.view(values.shape), out=spare.view(values.shape))
                 given.append(spare)
-            # what follows, and the round, come after what this thread has asked of the devices
-            self.queues.fork()
-            with self.queues.working():
-                copies = [
-                    (self.tensors[place].detach(), others[begin:stop])
-                    for place, begin, stop in self._other_places()
-                ]
-                for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
-                    copies.append(
-                        (product(whole, _brought(start, whole)), first[matrix.p_start : matrix.p_stop])
-                    )
-                self._fetch(copies)
-        self._taken = _Taken(given, others, FlatVector([first], NO_QUEUES), before, [], [])
+            for place, start, stop in self._other_places() if gives else ():
+                tensor, target = self.tensors[place].detach(), self._second[start:stop]
+                if self.queues.of(tensor.device) is None:
+                    target.view(tensor.shape).copy_(tensor)
+                else:  # a copy: the trainer may write to the tensor before it has reached the host
+                    others.append((tensor.reshape(-1).to(torch.float32, copy=True), target))
+        self.queues.fork()  # the round comes after what this thread has asked of the devices
+        self.written = False
+        self._step = _Step(gives, given, others, before)
 
-    def first(self, *, alike: bool) -> FlatVector:
-        """What goes into the first all-reduce. `alike`: most members start from where this one does, so that
-        it has something to say.
+    def first(self, alike: bool) -> FlatVector:
+        """Return the vector of the first all-reduce. `alike`: most members start from the same matrices as
+        this one; if not, it contributes nothing.
         """
-        taken = self._open()
-        return taken.first if alike else HollowVector(self.layout.first_numel)
+        step = self._open()
+        if not (alike and step.gives):
+            return HollowVector(self.layout.first_numel)
+        if step.first is None:  # every attempt of one step gives the same
+            with self.queues.working(), torch.no_grad():
+                self._fetch(
+                    (product(whole, _to_device_of(start, whole)), self._p[matrix.p_start : matrix.p_stop])
+                    for matrix, whole, start in zip(
+                        self.layout.matrices, step.given, self._starts, strict=True
+                    )
+                )
+            step.first = FlatVector([self._p], NO_QUEUES)
+        return step.first
 
     def second(self, mean: torch.Tensor | None) -> FlatVector:
-        """What goes into the second, after the first all-reduce's `mean`; None for a member that receives
-        nothing.
+        """Return the vector of the second all-reduce, given the `mean` of the first; None for a member that
+        receives nothing.
         """
-        taken = self._open()
-        taken.basis, taken.sent, taken.mean = [], [], None
+        step = self._open()
+        step.basis, step.sent, step.mean = [], [], None
         if mean is not None:
+            self._reserve()
             for matrix in self.layout.matrices:
-                taken.basis.append(
+                step.basis.append(
                     orthonormal(mean[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank))
                 )
-        if mean is None or not self._gives(taken):
+        if mean is None or not step.gives:
             return HollowVector(self.layout.second_numel)
-        factors = self.queues.host_memory(self._factor_elements)
         with self.queues.working(), torch.no_grad():
-            copies = []
-            for matrix, given, basis in zip(self.layout.matrices, taken.given, taken.basis, strict=True):
-                taken.sent.append(product(given.t(), _brought(basis, given)))
-                copies.append((taken.sent[-1], factors[matrix.q_start : matrix.q_stop]))
-            self._fetch(copies)
-        return FlatVector([factors, taken.others], NO_QUEUES)
+            for given, basis in zip(step.given, step.basis, strict=True):
+                step.sent.append(product(given.t(), _to_device_of(basis, given)))
+            factors = [
+                (q, self._second[matrix.q_start : matrix.q_stop])
+                for q, matrix in zip(step.sent, self.layout.matrices, strict=True)
+            ]
+            self._fetch([*factors, *step.others])
+        return FlatVector([self._second], NO_QUEUES)
 
     def commit(self, mean: torch.Tensor | None, *, sent: bool) -> None:
-        """The second all-reduce is committed, with this `mean`. `sent`: this member took part in it, even if
-        it was left out somewhere.
+        """Update the residuals: the second all-reduce is committed with this `mean`. `sent`: this member took
+        part in it, even if some reducer left it out.
         """
-        taken = self._open()
-        # of q, when it was encoded, or because it was left out
+        step = self._open()
+        # the error of q, from encoding it, or because it was left out
         lost = self.others.release(self._factor_elements)
         if mean is None:
             return
-        taken.mean = mean
-        if sent and self._gives(taken):
-            with self.queues.working(), torch.no_grad():
-                for matrix, given, basis, q in zip(
-                    self.layout.matrices, taken.given, taken.basis, taken.sent, strict=True
-                ):
-                    delivered = q - _brought(
-                        lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), q
-                    )
-                    subtract_product(given, _brought(basis, given), delivered)
-            self.queues.finish()
-            self._held, self._spare = taken.given, self._held
-            taken.given = []
+        if sent and step.gives:
+            try:
+                with self.queues.working(), torch.no_grad():
+                    for matrix, given, basis, q in zip(
+                        self.layout.matrices, step.given, step.basis, step.sent, strict=True
+                    ):
+                        delivered = q - _to_device_of(
+                            lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), q
+                        )
+                        subtract_product(given, _to_device_of(basis, given), delivered)
+            finally:
+                self.queues.finish()  # the trainer's stream uses this memory in the next step
+            self._held, self._spare = step.given, self._held
+            step.given = []
         self._starts = [
             renewed(mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), self._seed, matrix)
             for matrix in self.layout.matrices
         ]
+        step.mean = self._stay(step, mean) if self.queues else mean
+
+    def _stay(self, step: _Step, mean: torch.Tensor) -> torch.Tensor:
+        """Copy the averages to the memory that devices copy from, where they stay until the next round."""
+        self.queues.finish_uploads()
+        for nth, matrix in enumerate(self.layout.matrices):
+            place = self._basis[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank)
+            step.basis[nth] = place.copy_(step.basis[nth])
+        return self._mean.copy_(mean)
 
     def put(self) -> None:
-        """Replace the tensors' values by the averages, in the thread whose tensors they are."""
+        """Replace the tensors' values by the averages, in the thread that owns the tensors."""
         self._write(None)
 
     def add_difference(self) -> None:
-        """Add the averages minus what `take` found to the tensors, which may have moved on since."""
+        """Add the averages minus the values at `take` to the tensors, which may have changed since."""
         before = self._open().before
         assert before is not None
         self._write(before)
 
     def _write(self, before: Sequence[torch.Tensor] | None) -> None:
-        taken = self._open()
-        mean = taken.mean
+        step = self._open()
+        mean = step.mean
         assert mean is not None
+        # the largest first: should memory run out, then before anything is written
+        order = sorted(
+            zip(self.layout.matrices, step.basis, strict=True), key=lambda one: -one[0].n * one[0].m
+        )
         with torch.no_grad():
-            for matrix, basis in zip(self.layout.matrices, taken.basis, strict=True):
+            for matrix, basis in order:
                 q = mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank)
                 self._write_matrix(matrix, basis, q, before[matrix.place] if before is not None else None)
+                self.written = True
             for place, start, stop in self._other_places():
                 tensor = self.tensors[place].detach()
-                average = mean[self._factor_elements :][start:stop].view(tensor.shape)
-                _move(tensor, average, before[place] if before is not None else None)
-        self.queues.finish()  # other threads may read the tensors from now on
-        self._taken = None
+                with self._there(mean[start:stop].view(tensor.shape), tensor.device) as average:
+                    _move(tensor, average, before[place] if before is not None else None)
+                self.written = True
+        self._step = None
 
     def _write_matrix(
         self, matrix: Matrix, basis: torch.Tensor, q: torch.Tensor, before: torch.Tensor | None
     ) -> None:
-        """The average p qᵀ, made in the tensor itself where that can be, else some rows after the other."""
+        """Write the average p qᵀ: directly into the tensor where possible, else some rows at a time."""
         tensor = self.tensors[matrix.place].detach()
         place = exact_device(tensor.device)
-        p, q = basis.to(place, non_blocking=True), q.to(place, non_blocking=True)
-        if (
-            before is None
-            and tensor.dtype == torch.float32
-            and tensor.is_contiguous()
-            and tensor.device == place
-        ):
-            expand(p, q, tensor.view(matrix.n, matrix.m))
-            return
-        for rows in row_blocks((matrix.n, matrix.m), _WRITTEN_ELEMENTS):
-            average = torch.empty(rows.stop - rows.start, matrix.m, dtype=torch.float32, device=place)
-            expand(p[rows], q, average)
-            _move(
-                tensor[rows], average.view(tensor[rows].shape), before[rows] if before is not None else None
-            )
+        with self._there(basis, place) as p, self._there(q, place) as q_there:
+            if (
+                before is None
+                and tensor.dtype == torch.float32
+                and tensor.is_contiguous()
+                and tensor.device == place
+            ):
+                expand(p, q_there, tensor.view(matrix.n, matrix.m))
+                return
+            for rows in row_blocks((matrix.n, matrix.m), _WRITTEN_ELEMENTS):
+                average = torch.empty(rows.stop - rows.start, matrix.m, dtype=torch.float32, device=place)
+                expand(p[rows], q_there, average)
+                _move(
+                    tensor[rows],
+                    average.view(tensor[rows].shape),
+                    before[rows] if before is not None else None,
+                )
 
-    def _fetch(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _reserve(self) -> None:
+        """Reserve memory on the devices for the copies that `_there` makes."""
+        factors = [max(matrix.n, matrix.m) * matrix.rank for matrix in self.layout.matrices]
+        others = [stop - start for _, start, stop in self._other_places()]
+        slot_bytes = 4 * max([*factors, *others], default=0)
+        if slot_bytes:
+            self.queues.reserve(slot_bytes, _SLOTS)
+
+    @contextmanager
+    def _there(self, values: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+        """Provide averaged values on a device, for calls to this thread's current stream within the context;
+        on the host where that computes for the device. The host does not wait for a CUDA device.
+        """
+        queue = self.queues.of(device)
+        if queue is None or exact_device(device) != device or not values.numel():
+            yield values
+            return
+        upload = queue.upload(values.view(-1).view(torch.uint8))
+        assert upload is not None, "at most two of the slots are in use"
+        with upload.ready() as payload:
+            yield payload.view(torch.float32).view(values.shape)
+
+    def _fetch(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy each source to its flat target on the host, within `queues.working`: all copies are begun
         before one is waited for.
         """
@@ -269,24 +325,24 @@ class LowRank:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs, copied to the host: residuals, and what the next round starts from."""
+        """Return the state needed to resume, copied to the host: residuals, and the start of the
+        next round.
+        """
         return {
             "format": _FORMAT,
-            "powersgd": [self.terms.rank, self.terms.saving_min],
+            "powersgd": [self.settings.rank, self.settings.saving_min],
             "held": [held.to("cpu", copy=True) for held in self._held] or None,
             "starts": [start.clone() for start in self._starts],
             "others": self.others.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. UsageError says what is wrong with it, and nothing has
-        changed.
-        """
+        """Restore what `state_dict` returned. Raises UsageError, with nothing changed, when it is invalid."""
         if state.get("format") != _FORMAT or state.get("powersgd") != [
-            self.terms.rank,
-            self.terms.saving_min,
+            self.settings.rank,
+            self.settings.saving_min,
         ]:
-            raise UsageError(f"this is no saved error feedback of {self.terms.terms}")
+            raise UsageError(f"this is no saved error feedback of {self.settings.compatibility_tag}")
         matrices = self.layout.matrices
         starts = _matrices(
             state.get("starts"),
@@ -308,8 +364,8 @@ class LowRank:
                 own.copy_(saved)
 
     def norms(self) -> tuple[float, float]:
-        """The Euclidean norms of what this member has still to send, and of what it lost as a reducer: for
-        reports.
+        """Return the Euclidean norms of the error that this member has still to send, and of its error as a
+        reducer, for reports.
         """
         others, reducer = self.others.norms()
         return float(
@@ -318,22 +374,23 @@ class LowRank:
             ).norm()
         ), reducer
 
-    # ---- what is where
+    # ---- layout
 
     @property
     def _factor_elements(self) -> int:
-        """Of the second vector: so many from its beginning are factors."""
+        """Return the number of elements at the beginning of the second vector that are factors."""
         return self.layout.matrices[-1].q_stop if self.layout.matrices else 0
 
-    def _gives(self, taken: _Taken) -> bool:
-        return not isinstance(taken.first, HollowVector)
+    def _open(self) -> _Step:
+        assert self._step is not None, "take comes first"
+        return self._step
 
-    def _open(self) -> _Taken:
-        assert self._taken is not None, "take comes first"
-        return self._taken
-
-    def _residuals(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is held, and memory for what will be."""
+    def _residuals(self, *, gives: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the current residuals and the memory for the next ones; empty lists unless this member
+        `gives`.
+        """
+        if not gives:
+            return [], []
         for buffers in (self._held, self._spare):
             if not buffers:
                 for matrix in self.layout.matrices:
@@ -342,26 +399,25 @@ class LowRank:
         return self._held, self._spare
 
     def _other_places(self) -> list[tuple[int, int, int]]:
-        """Each tensor that is no matrix: its place, and where it lies among them, in elements."""
-        starts = [start - self._factor_elements for start in self.layout.other_starts]
-        stops = [*starts[1:], self.layout.second_numel - self._factor_elements]
+        """Return, for each tensor that is no matrix, its place and its range in the second vector."""
+        starts = self.layout.other_starts
+        stops = [*starts[1:], self.layout.second_numel]
         return [*zip(self.layout.others, starts, stops, strict=True)] if starts else []
 
 
-def _brought(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """A factor, which lies on the host, where the matrix `to` is worked on: queued, so that the host does not
-    wait for its device.
+def _to_device_of(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """Return a factor, which lies on the host, on the device of `to`. The copy is queued: the host does not
+    wait.
     """
     return factor.to(to.device, non_blocking=True)
 
 
 def _move(tensor: torch.Tensor, average: torch.Tensor, before: torch.Tensor | None) -> None:
-    """tensor = average, or += average - before; the average may be on another device."""
+    """Write the average to the tensor, or add average - before. The average of a tensor on MPS is on the host."""
     if before is None:
-        tensor.copy_(average, non_blocking=tensor.is_cuda)
+        tensor.copy_(average)
     else:
-        there = average.to(tensor.device, non_blocking=tensor.is_cuda)
-        tensor.add_((there - before).to(tensor.dtype))
+        tensor.add_((average.to(tensor.device) - before).to(tensor.dtype))
 
 
 def _matrices(saved: Any, shapes: Sequence[tuple[int, int]], what: str) -> list[torch.Tensor]:

@@ -1,10 +1,10 @@
-"""What a reducing member does with its span: which contributions each part waits for, and the arithmetic of
-the average.
+"""The work of a reducer on its shard: which contributions each chunk waits for, and the arithmetic of the
+average.
 
-`Reduction` is a pure machine: chunks and failures go in, in any order, parts that can be reduced come out.
-`Mean` is the arithmetic; it is fixed to the bit, so that anybody who holds the contributions gets the same
-result: float32, members in group order, each weight relative to the largest, multiplications and additions
-rounded one by one (NumPy's, never fused), one division at the end.
+`Reduction` is a pure state machine: contributions and failures go in, in any order, and chunks that can be
+reduced come out. `Mean` is the arithmetic. It is fixed to the bit, so that every process that holds the
+contributions gets the same result: float32, members in group order, each weight relative to the largest,
+multiplications and additions rounded one by one (NumPy's, never fused), one division at the end.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from averaging.reduction.partition import Part
+from averaging.reduction.partition import Chunk
 from swarm.compression import Buffer, Codec, view_bytes
 from swarm.core.errors import PeerError
 
 
 def relative_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights divided by the largest, rounded to float32: equal weights cost no multiplication, and large
-    ones overflow nothing.
+    """Return the weights divided by the largest, rounded to float32: equal weights cost no multiplication,
+    and large ones do not overflow.
     """
     largest = max(weights, default=0.0)
     return tuple(float(np.float32(weight / largest)) if largest else 0.0 for weight in weights)
@@ -33,63 +33,63 @@ def relative_weights(weights: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class _Progress:
-    """One part on its way."""
+    """The state of one chunk."""
 
-    part: Part
-    waiting: set[int]  # senders whose chunk is still to come
+    chunk: Chunk
+    waiting: set[int]  # senders whose contribution is still to come
     payloads: dict[int, Buffer] = field(default_factory=dict)
     taken: bool = False
 
 
 class Reduction:
-    """The parts of one reducer. Senders are places in the group; the reducer's own contribution needs no
-    chunk and is not counted here.
+    """The chunks of one reducer. Senders are places in the group. The reducer's own contribution is not sent
+    and not counted here.
     """
 
-    def __init__(self, parts: Sequence[Part], senders: Sequence[int], codec: Codec) -> None:
+    def __init__(self, chunks: Sequence[Chunk], senders: Sequence[int], codec: Codec) -> None:
         self._codec = codec
-        self._progress = {part.index: _Progress(part, set(senders)) for part in parts}
-        # parts of which each sender's chunk is here
+        self._progress = {chunk.index: _Progress(chunk, set(senders)) for chunk in chunks}
+        # chunks to which each sender has contributed
         self._came: dict[int, set[int]] = {sender: set() for sender in senders}
         self._taken = 0
-        self._order = [part.index for part in parts]
-        self._first_open = 0  # index into _order: every part before it was taken
+        self._order = [chunk.index for chunk in chunks]
+        self._first_open = 0  # index into _order: every chunk before it was taken
         self.left_out: dict[int, str] = {}
 
     @property
     def senders(self) -> list[int]:
-        """All of them, left out or not."""
+        """Return all senders, left out or not."""
         return list(self._came)
 
     def ready_at_start(self) -> list[int]:
-        """Parts that wait for nobody: all of them when nobody else contributes."""
+        """Return the chunks that wait for no sender: all of them when nobody else contributes."""
         return [index for index in self._order if not self._progress[index].waiting]
 
-    def accept(self, sender: int, part: int, payload: Buffer) -> list[int]:
-        """A chunk came: the parts (none or this one) that can be reduced now.
+    def accept(self, sender: int, chunk: int, payload: Buffer) -> list[int]:
+        """Take a contribution, and return the chunks (none or this one) that can be reduced now.
 
-        PeerError, and nothing has changed: it is not what this sender's next chunk must be.
+        Raises PeerError, with nothing changed, when it is not the contribution that this sender must send.
         """
         if sender not in self._came:
-            raise PeerError("a chunk from a member that contributes nothing")
+            raise PeerError("a contribution from a member that contributes nothing")
         if sender in self.left_out:
-            raise PeerError(f"a chunk after being left out: {self.left_out[sender]}")
-        progress = self._progress.get(part)
-        if progress is None or part in self._came[sender]:
-            raise PeerError(f"a chunk of part {part}, which is not reduced here or came before")
-        size = self._codec.encoded_bytes(progress.part.numel)
+            raise PeerError(f"a contribution after being left out: {self.left_out[sender]}")
+        progress = self._progress.get(chunk)
+        if progress is None or chunk in self._came[sender]:
+            raise PeerError(f"a contribution to chunk {chunk}, which is not reduced here or came before")
+        size = self._codec.encoded_bytes(progress.chunk.numel)
         if len(payload) != size:
             raise PeerError(
-                f"a chunk of part {part} with {len(payload)} bytes; {self._codec.name} takes {size}"
+                f"a contribution to chunk {chunk} with {len(payload)} bytes; {self._codec.name} takes {size}"
             )
-        self._came[sender].add(part)
+        self._came[sender].add(chunk)
         progress.waiting.discard(sender)
         progress.payloads[sender] = payload
-        return [part] if not progress.waiting and not progress.taken else []
+        return [chunk] if not progress.waiting and not progress.taken else []
 
     def leave_out(self, sender: int, reason: str) -> list[int]:
-        """Reduce without this sender what is not reduced yet: the parts that waited for it alone. Without
-        effect when repeated.
+        """Reduce without this sender from now on, and return the chunks that waited for it alone. Does
+        nothing when repeated.
         """
         if sender not in self._came or sender in self.left_out:
             return []
@@ -104,9 +104,9 @@ class Reduction:
                 ready.append(index)
         return ready
 
-    def take(self, part: int) -> tuple[tuple[int, Buffer], ...]:
-        """The contributions of a part that is ready, in group order; they are not held any longer."""
-        progress = self._progress[part]
+    def take(self, chunk: int) -> tuple[tuple[int, Buffer], ...]:
+        """Return the contributions to a chunk that is ready, in group order, and drop them."""
+        progress = self._progress[chunk]
         assert not progress.waiting
         assert not progress.taken
         progress.taken = True
@@ -118,8 +118,8 @@ class Reduction:
         return inputs
 
     def waited_for(self, own: bool) -> list[int]:
-        """Who holds up the first part that is not reduced, although others (`own`: the reducer itself) have
-        given theirs.
+        """Return the senders that delay the first chunk that is not reduced, although others (`own`: the
+        reducer itself) have contributed to it.
         """
         if self._first_open == len(self._order):
             return []
@@ -127,11 +127,13 @@ class Reduction:
         return sorted(progress.waiting) if progress.payloads or own else []
 
     def ahead(self, sender: int) -> int:
-        """How many chunks of this sender are held because others' are missing: what a reader bounds."""
+        """Return how many contributions of this sender are held because others are missing. Readers limit
+        this number.
+        """
         return len(self._came.get(sender, ())) - self._taken
 
     def remaining(self, sender: int) -> int:
-        """How many chunks this sender still owes."""
+        """Return how many contributions of this sender are still to come."""
         return (
             0
             if sender in self.left_out or sender not in self._came
@@ -141,7 +143,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One member's values for a part: as they travelled, or (the reducer's own) as they are."""
+    """One member's values of a chunk: as they travelled, or (the reducer's own) not encoded."""
 
     place: int
     weight: float  # relative, above 0
@@ -150,26 +152,28 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A part to reduce. Our own values are read from the vector when it is done: that may wait for a device."""
+    """A chunk to reduce. This member's own values are read from the vector when the work is done, because
+    reading may wait for a device.
+    """
 
-    part: Part
+    chunk: Chunk
     contributions: Sequence[Contribution]  # in group order
-    own: bool = False  # whether our own values belong to them, in their place in this order
+    own: bool = False  # whether this member contributes as well
 
     @property
     def empty(self) -> bool:
-        """Whether nobody contributes."""
+        """Return whether nobody contributes."""
         return not self.own and not self.contributions
 
     def without(self, places: Sequence[int], own: int) -> Job:
-        """The job without the contributions of these members; `own`: our place."""
+        """Return the job without the contributions of these members. `own`: this member's place."""
         kept = [contribution for contribution in self.contributions if contribution.place not in places]
-        return Job(self.part, kept, self.own and own not in places)
+        return Job(self.chunk, kept, self.own and own not in places)
 
 
 class Block(NamedTuple):
-    """Some of a part's elements, and the bytes that they are in an encoding of it; both counted from the
-    part's beginning.
+    """A range of a chunk's elements, and its range of bytes in the encoded chunk; both relative
+    to the chunk.
     """
 
     start: int
@@ -178,17 +182,21 @@ class Block(NamedTuple):
     end_byte: int
 
 
-def blocks(part: Part, codec: Codec) -> list[Block]:
-    """A part, cut as its codec likes it."""
-    edges = [*range(0, part.numel, codec.block_elements), part.numel]
+def blocks(chunk: Chunk, codec: Codec) -> list[Block]:
+    """Return the blocks of a chunk, in the size that its codec prefers."""
+    edges = [*range(0, chunk.numel, codec.block_elements), chunk.numel]
     return [Block(a, b, codec.encoded_bytes(a), codec.encoded_bytes(b)) for a, b in itertools.pairwise(edges)]
 
 
 class Values:
-    """What members contribute to a part, read block by block: decoded, and shortened where it is clipped."""
+    """The values that members contribute to a chunk, read block by block: decoded, and scaled where they are
+    clipped.
+    """
 
     def __init__(self, contributions: Sequence[Contribution], codec: Codec, scales: Sequence[float]) -> None:
-        """`scales`: by what each contribution is multiplied; 1.0 leaves it alone, and costs nothing."""
+        """Prepare the contributions. `scales`: the factor of each one; 1.0 leaves it unchanged and costs
+        nothing.
+        """
         self._codec = codec
         self._contributions = contributions
         self._values = [
@@ -201,8 +209,8 @@ class Values:
         return len(self._values)
 
     def read(self, nth: int, block: Block, scratch: torch.Tensor) -> npt.NDArray[np.float32]:
-        """The nth contribution to this block: not to be written, valid until `scratch` (float32, of its size)
-        is.
+        """Return the nth contribution to this block, read-only, valid until `scratch` (float32, of its size)
+        changes.
         """
         values, scale = self._values[nth], self._scales[nth]
         if values.dtype == torch.float32:
@@ -212,8 +220,8 @@ class Values:
         return found if scale == 1.0 else np.multiply(found, scale, out=scratch.numpy())
 
     def read_all(self, block: Block, rows: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """Every contribution to this block; `rows`: a row of scratch space for each, at least as long as the
-        block.
+        """Return every contribution to this block. `rows`: a row of scratch space for each, at least as long
+        as the block.
         """
         return [
             self.read(nth, block, torch.from_numpy(rows[nth, : block.stop - block.start]))
@@ -221,14 +229,15 @@ class Values:
         ]
 
     def spoilers(self) -> tuple[int, ...]:
-        """See `spoilers`."""
+        """Return the members whose values cannot be averaged; see the function `spoilers`."""
         return spoilers(self._contributions, self._codec)
 
 
 class Mean:
-    """The weighted mean of one part's contributions (at least one, in group order), computed block by block.
+    """The weighted mean of the contributions to one chunk (at least one, in group order), computed block by
+    block.
 
-    `scales`: by what contributions are multiplied before they are weighted; None for not at all.
+    `scales`: the factors of the contributions before weighting; None for no scaling.
     """
 
     def __init__(
@@ -242,14 +251,15 @@ class Mean:
         ]
 
     def compute(self, block: Block, total: torch.Tensor, scratch: torch.Tensor) -> None:
-        """total[:] = the mean of this block. `total` and `scratch` are flat float32 host tensors of its size.
+        """Write the mean of this block to `total`. `total` and `scratch` are flat float32 host tensors of its
+        size.
 
-        Payloads have been checked to be of the part's size; values have not: NaN and infinity show in the
-        mean, and `spoilers` finds whose they are.
+        The sizes of payloads have been checked, their values have not: NaN and infinity show in the mean, and
+        `spoilers` finds the members that sent them.
         """
         out: npt.NDArray[np.float32] = total.numpy()
         work: npt.NDArray[np.float32] = scratch.numpy()
-        # where the sum so far is: with weight 1, the first values themselves, added to and not copied
+        # The sum so far. With weight 1 it starts as the first values themselves, without a copy.
         running = out
         with np.errstate(over="ignore", invalid="ignore"):
             for nth, factor in enumerate(self._factors):
@@ -263,13 +273,13 @@ class Mean:
             np.divide(running, self._divisor, out=out)
 
     def spoilers(self) -> tuple[int, ...]:
-        """See `spoilers`."""
+        """Return the members whose values cannot be averaged; see the function `spoilers`."""
         return self._values.spoilers()
 
 
 def spoilers(contributions: Sequence[Contribution], codec: Codec) -> tuple[int, ...]:
-    """Whose values are NaN or infinity, or more than the codec can carry. Nobody's: then a mean that is not
-    finite overflowed.
+    """Return the places of members whose values are NaN, infinite or larger than the codec can carry. If
+    there are none, a mean that is not finite overflowed.
     """
     return tuple(item.place for item in contributions if not _is_sound(item.values, codec))
 
@@ -279,13 +289,15 @@ def _is_sound(values: Buffer | torch.Tensor, codec: Codec) -> bool:
         return codec.is_finite(view_bytes(values))
     if not values.numel():
         return True
-    array = values.numpy()  # a NaN is its extrema
+    array = values.numpy()  # NaN propagates to both extrema
     return bool(np.maximum.reduce(array) <= codec.magnitude_max) and bool(
         np.minimum.reduce(array) >= -codec.magnitude_max
     )
 
 
 def first_bad(values: torch.Tensor, magnitude_max: float) -> int | None:
-    """The index of the first element that is NaN or more than `magnitude_max` in magnitude."""
+    """Return the index of the first element that is NaN or larger than `magnitude_max` in magnitude; None if
+    there is none.
+    """
     bad = (~(values.abs() <= magnitude_max)).nonzero()
     return int(bad[0]) if len(bad) else None

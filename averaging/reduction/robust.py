@@ -1,15 +1,15 @@
-"""What the members' values of a part become: their mean, or something that a minority of liars cannot move
-far.
+"""The rules that combine the members' values of a chunk: their mean, or a rule whose result a minority of
+dishonest members cannot move far.
 
-Everything here is made of element by element additions, multiplications, divisions, minima and maxima of IEEE
-numbers, each rounded by itself; sums over a part are folded in halves, never left to a library's order. So
-the same contributions in the same group order give the same bits on any processor, and whoever holds them can
-recompute an average. (What would break that: a process that flushes denormals.)
+All rules use element by element additions, multiplications, divisions, minima and maxima of IEEE numbers,
+each rounded by itself; sums over a chunk are added in halves, never in the order of a library. So the same
+contributions in the same group order give the same bits on any processor, and every process that holds them
+can recompute an average. (A process that flushes denormals would break that.)
 
-Weights are claims. The mean follows them; the robust rules count every contributor once, or a liar would only
-have to claim a large batch. With one contributor every rule returns its values, with two their mean: nobody
-can tell which of two lies. Robust rules bound what senders can do, not what a reducer can: that takes an
-audit (`averaging.reduction.audit`).
+Weights are not verified. The mean uses them; the robust rules count every contributor once, because a
+dishonest member could otherwise claim a large batch. With one contributor every rule returns its values, with
+two their mean: a rule cannot distinguish which of two is dishonest. Robust rules limit what senders can do,
+not what a reducer can: that takes an audit (`averaging.reduction.audit`).
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ Row: TypeAlias = npt.NDArray[np.float32]
 F = TypeVar("F", np.float32, np.float64)
 RULES = ("mean", "trimmed_mean", "median", "centered_clip")
 
-# of all members' rows that are worked on at once: half a megabyte, which stays in a core's cache
+# elements of all members' rows processed at once: half a megabyte, which stays in a core's cache
 _ROWS_ELEMENTS = 1 << 17
 _STEP_ELEMENTS_MIN, _STEP_ELEMENTS_MAX = 1 << 10, 1 << 15
 _SQUARES_MIN = 1e-24  # a sum of squares below this has lost some to underflow in float32
-_LANES = 64  # sums over a part stay so wide until its end
-_SETTLED = 1e-6  # of the radius: a centre that moves less has been found
+_SUM_WIDTH = 64  # partial sums over a chunk have this width until its end
+_SETTLED = 1e-6  # of the radius: iteration stops when the centre moves less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """How a group makes one vector out of many. Peers that disagree in any of it never meet: it is in their
-    schema.
+    """The rule by which a group combines its vectors. Peers whose settings differ never meet, because the
+    settings are in their schema.
     """
 
     rule: str = "mean"  # one of RULES
-    # trimmed_mean: share of the contributors cut off at either end; must be at least the share that may lie
+    # trimmed_mean: share of the contributors cut off at either end; must be at least the expected share of
+    # dishonest members
     trim: float = 0.25
-    # centered_clip: in medians of the contributions' distances; smaller: liars do less, the mean is met more
-    # slowly
+    # centered_clip: in medians of the contributions' distances; smaller: dishonest members have less
+    # influence, and the mean is approached more slowly
     radius: float = 1.0
-    # centered_clip: steps towards the centre; they cost next to nothing, and each lets liars pull once more
+    # centered_clip: steps towards the centre; they are cheap, and each lets dishonest members pull once more
     iterations_max: int = 5
-    # contributions longer than so many medians are shortened to that, part by part; None: never
+    # contributions longer than this many medians are shortened to that, chunk by chunk; None: never
     clip_to_median: float | None = None
 
     def __post_init__(self) -> None:
@@ -71,8 +72,8 @@ class Aggregation:
             )
 
     @property
-    def terms(self) -> str:
-        """What matters of it, as text: equal exactly when two peers mean the same."""
+    def compatibility_tag(self) -> str:
+        """Return the settings that matter as text: equal exactly when two peers use the same rule."""
         own = {
             "trimmed_mean": f" trim {self.trim!r}",
             "centered_clip": f" radius {self.radius!r} in {self.iterations_max}",
@@ -85,19 +86,23 @@ MEAN = Aggregation()
 
 
 class Rule(Protocol):
-    """The aggregation of one part, block by block."""
+    """The aggregation of one chunk, block by block."""
 
     def compute(self, block: Block, total: torch.Tensor, scratch: torch.Tensor) -> None:
-        """total[:] = the result for this block; both are flat float32 host tensors of its size."""
+        """Write the result for this block to `total`. Both tensors are flat float32 on the host,
+        of its size.
+        """
         ...
 
     def spoilers(self) -> tuple[int, ...]:
-        """Whose values are NaN or infinity, asked when a result is; nobody's: it overflowed."""
+        """Return the places whose values are NaN or infinite, when a result is. If there are none, the result
+        overflowed.
+        """
         ...
 
 
 class Rows:
-    """Working space of the rules that compare members, kept from part to part: a few floats per member and
+    """Scratch space of the rules that compare members, kept from chunk to chunk: a few floats per member and
     element of a block.
     """
 
@@ -106,12 +111,12 @@ class Rows:
         self._work: Row = np.empty((0, 0), np.float32)
 
     def decoded(self, members: int, elements: int) -> Row:
-        """Room for what members contribute to a block: at least so many rows and columns."""
+        """Return space for the contributions to a block: at least this many rows and columns."""
         self._decoded = _grown(self._decoded, members, elements)
         return self._decoded
 
     def work(self, rows: int, elements: int) -> Row:
-        """Room to work on some of that; not kept from call to call."""
+        """Return scratch space for a part of a block; its content is not kept from call to call."""
         self._work = _grown(self._work, rows, elements)
         return self._work
 
@@ -124,7 +129,7 @@ def _grown(room: Row, rows: int, columns: int) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A part that can be aggregated now, or `spoiled` says by whose values it cannot."""
+    """A chunk that can be aggregated now, unless `spoiled` names members whose values prevent it."""
 
     rule: Rule
     clipped: tuple[int, ...] = ()  # places in group order
@@ -139,11 +144,10 @@ def prepare(
     total: torch.Tensor,
     rows: Rows,
 ) -> Prepared:
-    """What must be known of a whole part before its first block is aggregated. `total`: flat float32, of the
-    part's size, handed over.
+    """Compute what a rule needs of a whole chunk before its first block is aggregated.
 
-    `contributions`: at least one, in group order, their payloads of the right size and otherwise as they
-    came.
+    `contributions`: at least one, in group order, their payloads of the right size and otherwise unchecked.
+    `total`: flat float32, of the chunk's size; the rule overwrites it.
     """
     if aggregation == MEAN:
         return Prepared(Mean(contributions, codec))
@@ -172,10 +176,10 @@ def prepare(
 def norms(
     contributions: Sequence[Contribution], codec: Codec, cut: Sequence[Block], rows: Rows
 ) -> list[float]:
-    """The Euclidean norm of every contribution to a part, of the values as its reducer has them."""
+    """Return the Euclidean norm of every contribution to a chunk, of the values as its reducer has them."""
     values = Values(contributions, codec, [1.0] * len(contributions))
     scratch = rows.decoded(1, max((block.stop - block.start for block in cut), default=0))
-    product, lanes = rows.work(2, _STEP_ELEMENTS_MAX)[:2, :_STEP_ELEMENTS_MAX]
+    product, sums = rows.work(2, _STEP_ELEMENTS_MAX)[:2, :_STEP_ELEMENTS_MAX]
 
     def pieces_of(nth: int) -> Iterator[Row]:
         for block in cut:
@@ -185,13 +189,13 @@ def norms(
 
     lengths = []
     for nth in range(len(contributions)):
-        lanes[:] = 0.0
+        sums[:] = 0.0
         with np.errstate(over="ignore", under="ignore"):
             for found in pieces_of(nth):
-                used = lanes[: len(found)]
+                used = sums[: len(found)]
                 np.add(used, np.multiply(found, found, out=product[: len(found)]), out=used)
-            squares = float(_fold(lanes)[0])
-        # more than float32 squares can be, or less; or nothing but zeros
+            squares = float(_fold(sums)[0])
+        # The squares overflow or underflow float32, or all values are zeros.
         if not _SQUARES_MIN < squares < math.inf:
             squares = math.fsum(
                 float(_fold(np.multiply(found, found, dtype=np.float64))[0])
@@ -203,20 +207,20 @@ def norms(
 
 
 def clip_scales(lengths: Sequence[float], multiple: float) -> list[float]:
-    """By what each contribution is to be multiplied, so that none is longer than `multiple` medians; 1.0 for
-    who is not.
+    """Return the factor of each contribution, so that none is longer than `multiple` medians; 1.0 for those
+    that are not clipped.
 
     The median of an even number is the mean of the two in the middle. Where it is 0 (most contribute nothing
-    to this part, an embedding's unused rows for instance) nobody is clipped: one honest gradient among zeros
-    is not an attack.
+    to this chunk, for instance an embedding's unused rows) no contribution is clipped: one honest gradient
+    among zeros is not an attack.
     """
     longest = multiple * statistics.median(lengths)
     return [longest / length if length > longest > 0.0 else 1.0 for length in lengths]
 
 
 def _fold(values: npt.NDArray[F], width: int = 1) -> npt.NDArray[F]:
-    """Sums along the last axis, halves added to each other until `width` elements are left, or fewer.
-    Overwrites `values`.
+    """Return sums along the last axis: halves are added to each other until at most `width` elements are
+    left. Overwrites `values`.
     """
     count = values.shape[-1]
     while count > width:
@@ -231,8 +235,8 @@ def _fold(values: npt.NDArray[F], width: int = 1) -> npt.NDArray[F]:
 
 
 def trimmed(trim: float, contributors: int) -> int:
-    """How many values are cut off at either end: `trim` of them, at least one as soon as there are three, and
-    never all.
+    """Return how many values are cut off at either end: `trim` of them, at least one as soon as there are
+    three, and never all.
     """
     cut_off = max(math.floor(trim * contributors + 1e-9), 1)
     return min(cut_off, (contributors - 1) // 2)
@@ -240,11 +244,11 @@ def trimmed(trim: float, contributors: int) -> int:
 
 @functools.lru_cache(maxsize=512)
 def network(count: int, first: int, end: int) -> tuple[tuple[int, int, bool, bool], ...]:
-    """Comparisons that bring the values of ranks `first` to `end` to their places: (i, j, is the smaller
-    wanted, is the larger).
+    """Return the comparisons that bring the values of ranks `first` to `end` to their places: (i, j, is the
+    smaller needed, is the larger needed).
 
-    Batcher's merge exchange (Knuth, The Art of Computer Programming, volume 3, 5.2.2, algorithm M), less what
-    those ranks do not need.
+    Batcher's merge exchange (Knuth, The Art of Computer Programming, volume 3, 5.2.2, algorithm M), without
+    the comparisons that those ranks do not need.
     """
     pairs: list[tuple[int, int]] = []
     top = 1 << max((count - 1).bit_length() - 1, 0) if count > 1 else 0
@@ -267,13 +271,13 @@ def network(count: int, first: int, end: int) -> tuple[tuple[int, int, bool, boo
 
 
 class Ranked:
-    """Coordinate by coordinate, the mean of what is left when the `cut_off` smallest and largest values are
-    gone.
+    """The mean of each coordinate after the `cut_off` smallest and largest values are removed.
 
-    `cut_off` a share: the trimmed mean; all but the middle one or two: the median. Both: Yin et al.,
-    "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (arXiv 1803.01498). With at
-    most `cut_off` liars every coordinate lies within the range of the honest values; with more it can be
-    anything. Does not depend on the order of the members. Needs three contributors to mean anything.
+    With a fraction of the members as `cut_off` this is the trimmed mean; with all but the middle one or two
+    it is the median. Both: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical
+    Rates" (arXiv 1803.01498). With at most `cut_off` dishonest members every coordinate lies within the range
+    of the honest values; with more it can be anything. Does not depend on the order of the members. Needs
+    three contributors to have an effect.
     """
 
     def __init__(self, values: Values, rows: Rows, cut_off: int) -> None:
@@ -288,8 +292,8 @@ class Ranked:
             self.rank([values[piece] for values in found], out[piece])
 
     def rank(self, values: Sequence[Row], out: Row) -> None:
-        """out[:] = the result for these values, one row per member, which are read only."""
-        work = self._rows.work(2 * len(values), len(out))  # the other half is for who calls this
+        """Write the result for these values, one read-only row per member, to `out`."""
+        work = self._rows.work(2 * len(values), len(out))  # the caller uses the other half
         rows = [work[nth, : len(out)] for nth in range(len(values))]
         spare = work[len(values), : len(out)]
         for row, given in zip(rows, values, strict=True):
@@ -313,7 +317,7 @@ class Ranked:
 
 
 def _middle(kept: Sequence[Row], out: Row) -> None:
-    """The mean of sorted rows, held within them: it must not leave their range by rounding. Zeros are
+    """Write the mean of sorted rows, clamped to their range, which rounding must not leave. Zeros are
     positive, as minima may not be.
     """
     if len(kept) == 1:
@@ -333,10 +337,10 @@ def _middle(kept: Sequence[Row], out: Row) -> None:
 
 
 def pieces(size: int, members: int) -> list[slice]:
-    """Some elements of a block, so that all members' rows of them stay in the cache.
+    """Cut a block of `size` elements into pieces so small that the rows of all members stay in the cache.
 
-    A power of two, so that sums over pieces come out alike on machines that cut a part into blocks of another
-    size.
+    The step is a power of two, so that sums over pieces are equal on machines that cut a chunk into blocks of
+    another size.
     """
     step = min(max(1 << (_ROWS_ELEMENTS // members).bit_length() - 1, _STEP_ELEMENTS_MIN), _STEP_ELEMENTS_MAX)
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
@@ -346,18 +350,19 @@ def pieces(size: int, members: int) -> list[slice]:
 
 
 class CenteredClip:
-    """v ← v + mean of (x − v)·min(1, radius/‖x − v‖), from the coordinate-wise median on, a few times.
+    """Centered clipping: v ← v + mean of (x − v)·min(1, radius/‖x − v‖), from the coordinate-wise median on,
+    a few times.
 
     Karimireddy et al., "Learning from History for Byzantine Robust Optimization" (arXiv 2012.10333),
-    algorithm 2, started from the median as BTARD does (arXiv 2106.11257), over each part by itself. The
-    radius is relative: in medians of the distances to the first v, so that under a half of liars cannot
-    stretch it beyond an honest distance. A contributor moves the result by radius/n per step at most: the
-    error is bounded by what liars pull in all steps, radius·steps·(share of liars); honest values that lie
-    close together are averaged.
+    algorithm 2, started from the median as BTARD does (arXiv 2106.11257), over each chunk by itself. The
+    radius is relative to the median of the distances to the first v, so that a minority of dishonest members
+    cannot stretch it beyond an honest distance. A contributor moves the result by radius/n per step at most,
+    so the error is at most radius·steps·(share of dishonest members); honest values that lie close together
+    are averaged.
 
     v stays a combination of the first v and the x, so that all distances follow from the inner products of x
-    − v: two passes over the part, however many steps. n² inner products for n members make it dear in large
-    groups.
+    − v: two passes over the chunk, whatever the number of steps. n² inner products for n members make it
+    expensive in large groups.
     """
 
     def __init__(self, values: Values, rows: Rows, aggregation: Aggregation) -> None:
@@ -366,9 +371,11 @@ class CenteredClip:
         self._shares: list[np.float32] = []
 
     def find(self, cut: Sequence[Block], total: torch.Tensor) -> None:
-        """The first pass: `total` becomes the median of the part, and where the centre lies is known."""
+        """Make the first pass: write the median of the chunk to `total`, and compute where the
+        centre lies.
+        """
         out: Row = total.numpy()
-        lanes = np.zeros((len(self._values), len(self._values), _LANES))
+        sums = np.zeros((len(self._values), len(self._values), _SUM_WIDTH))
         for block in cut:
             found = self._values.read_all(
                 block, self._rows.decoded(len(self._values), block.stop - block.start)
@@ -376,13 +383,13 @@ class CenteredClip:
             for piece in pieces(block.stop - block.start, len(self._values)):
                 median = out[block.start : block.stop][piece]
                 self._median.rank([values[piece] for values in found], median)
-                self._add_products([values[piece] for values in found], median, lanes)
-        products = _fold(lanes)[..., 0]
+                self._add_products([values[piece] for values in found], median, sums)
+        products = _fold(sums)[..., 0]
         products += np.triu(products, 1).T
         self._shares = [np.float32(share) for share in _centre(products.tolist(), self._aggregation)]
 
     def compute(self, block: Block, total: torch.Tensor, scratch: torch.Tensor) -> None:
-        """The second pass: `total` holds the median of this block."""
+        """Make the second pass: `total` holds the median of this block and is overwritten."""
         out: Row = total.numpy()
         work: Row = scratch.numpy()
         median = out.copy()
@@ -398,9 +405,9 @@ class CenteredClip:
     def spoilers(self) -> tuple[int, ...]:
         return self._values.spoilers()
 
-    def _add_products(self, values: Sequence[Row], median: Row, lanes: npt.NDArray[np.float64]) -> None:
-        """lanes[i, j] += (x_i − median)·(x_j − median) for all pairs of members, j not before i, summed until
-        they fit the lanes.
+    def _add_products(self, values: Sequence[Row], median: Row, sums: npt.NDArray[np.float64]) -> None:
+        """Add (x_i − median)·(x_j − median) to sums[i, j] for all pairs of members with j not before i,
+        folded to the width of `sums`.
         """
         members, size = len(values), len(median)
         work = self._rows.work(2 * members, size)
@@ -413,16 +420,19 @@ class CenteredClip:
             for nth in range(members):
                 if fits:
                     found: npt.NDArray[Any] = _fold(
-                        np.multiply(apart[nth:], apart[nth], out=products[nth:]), _LANES
+                        np.multiply(apart[nth:], apart[nth], out=products[nth:]), _SUM_WIDTH
                     )
-                # more than float32 squares can be, or less: only liars are so far away, or everybody so close
+                # The squares overflow or underflow float32: only dishonest members are so far away, or all so
+                # close.
                 else:
-                    found = _fold(np.multiply(apart[nth:], apart[nth], dtype=np.float64), _LANES)
-                lanes[nth, nth:, : found.shape[-1]] += found
+                    found = _fold(np.multiply(apart[nth:], apart[nth], dtype=np.float64), _SUM_WIDTH)
+                sums[nth, nth:, : found.shape[-1]] += found
 
 
 def _centre(products: Sequence[Sequence[float]], aggregation: Aggregation) -> list[float]:
-    """Centered clipping in the coordinates of its contributions: v = median + Σ share·(x − median)."""
+    """Return the result of centered clipping in the coordinates of its contributions: v = median + Σ share·(x
+    − median).
+    """
     members = len(products)
     shares = [0.0] * members
     start = sorted(math.sqrt(products[nth][nth]) for nth in range(members))

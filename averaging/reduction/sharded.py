@@ -1,5 +1,5 @@
-"""Tensors of which this process holds only a shard: they are refused where tensors come in, with what to pass
-instead.
+"""The check that refuses tensors of which this process holds only a shard, with an error that says what to
+pass instead.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from swarm.core.errors import UsageError
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a DTensor: FSDP2 (`fully_shard`) and tensor parallelism make parameters so.
+    """Return whether `tensor` is a DTensor: FSDP2 (`fully_shard`) and tensor parallelism make such
+    parameters.
 
-    The class is told by its name. Its module moved between versions of torch, and importing it takes a
-    second.
+    The class is recognised by its name, because its module moved between versions of torch and importing it
+    takes a second.
     """
     return any(
         kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
@@ -24,10 +25,14 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def refuse_sharded(tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Raise UsageError when one of `tensors` is a DTensor. `what` says what they are, as in "parameter"."""
+    """Raise UsageError when one of `tensors` is a DTensor. `what` names the tensors in the message, as in
+    "parameter".
+    """
     for place, tensor in enumerate(tensors):
         if is_sharded(tensor):
             raise UsageError(
-                f"{what} {place} is a DTensor, of which each process holds a shard (FSDP2's fully_shard and tensor parallelism make them);"
-                " peers share whole tensors. Train with DistributedDataParallel or on one device within a peer, and pass its whole tensors"
+                f"{what} {place} is a DTensor, of which each process holds a shard (FSDP2's fully_shard "
+                "and tensor parallelism make them);"
+                " peers share whole tensors. Train with DistributedDataParallel or on one device within a "
+                "peer, and pass its whole tensors"
             )

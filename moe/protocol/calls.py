@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 _SCHEMAS_MAX = 1024
 _POOLED_BYTES = 256 << 10  # beyond this, encoding takes longer than a change of threads
-_TENSOR_LANE = 1
+_TENSOR_CONNECTION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,7 +378,7 @@ class ExpertCalls:
         everything, so the reply is awaited while the request is still being sent.
         """
         stream_of = self._channels.open_stream(
-            replica.contact, EXCHANGE, timeout_s=timeout_s, lane=_TENSOR_LANE
+            replica.contact, EXCHANGE, timeout_s=timeout_s, connection=_TENSOR_CONNECTION
         )
         async with stream_of as stream:
 

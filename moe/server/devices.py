@@ -44,15 +44,25 @@ class using:
 
     def __enter__(self) -> None:
         if self._device.type == "cuda" or self._cuda is not torch.cuda:
-            with ExitStack() as stack:
-                stack.enter_context(self._cuda.device(self._device))
-                stack.enter_context(self._cuda.stream(self._cuda.default_stream(self._device)))
-                self._stack = stack.pop_all()
+            try:
+                with ExitStack() as stack:
+                    stack.enter_context(self._cuda.device(self._device))
+                    stack.enter_context(self._cuda.stream(self._cuda.default_stream(self._device)))
+                    self._stack = stack.pop_all()
+            except RuntimeError as error:
+                if is_device_failure(error):
+                    raise DeviceFailed(self._device, error) from error
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._stack is not None:
-            self._stack.close()
+            try:
+                self._stack.close()
+            except RuntimeError as closing:
+                # CUDA may refuse even this on a lost device: `error` says so, or the next call will
+                if not is_device_failure(closing):
+                    raise
         if isinstance(error, RuntimeError) and is_device_failure(error):
             raise DeviceFailed(self._device, error) from error

@@ -1,9 +1,10 @@
-"""Codecs: how tensors are written as bytes. `find` gives one by its name, `register` adds one of your own.
+"""Codecs: how tensors are encoded as bytes. `find` returns a codec by its name, `register` adds a codec of
+your own.
 
-Of your own: an object with what `Codec` asks for, a wire id above `PUBLIC_WIRE_ID_MAX`, and `register(it)` in
-every process of the swarm before it averages; then its name goes wherever a codec's name does.
-`swarm.testing.codec_contract.check_codec` tests it. Peers that lack it, or have another version of it, are
-told so when they ask for a group: nothing else is served to them.
+Your codec is an object with the members of `Codec` and a wire id above `PUBLIC_WIRE_ID_MAX`. Call
+`register(codec)` in every process of the swarm before it averages; then its name can be used as any codec's
+name. `swarm.testing.codec_contract.check_codec` tests it. Peers that lack it, or have another version of it,
+are refused with that reason when they ask for a group.
 """
 
 from __future__ import annotations

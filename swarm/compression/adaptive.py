@@ -1,7 +1,7 @@
-"""Which codec for what: by the role of the tensors, and by how many elements there are.
+"""The choice of a codec by the role of the tensors and the number of elements.
 
-A policy, not a codec: it is asked once, when an averager is made, and what it answers is what peers compare
-before they meet. All of them ask about the same tensors, so all get the same answer.
+This is a policy, not a codec: it is applied once, when an averager is made, and peers compare its result
+before they meet. All peers apply it to the same tensors, so all get the same codec.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from swarm.compression.codec import Codec, find
 from swarm.core.errors import UsageError
 
-ADAPTIVE = "adaptive"  # what a user writes where a codec's name goes
+ADAPTIVE = "adaptive"  # accepted wherever a codec's name is
 ROLES = ("gradient", "pseudo_gradient", "parameter", "statistic", "activation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptive:
-    """A codec's name for each role, and what small vectors travel in, which have next to nothing to gain from
+    """The name of the codec for each role, and for small vectors, which gain almost nothing from
     fewer bits.
     """
 
     gradient: str = "int8"
-    pseudo_gradient: str = "int4"  # of many local steps; costs no loss (decision 14)
+    pseudo_gradient: str = "int4"  # the sum of many local steps; costs no loss (decision 14)
     parameter: str = "float16"
     statistic: str = "float32"  # second moments span more orders of magnitude than 16 bits hold
     activation: str = "int8"
-    small: str = "float16"  # but where a role asks for more bits than this has
+    small: str = "float16"  # unless the role's codec has more bits
     small_elements_max: int = 1 << 14  # 32 KiB in float16: one message, whichever codec writes it
 
     def __post_init__(self) -> None:
@@ -45,7 +45,9 @@ class Adaptive:
             )
 
     def choose(self, role: str, numel: int) -> Codec:
-        """The codec for a vector of `numel` elements; UsageError for a role that is none of ROLES."""
+        """Return the codec for a vector of `numel` elements. Raises UsageError for a role that is not in
+        ROLES.
+        """
         if role not in ROLES:
             raise UsageError(f"there is no role {role!r}; there is {', '.join(ROLES)}")
         codec, small = find(getattr(self, role)), find(self.small)
@@ -57,7 +59,7 @@ class Adaptive:
 
 
 def resolve(name: str, role: str, numel: int) -> Codec:
-    """The codec that a user's choice means for such a vector: `ADAPTIVE`, or a codec's name. UsageError lists
-    those there are.
+    """Return the codec that a user's choice (`ADAPTIVE`, or a codec's name) means for such a vector. Raises
+    UsageError that lists the codecs for an unknown name.
     """
     return Adaptive().choose(role, numel) if name == ADAPTIVE else find(name)

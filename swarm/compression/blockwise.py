@@ -1,9 +1,9 @@
 """Codecs that keep a few bits of every element: 8, 4, 2 (ternary) or 1 (the sign), beside a scale for each
 block.
 
-Elements that share a byte lie far apart: a segment of n elements with p of them to the byte is seen as p
-planes of n / p, and byte j holds element j of each plane, the first in its lowest bits; what the last plane
-lacks has the code of 0. So packing is a sum of planes, and no loop runs over single elements.
+Elements that share a byte lie far apart: a segment of n elements with p of them per byte is treated as p
+planes of n / p, and byte j holds element j of each plane, the first in its lowest bits; elements that the
+last plane lacks have the code of 0. So packing is a sum of planes, and no loop runs over single elements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THRESHOLD = 0.75  # of the mean magnitude: values below it become 0 (0.77 is be
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`per_byte` whole numbers to the byte, each a code of 8 / `per_byte` bits."""
+    """`per_byte` whole numbers per byte, each a code of 8 / `per_byte` bits."""
 
     per_byte: int
     offset: float  # code = digit + offset, where digits are what `pack` is given
@@ -36,14 +36,15 @@ class Packing:
 
     @property
     def bits(self) -> int:
+        """Return the number of bits of a code."""
         return 8 // self.per_byte
 
     def size(self, numel: int) -> int:
-        """Bytes for so many numbers."""
+        """Return the number of bytes for `numel` numbers."""
         return -(-numel // self.per_byte)
 
     def pack(self, digits: torch.Tensor, codes: torch.Tensor) -> None:
-        """`digits` (m, n or more) float32 -> `codes` (m, bytes) uint8. What is beyond n fills up the last
+        """Pack `digits` (m, n or more) float32 into `codes` (m, bytes) uint8. Digits beyond n fill the last
         byte.
         """
         width = codes.shape[1]
@@ -55,7 +56,7 @@ class Packing:
         codes.copy_(total.add(self.offset * sum(weights)) if self.offset else total)
 
     def unpack(self, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """`codes` (m, bytes) -> the numbers, in `out` (m, n) float32."""
+        """Unpack `codes` (m, bytes) to numbers, in `out` (m, n) float32."""
         (m, n), width = out.shape, codes.shape[1]
         room = out if n == width * self.per_byte else out.new_empty(m, width * self.per_byte)
         planes = room.view(m, self.per_byte, width)
@@ -68,7 +69,9 @@ class Packing:
 
 @functools.lru_cache(maxsize=64)
 def _columns(packing: Packing, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each place in a byte: the bits of its code, and what makes a number of them but for the shift."""
+    """Return, for each place in a byte, the mask of its code and the factor that turns it into a number
+    without the shift.
+    """
     places = range(packing.per_byte)
     masks = [((1 << packing.bits) - 1) << place * packing.bits for place in places]
     factors = [packing.gain / (1 << place * packing.bits) for place in places]
@@ -81,12 +84,12 @@ def _columns(packing: Packing, device: torch.device) -> tuple[torch.Tensor, torc
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Whole multiples, -levels to levels, of a step of (largest magnitude of the block) / levels; rounded to
-    nearest, ties to even.
+    """A quantizer with whole multiples, -levels to levels, of a step of (largest magnitude of the block) /
+    levels; rounded to nearest, ties to even.
 
     A step is the product of the largest magnitude and the float32 nearest to 1 / levels; an element is
-    multiplied with the step's reciprocal, rounded. The one code beyond -levels, which is not written, is read
-    as what it says.
+    multiplied with the step's reciprocal, and the product rounded. The one code beyond -levels, which is
+    never written, is read as its number.
     """
 
     block: int
@@ -96,7 +99,7 @@ class Rounded:
         return numel if self.levels == 127 else _NIBBLES.size(numel)
 
     def error_bound(self, magnitude: float) -> float:
-        """Half a step, and what rounding in float32 adds to it."""
+        """Return half a step, and the error that rounding in float32 adds to it."""
         return magnitude * (0.5 + self.levels * 2.0**-21) / self.levels
 
     def quantize(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
@@ -120,18 +123,18 @@ class Rounded:
         scale_up(out, scales, self.block)
 
     def flaw(self, codes: npt.NDArray[np.uint8], numel: int | None) -> str:
-        """Every code is a number."""
+        """Return "": every code is a number."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Ternary:
-    """-s, 0 or s: 0 up to 0.75 of the block's mean magnitude, and s the mean magnitude of the others, as in
-    ternary weight networks (Li, Zhang, Liu, arXiv 1605.04711, section 2.1). The error is never longer than
-    what was given: fit for error feedback.
+    """A quantizer with -s, 0 or s: 0 up to 0.75 of the block's mean magnitude, and s the mean magnitude of
+    the other elements, as in ternary weight networks (Li, Zhang, Liu, arXiv 1605.04711, section 2.1). The
+    error is never longer than the input, as error feedback needs.
 
     Means are taken of magnitudes rounded to 1/65536 of the block's largest, so that sums are exact. The
-    fourth code, which is not written, is read as 2 s.
+    fourth code, which is never written, is read as 2 s.
     """
 
     block: int
@@ -141,14 +144,14 @@ class Ternary:
         return _TRITS.size(numel)
 
     def error_bound(self, magnitude: float) -> float:
-        """An element can vanish, or become s although it is smaller."""
+        """Return the bound: an element can become 0, or become s although it is smaller."""
         return magnitude * (1.0 + 2.0**-15)
 
     def quantize(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         given = rows(values, self.block)
         whole = torch.abs(given)
         magnitudes = torch.amax(whole, dim=1, keepdim=True)
-        grains = steps_of(magnitudes, _TERNARY_GRID)  # what whole numbers count, from here on
+        grains = steps_of(magnitudes, _TERNARY_GRID)  # the unit of the whole numbers below
         round_(whole.mul_(inverse(grains)))
         means = whole.sum(dim=1, keepdim=True) * _shares(values.shape[1], self.block, given)
         digits = round_(torch.mul(given, inverse(means * (2.0 * _THRESHOLD) * grains))).clamp_(-1.0, 1.0)
@@ -165,15 +168,15 @@ class Ternary:
         scale_up(out, scales, self.block)
 
     def flaw(self, codes: npt.NDArray[np.uint8], numel: int | None) -> str:
-        """Every code is a number."""
+        """Return "": every code is a number."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """-s or s, and s the block's mean magnitude, as in signSGD with a norm (arXiv 1901.09847) and 1-bit Adam
-    (arXiv 2102.02888). Zeros of either sign count as positive. The error is never longer than what was given;
-    without error feedback it is a bias.
+    """A quantizer with -s or s, and s the block's mean magnitude, as in signSGD with a norm (arXiv
+    1901.09847) and 1-bit Adam (arXiv 2102.02888). Zeros of either sign count as positive. The error is never
+    longer than the input; without error feedback it is a bias.
 
     The mean is taken of magnitudes rounded to 1/131072 of the block's largest, so that sums are exact.
     """
@@ -185,7 +188,7 @@ class Signs:
         return _SIGNS.size(numel)
 
     def error_bound(self, magnitude: float) -> float:
-        """A zero becomes s, and s is at most the largest magnitude."""
+        """Return the bound: a zero becomes s, and s is at most the largest magnitude."""
         return magnitude * (1.0 + 2.0**-15)
 
     def quantize(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
@@ -210,17 +213,19 @@ class Signs:
         scale_up(out, scales, self.block)
 
     def flaw(self, codes: npt.NDArray[np.uint8], numel: int | None) -> str:
-        """Every code is a number."""
+        """Return "": every code is a number."""
         return ""
 
 
 def _carried(scales: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    """Scales that are means, and NaN where one value among many is too large to be carried."""
+    """Return the scales, with NaN where the largest magnitude of the block exceeds MAGNITUDE_MAX."""
     return scales.masked_fill(~(magnitudes <= MAGNITUDE_MAX), math.nan)
 
 
 def _shares(numel: int, block: int, given: torch.Tensor) -> torch.Tensor | float:
-    """1 / (elements of the block), by block of a segment of `numel`: the last may hold fewer than the others."""
+    """Return 1 / (elements of the block), by block of a segment of `numel`: the last may hold fewer than the
+    others.
+    """
     rest = numel % block
     if not rest:
         return 1.0 / block
@@ -231,7 +236,7 @@ def _shares(numel: int, block: int, given: torch.Tensor) -> torch.Tensor | float
 
 _NIBBLES = Packing(per_byte=2, offset=8.0, gain=1.0, shift=-8.0)
 _TRITS = Packing(per_byte=4, offset=1.0, gain=1.0, shift=-1.0)
-_SIGNS = Packing(per_byte=8, offset=0.0, gain=-2.0, shift=1.0)  # its digits are 1 for what is negative
+_SIGNS = Packing(per_byte=8, offset=0.0, gain=-2.0, shift=1.0)  # digits are 1 for negative values
 
 INT8 = SegmentCodec("int8", 4, Rounded(block=4096, levels=127))
 INT4 = SegmentCodec("int4", 5, Rounded(block=128, levels=7))

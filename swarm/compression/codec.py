@@ -1,10 +1,10 @@
-"""How tensors travel: the interface of a codec, and the registry in which a group finds the one it agreed on.
+"""The interface of a codec, and the registry in which a group finds the codec that it agreed on.
 
 A codec turns a flat float32 tensor into bytes and back. It computes on `exact_device` of the tensor's device:
 values on a CUDA device are compressed there, and only the result is copied to the host. Codecs have no state;
 error feedback, which has, is built on top of them.
 
-Codecs take no notice of torch's default dtype and default device: these belong to the user.
+Codecs do not depend on torch's default dtype and default device, which belong to the user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _EXACT_DEVICES = ("cpu", "cuda")
 
 
 def exact_device(device: torch.device) -> torch.device:
-    """Return the device that computes, for tensors on `device`, what all peers must compute alike to the bit.
+    """Return the device that computes, for tensors on `device`, results that all peers must compute alike to
+    the bit.
 
     The CPU and CUDA devices compute themselves: each of their operations rounds as IEEE 754 says. The host
     computes for every other device. Metal (MPS) is the reason: its compiler's fast math may flush subnormal
@@ -32,96 +33,96 @@ def exact_device(device: torch.device) -> torch.device:
 
 
 class Codec(Protocol):
-    """One way to write float32 values as bytes. The size depends on the number of elements alone: a receiver
-    can check it beforehand.
+    """An encoding of float32 values as bytes. The size depends only on the number of elements, so that a
+    receiver can check it beforehand.
     """
 
     @property
     def name(self) -> str:
-        """What users and groups call it."""
+        """Return the name by which users and groups choose it."""
         ...
 
     @property
     def wire_id(self) -> int:
-        """Its number on the wire, 1 to 65535; never given to another codec."""
+        """Return its number on the wire, 1 to 65535; a number is never given to another codec."""
         ...
 
     @property
     def version(self) -> int:
-        """Raised when its bytes change their meaning: peers of different versions do not share it."""
+        """Return the version of the encoding; peers with different versions do not share the codec."""
         ...
 
     @property
     def bits_per_element(self) -> float:
-        """Bits on the wire per element, for long inputs."""
+        """Return the number of bits per element on the wire, for long inputs."""
         ...
 
     @property
     def magnitude_max(self) -> float:
-        """The largest |value| that it can carry. What `encode` makes of larger ones, infinity and NaN is not
-        `is_finite`.
+        """Return the largest |value| that it can carry. The encoding of a larger value, infinity or NaN is
+        not `is_finite`.
         """
         ...
 
     @property
     def block_elements(self) -> int:
-        """In pieces of how many elements a part is best worked on, for the processor's caches.
+        """Return the number of elements per block in which a chunk is best processed, for the processor's
+        caches.
 
         An encoding may be cut at every multiple of it: elements `a` to `b` are its bytes from
-        `encoded_bytes(a)` to `encoded_bytes(b)`, and encodings of the pieces, joined, are the encoding of the
-        whole.
+        `encoded_bytes(a)` to `encoded_bytes(b)`, and the joined encodings of the pieces are the encoding of
+        the whole.
         """
         ...
 
     def encoded_bytes(self, numel: int) -> int:
-        """The exact size of `numel` encoded elements."""
+        """Return the exact size of `numel` encoded elements."""
         ...
 
     def error_bound(self, magnitude: float) -> float:
-        """The largest |decoded - given| of any element, when no given |value| exceeds `magnitude`."""
+        """Return the largest |decoded - given| of any element, when no given |value| exceeds `magnitude`."""
         ...
 
     def encode(self, values: torch.Tensor, scratch: torch.Tensor) -> memoryview:
-        """The bytes of `values` (flat, float32, contiguous, any device).
+        """Return the bytes of `values` (flat, float32, contiguous, any device).
 
         `scratch` (flat, uint8, host, at least `encoded_bytes`) may be written. The result is a view of
-        `scratch`, or of `values` where these already are what travels: use it before either changes.
+        `scratch`, or of `values` where these already have the encoded form: use it before either changes.
         """
         ...
 
     def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """The same bytes into `out` (flat uint8, of exactly `encoded_bytes`, memory of its own), on the
+        """Write the same bytes to `out` (flat uint8, of exactly `encoded_bytes`, memory of its own), on the
         device of `values`.
 
-        On a CUDA device this is queued like any call of torch: nothing waits, and nothing goes to the host.
-        For tensors on a device that is not its own `exact_device` the host computes, and the call waits for
-        its copies.
+        On a CUDA device this is queued like any call of torch: it does not wait, and nothing goes to the
+        host. For tensors on a device that is not its own `exact_device` the host computes, and the call waits
+        for its copies.
         """
         ...
 
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """The values (flat, float32) of exactly `encoded_bytes(scratch.numel())` bytes, on the device of
-        `scratch` (flat, float32, contiguous).
+        """Return the values (flat, float32) of exactly `encoded_bytes(scratch.numel())` bytes, on the device
+        of `scratch` (flat, float32, contiguous).
 
-        `payload` may be a flat uint8 tensor (see `view_bytes`). The result is `scratch`, filled, or a view of
-        `payload` where this already is float32: then it is not to be written. Never raises for what the bytes
-        say: a codec whose bytes can be invalid decodes them to something, and values are checked by who
-        asked.
+        `payload` may be a flat uint8 tensor (see `view_bytes`). The result is `scratch`, filled, or a
+        read-only view of `payload` where this already is float32. Never raises for invalid bytes: a codec
+        decodes them to some values, and the caller checks values.
         """
         ...
 
     def is_finite(self, payload: Buffer | torch.Tensor) -> bool:
-        """False when some element of `payload` (as for `decode`) decodes to NaN or infinity, or `payload` is
-        no encoding at all.
+        """Return False when some element of `payload` (as for `decode`) decodes to NaN or infinity, or
+        `payload` is no encoding at all.
 
-        Far cheaper than to decode and look. What it passes decodes to finite values, whatever number of
-        elements it is taken for.
+        Much cheaper than decoding and checking. A payload that passes decodes to finite values, for any
+        number of elements.
         """
         ...
 
     def flaw(self, payload: Buffer | torch.Tensor, numel: int) -> str:
-        """What is wrong with `payload` as an encoding of `numel` elements, in words; "" for nothing. Any
-        bytes may be asked about.
+        """Return what is wrong with `payload` as an encoding of `numel` elements, in words; "" if nothing is.
+        Accepts any bytes.
         """
         ...
 
@@ -133,7 +134,9 @@ PUBLIC_WIRE_ID_MAX = 1023  # above: for codecs that users add
 
 
 def register(codec: Codec) -> None:
-    """Make `codec` known in this process; UsageError when its name or wire id belongs to another one."""
+    """Make `codec` known in this process. Raises UsageError when its name or wire id belongs to
+    another one.
+    """
     if not 1 <= codec.wire_id <= WIRE_ID_MAX:
         raise UsageError(
             f"the wire id of codec {codec.name!r} is between 1 and {WIRE_ID_MAX}, not {codec.wire_id}"
@@ -147,7 +150,7 @@ def register(codec: Codec) -> None:
 
 
 def find(name: str) -> Codec:
-    """The codec called `name`; UsageError lists those there are."""
+    """Return the codec called `name`. Raises UsageError that lists the known codecs."""
     codec = _by_name.get(name)
     if codec is None:
         raise UsageError(f"there is no codec {name!r}; there are {', '.join(sorted(_by_name))}")
@@ -155,19 +158,19 @@ def find(name: str) -> Codec:
 
 
 def find_wire_id(wire_id: int, version: int) -> Codec | None:
-    """The codec that a peer means; None when this process has none of that number and version."""
+    """Return the codec with this wire id and version; None when this process has none."""
     codec = _by_wire_id.get(wire_id)
     return codec if codec is not None and codec.version == version else None
 
 
 def names() -> list[str]:
-    """Every codec this process knows, by name."""
+    """Return the names of all codecs that this process knows, sorted."""
     return sorted(_by_name)
 
 
 class _Alias:
     """NumPy's array interface over foreign memory, marked writable: torch warns about every read-only buffer
-    that it is shown.
+    that it gets.
     """
 
     __slots__ = ("__array_interface__", "_owner")
@@ -183,7 +186,7 @@ class _Alias:
 
 
 def view_bytes(payload: Buffer) -> torch.Tensor:
-    """A flat uint8 tensor over the memory of `payload`, without a copy. It must never be written to:
+    """Return a flat uint8 tensor over the memory of `payload`, without a copy. It must never be written to:
     `payload` may be immutable.
     """
     if not len(payload):
@@ -192,6 +195,6 @@ def view_bytes(payload: Buffer) -> torch.Tensor:
 
 
 def view_tensor(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat contiguous host tensor, without a copy."""
+    """Return the bytes of a flat contiguous host tensor, without a copy."""
     array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
     return array.data

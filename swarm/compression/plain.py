@@ -1,4 +1,4 @@
-"""The codecs that keep every element: float32 as it is, float16 and bfloat16 rounded to nearest even.
+"""The codecs that keep every element: float32 unchanged, float16 and bfloat16 rounded to nearest even.
 Little-endian on the wire.
 """
 
@@ -26,12 +26,14 @@ _BLOCK_ELEMENTS = 1 << 17  # with their float32 values and a sum: about a megaby
 
 
 def _has_team() -> bool:
-    """Whether torch splits work on the host among several threads."""
+    """Return whether torch splits work on the host among several threads."""
     return torch.get_num_threads() > 1
 
 
 def cast(source: torch.Tensor, target: torch.Tensor) -> None:
-    """target[:] = source, both flat, on the calling thread alone when they are on the host."""
+    """Copy `source` to `target`, both flat, with a cast, on the calling thread alone when they are on the
+    host.
+    """
     if (
         source.numel() <= SERIAL_ELEMENTS_MAX
         or source.device.type != "cpu"
@@ -57,8 +59,8 @@ class PlainCodec:
 
     @property
     def block_elements(self) -> int:
-        """One call of torch without a team of threads, and all that a block takes fits the cache: the fewer
-        calls the better.
+        """Return a size that torch processes in one call without a team of threads, and whose data fit the
+        cache; fewer calls are faster.
         """
         return self.block or (SERIAL_ELEMENTS_MAX if _has_team() else _BLOCK_ELEMENTS)
 
@@ -74,8 +76,8 @@ class PlainCodec:
         return numel * self.dtype.itemsize
 
     def error_bound(self, magnitude: float) -> float:
-        """Half a unit in the last place of `magnitude`; below the smallest normal number, half the smallest
-        step.
+        """Return half a unit in the last place of `magnitude`; below the smallest normal number, half the
+        smallest step.
         """
         if self.dtype == torch.float32:
             return 0.0
@@ -114,7 +116,7 @@ class PlainCodec:
         return scratch
 
     def is_finite(self, payload: Buffer | torch.Tensor) -> bool:
-        """NaN and infinity are what has all bits of the exponent set: in the bits, the largest numbers of
+        """Check the bits: NaN and infinity have all bits of the exponent set, and are the largest numbers of
         either sign.
         """
         raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)

@@ -1,8 +1,8 @@
-"""Codecs that give a scale to each block of elements: their layout on the wire, and the walk over a tensor.
+"""Codecs with a scale for each block of elements: their layout on the wire, and the iteration over a tensor.
 
 A tensor is encoded segment by segment, each of `SEGMENT_ELEMENTS`, the last one shorter: first the scales of
 the segment's blocks (float32), then the codes of its elements. So an encoding may be cut at every segment,
-and a segment with all that is made of it stays in a core's cache.
+and a segment with all its intermediate results stays in a core's cache.
 
 **The same values give the same bytes on every machine, device and number of threads**: all members of a group
 hold one encoding, and audits compare them. Quantizers use only operations whose result IEEE 754 fixes
@@ -28,62 +28,68 @@ from torch.nn import functional
 from swarm.compression.codec import Buffer, exact_device, view_bytes, view_tensor
 
 SEGMENT_ELEMENTS = 1 << 14
-# of values: far enough from float32's limit that nothing here overflows, and no reciprocal is subnormal
+# limits of values: so far from float32's limits that nothing here overflows, and no reciprocal is subnormal
 MAGNITUDE_MAX = 2.0**100
 MAGNITUDE_MIN = 2.0**-90
-_STEP_MIN = 2.0**-98  # of scales but 0: MAGNITUDE_MIN / 2 by the largest number of levels
+_STEP_MIN = 2.0**-98  # smallest scale above 0: MAGNITUDE_MIN / 2 by the largest number of levels
 _SCALE_BYTES = 4
-# worked on at once on a device, where a call costs more than its work: 16 MiB for each temporary
+# processed at once on a device, where a call costs more than its work: 16 MiB for each temporary
 _DEVICE_SEGMENTS = 256
-_HOST_SEGMENTS = 8  # on the host: what one core's cache holds
-# torch splits an operation among a team of threads from so many elements on, and its slowest thread can take
-# milliseconds where peers and trainers share the cores. A segment is half of that.
+_HOST_SEGMENTS = 8  # on the host: as much as one core's cache holds
+# torch splits an operation among a team of threads from this many elements on, and its slowest thread can
+# take milliseconds where peers and trainers share the cores. A segment is half of that.
 _TEAM_ELEMENTS = 1 << 15
 _ROUNDER = 1.5 * 2.0**23  # a float32 of this size has no fraction
 _HIGHEST_LEVEL = 127
 
 
 class Quantizer(Protocol):
-    """What is particular to one codec. A batch has `m` rows, each a segment's elements: m is 1 wherever n is
-    not SEGMENT_ELEMENTS.
+    """The part of a codec that differs between codecs. A batch has `m` rows, each a segment's elements: m is
+    1 wherever n is not SEGMENT_ELEMENTS.
     """
 
     @property
     def block(self) -> int:
-        """Elements that share a scale: a power of two, at most SEGMENT_ELEMENTS."""
+        """Return the number of elements that share a scale: a power of two, at most SEGMENT_ELEMENTS."""
         ...
 
     @property
     def levels(self) -> int:
-        """The largest |code| that `quantize` writes: a block's values reach up to so many times its scale."""
+        """Return the largest |code| that `quantize` writes: a block's values reach up to this many times its
+        scale.
+        """
         ...
 
     def code_bytes(self, numel: int) -> int:
-        """The size of the codes of a segment, or of its first `numel` elements; additive for whole blocks."""
+        """Return the size of the codes of a segment, or of its first `numel` elements; additive for whole
+        blocks.
+        """
         ...
 
     def error_bound(self, magnitude: float) -> float:
-        """See `Codec.error_bound`; what becomes zero because of MAGNITUDE_MIN does not count here."""
+        """Return the bound of `Codec.error_bound`, without elements that become zero because of
+        MAGNITUDE_MIN.
+        """
         ...
 
     def quantize(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-        """`values` (m, n) float32 -> `scales` (m, blocks) float32 and `codes` (m, code bytes) uint8, all on
-        one device.
+        """Quantize `values` (m, n) float32 to `scales` (m, blocks) float32 and `codes` (m, code bytes) uint8,
+        all on one device.
 
-        The scale of a block with NaN or infinity is NaN or infinity, and that of one with more than
-        MAGNITUDE_MAX above `scale_max`.
+        The scale of a block with NaN or infinity is NaN or infinity, and that of a block with a magnitude
+        above MAGNITUDE_MAX is above `scale_max`.
         """
         ...
 
     def restore(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """The reverse, for codes that may say anything: `out` (m, n) is finite exactly if all scales are, or
-        `flaw` has found one.
+        """Restore the values to `out` (m, n), for any codes. `out` is finite exactly if all scales are,
+        unless `flaw` has found an error.
         """
         ...
 
     def flaw(self, codes: npt.NDArray[np.uint8], numel: int | None) -> str:
-        """What is wrong with the codes (m, code bytes) of segments, when anything can be; `numel`: elements
-        of each, None: not known.
+        """Return what is wrong with the codes (m, code bytes) of segments, if codes can be invalid. `numel`:
+        elements of each; None: not known.
         """
         ...
 
@@ -99,7 +105,7 @@ class SegmentCodec:
 
     @property
     def block_elements(self) -> int:
-        """A multiple of 32768 everywhere: then sums over a part's blocks come out alike (see
+        """Return a multiple of 32768 everywhere, so that sums over a chunk's blocks are equal everywhere (see
         `averaging.reduction.robust.pieces`).
         """
         return max(_host_segments() * SEGMENT_ELEMENTS, _TEAM_ELEMENTS)
@@ -117,8 +123,8 @@ class SegmentCodec:
         return whole * self._segment_bytes(SEGMENT_ELEMENTS) + self._segment_bytes(rest)
 
     def error_bound(self, magnitude: float) -> float:
-        """Of any element, for |values| up to `magnitude`; blocks smaller than MAGNITUDE_MIN altogether become
-        zeros.
+        """Return the bound for |values| up to `magnitude`; blocks that are smaller than MAGNITUDE_MIN as a
+        whole become zeros.
         """
         return max(self.quantizer.error_bound(magnitude), min(magnitude, MAGNITUDE_MIN))
 
@@ -188,7 +194,7 @@ class SegmentCodec:
         return self._flaw_of(array[None, cut:], blocks, None if numel is None else numel % SEGMENT_ELEMENTS)
 
     def _flaw_of(self, segments: npt.NDArray[np.uint8], blocks: int, numel: int | None) -> str:
-        """What is wrong with segments of one size: their scales, then their codes."""
+        """Return what is wrong with segments of one size: their scales, then their codes."""
         scales = segments[:, : blocks * _SCALE_BYTES].view(np.float32)
         limit = scale_max(self.quantizer.levels)
         if not (
@@ -207,7 +213,7 @@ class SegmentCodec:
     def _batches(
         self, values: torch.Tensor, encoded: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Values (m, n) and their encoding (m, bytes), both views, for one batch after the other."""
+        """Iterate over batches of values (m, n) and their encoding (m, bytes), both views."""
         numel, segment_bytes = values.numel(), self._segment_bytes(SEGMENT_ELEMENTS)
         at_once = _host_segments() if values.device.type == "cpu" else _DEVICE_SEGMENTS
         whole = numel // SEGMENT_ELEMENTS
@@ -221,7 +227,7 @@ class SegmentCodec:
             yield values[None, whole * SEGMENT_ELEMENTS :], encoded[None, whole * segment_bytes :]
 
     def _split(self, segments: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales and the codes in encoded segments of `numel` elements."""
+        """Return the scales and the codes in encoded segments of `numel` elements."""
         at = self._blocks(numel) * _SCALE_BYTES
         if segments.shape[0] == 1:  # of any length: torch would have rows begin at whole float32
             return segments[0, :at].view(torch.float32)[None], segments[:, at:]
@@ -233,8 +239,8 @@ def _host_segments() -> int:
 
 
 def rows(values: torch.Tensor, block: int) -> torch.Tensor:
-    """`values` (m, n) as (blocks, block), filled up with zeros where n is no multiple of the block: then a
-    copy, else a view.
+    """Return `values` (m, n) as (blocks, block), filled with zeros where n is no multiple of the block: then
+    a copy, else a view.
     """
     missing = -values.shape[1] % block
     if missing:
@@ -243,44 +249,44 @@ def rows(values: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def round_(values: torch.Tensor) -> torch.Tensor:
-    """In place to the nearest whole number, ties to even, for |values| up to 2^22. `torch.round` wakes a team
-    of threads for 2048.
+    """Round in place to the nearest whole number, ties to even, for |values| up to 2^22. `torch.round` wakes
+    a team of threads already for 2048.
     """
     return values.add_(_ROUNDER).sub_(_ROUNDER)
 
 
 def scale_max(levels: int) -> np.float32:
-    """The largest scale that is accepted: what a block up to MAGNITUDE_MAX gets, and whatever the codes, the
-    values are finite.
+    """Return the largest scale that is accepted: that of a block up to MAGNITUDE_MAX. With it all codes give
+    finite values.
     """
     return np.float32(MAGNITUDE_MAX) * share(levels)
 
 
 def share(levels: int) -> np.float32:
-    """The float32 nearest to 1 / levels."""
+    """Return the float32 nearest to 1 / levels."""
     return np.float32(1.0 / levels)
 
 
 def steps_of(magnitudes: torch.Tensor, levels: int) -> torch.Tensor:
-    """The steps in which blocks with these largest magnitudes are counted up to `levels`; 0 for what is as
-    good as nothing.
+    """Return the step of blocks with these largest magnitudes, which are counted up to `levels`; 0 for
+    negligible magnitudes.
     """
     return functional.threshold(torch.mul(magnitudes, float(share(levels))), _STEP_MIN, 0.0)
 
 
 def inverse(steps: torch.Tensor) -> torch.Tensor:
-    """1 / steps; for steps of 0 a number by which the block's elements stay small."""
+    """Return 1 / steps; for steps of 0 a number by which the block's elements stay small."""
     return torch.div(_one(steps.device), steps).clamp_(max=1.0 / _STEP_MIN)
 
 
 @lru_cache(maxsize=64)
 def _one(device: torch.device) -> torch.Tensor:
-    # is there when this returns: it is used on other streams, too
+    # complete when this returns, since other streams use it, too
     return torch.tensor([1.0], dtype=torch.float32, device=device)
 
 
 def scale_up(out: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """out (m, n) *= the scales (m, blocks) of its blocks."""
+    """Multiply `out` (m, n) by the scales (m, blocks) of its blocks."""
     m, n = out.shape
     if n % block:  # then m is 1
         whole = n // block

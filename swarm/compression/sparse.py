@@ -1,4 +1,4 @@
-"""The codec that keeps the largest elements of every chunk, and forgets the others. Only for use with error
+"""The codec that keeps the largest elements of every chunk, and drops the others. Only for use with error
 feedback.
 """
 
@@ -17,19 +17,19 @@ from swarm.compression.segments import SEGMENT_ELEMENTS, SegmentCodec, inverse, 
 
 _PLACE_BITS = 12
 _PLACES = (1 << _PLACE_BITS) - 1
-_LEVELS = 7  # a value's four bits, beside the twelve of its place: sixteen in all
+_LEVELS = 7  # a value has four bits, and its place twelve: sixteen in all
 _WORD_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """Of each chunk of 4096 elements the `kept` largest in magnitude, as SparseLoCo does (arXiv 2508.15706):
-    for each, 12 bits say its place in the chunk, and 4 its value, a whole multiple of (largest magnitude of
-    the chunk) / 7, rounded to nearest.
+    """Keep the `kept` largest magnitudes of each chunk of 4096 elements, as SparseLoCo does (arXiv
+    2508.15706): for each element, 12 bits give its place in the chunk, and 4 its value, a whole multiple of
+    (largest magnitude of the chunk) / 7, rounded to nearest.
 
     A shorter chunk at the end keeps the same share, at least one. Magnitudes are compared by their exponent
-    and first 11 bits; of those alike in these the first are kept. Elements are written in the order of their
-    places. The error is never longer than what was given.
+    and first 11 bits; of equal ones the first are kept. Elements are written in the order of their places.
+    The error is never longer than the input.
     """
 
     kept: int  # divides 4096
@@ -40,13 +40,13 @@ class Largest:
         return _WORD_BYTES * -(-numel * self.kept // self.block)
 
     def error_bound(self, magnitude: float) -> float:
-        """What is dropped is dropped whole."""
+        """Return `magnitude`: dropped elements are lost as a whole."""
         return magnitude
 
     def quantize(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         given = rows(values, self.block)
         order = torch.arange(_PLACES, -1, -1, dtype=torch.int32, device=values.device)
-        # no two alike in a chunk
+        # all different within a chunk
         keys = torch.abs(given).view(torch.int32).bitwise_and_(~_PLACES).bitwise_or_(order)
         steps, words = [], []
         for first, end, kept in self._runs(values.numel()):
@@ -61,8 +61,8 @@ class Largest:
         codes.copy_(torch.cat(words).view(torch.uint8).view(codes.shape))
 
     def restore(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """A chunk whose places do not ascend becomes NaN where it says anything; a place beyond the end is
-        passed over.
+        """Restore a chunk; one whose places do not ascend becomes NaN where it has values, and a place beyond
+        the end is skipped.
         """
         words = codes.contiguous().view(torch.int16).to(torch.int32).view(-1) & 0xFFFF
         ragged = out.shape[1] % self.block
@@ -91,14 +91,17 @@ class Largest:
             if falling.any():
                 chunk, nth = (int(found[0]) for found in np.nonzero(falling))
                 before, place = chunks[chunk, nth], chunks[chunk, nth + 1]
-                return f"a place that is {'repeated' if place == before else 'out of order'} in a chunk: {place} after {before}"
+                return (
+                    f"a place that is {'repeated' if place == before else 'out of order'} in a chunk: "
+                    f"{place} after {before}"
+                )
         rest = 0 if numel is None else numel % self.block
         if rest and places[0, -1] >= rest:  # ascending: the last is the largest
             return f"place {places[0, -1]} in a chunk of {rest} elements"
         return ""
 
     def _runs(self, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Chunks that keep equally many elements: the first, the end, how many."""
+        """Iterate over runs of chunks that keep equally many elements: (first, end, how many)."""
         whole, rest = divmod(numel, self.block)
         if whole:
             yield 0, whole, self.kept
@@ -107,7 +110,7 @@ class Largest:
 
 
 def _largest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` largest of each row of whole numbers, in any order."""
+    """Return the `count` largest of each row of whole numbers, in any order."""
     if keys.device.type != "cpu":
         return torch.topk(keys, count, dim=1, sorted=False).values
     at = keys.shape[1] - count  # NumPy finds them eight times as fast as torch

@@ -84,9 +84,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
-    # The allocators of the CPU and of MPS raise a plain RuntimeError.
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in str(error) or "out of memory" in str(error).lower()
+    if not isinstance(error, RuntimeError):
+        return False
+    # The allocators of the CPU and of MPS raise a plain RuntimeError, as do CUDA's libraries (cuBLAS, cuDNN).
+    text = str(error)
+    return (
+        "can't allocate memory" in text or "out of memory" in text.lower() or "_STATUS_ALLOC_FAILED" in text
     )
 
 

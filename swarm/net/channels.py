@@ -1,6 +1,6 @@
 """The client side of remote calls: pooled, bounded, authenticated connections to peers.
 
-There is one control connection (lane 0) per peer, and one more TCP connection for every other lane that is
+There is one control connection (number 0) per peer, and one more TCP connection for every other number that is
 requested: the streams of one connection share one TCP window, and a long link needs several. A connection
 that broke is dropped, so that the next call dials again instead of waiting for gRPC's backoff.
 """
@@ -56,7 +56,7 @@ class _Link:
     """The pool's slot for one connection. `lock`: one caller dials, the others wait for it."""
 
     peer_id: PeerId
-    lane: int
+    number: int
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     connection: Connection | None = None
     failed_s: float = -1.0
@@ -156,23 +156,23 @@ class Channels:
         return reply
 
     def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AbstractAsyncContextManager[Stream]:
         """Open a stream for the length of an `async with`; leaving it before the other end has finished
         cancels it.
 
-        `timeout_s` limits the whole stream, connecting included (None: no limit). A `lane` above 0 uses a TCP
+        `timeout_s` limits the whole stream, connecting included (None: no limit). A `connection` above 0 uses a TCP
         connection of its own.
         """
-        return self._open_stream(contact, method, timeout_s, lane)
+        return self._open_stream(contact, method, timeout_s, connection)
 
     @contextlib.asynccontextmanager
     async def _open_stream(
-        self, contact: Contact, method: StreamMethod, timeout_s: float | None, lane: int
+        self, contact: Contact, method: StreamMethod, timeout_s: float | None, number: int
     ) -> AsyncIterator[Stream]:
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        async with self._using(contact, lane, timeout_s) as connection:
+        async with self._using(contact, number, timeout_s) as connection:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
             call = connection.channel.stream_stream(method.name)(timeout=remaining_s)
             stream = CallerStream(method, contact.peer_id, connection, call, timeout_s)
@@ -242,8 +242,10 @@ class Channels:
         return reply
 
     @contextlib.asynccontextmanager
-    async def _using(self, contact: Contact, lane: int, timeout_s: float | None) -> AsyncIterator[Connection]:
-        link, pooled = await self._enter(contact, lane, timeout_s)
+    async def _using(
+        self, contact: Contact, number: int, timeout_s: float | None
+    ) -> AsyncIterator[Connection]:
+        link, pooled = await self._enter(contact, number, timeout_s)
         try:
             yield pooled.connection
         except NetworkError as error:
@@ -253,12 +255,12 @@ class Channels:
             await self._leave(link, pooled)
 
     async def _enter(
-        self, contact: Contact, lane: int, timeout_s: float | None
+        self, contact: Contact, number: int, timeout_s: float | None
     ) -> tuple[_Link, _PooledConnection]:
         """Return a connection and count a call on it. A connection without calls may be closed."""
-        link = self._links.get((contact.peer_id, lane))
+        link = self._links.get((contact.peer_id, number))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
-            link = await self._connect(contact, lane, timeout_s)
+            link = await self._connect(contact, number, timeout_s)
         assert link.connection is not None
         pooled = self._pooled[id(link.connection)]
         pooled.calls += 1
@@ -280,18 +282,18 @@ class Channels:
         if pooled.dropped and not pooled.calls:
             await self._discard(pooled.connection)
 
-    async def _connect(self, contact: Contact, lane: int, timeout_s: float | None) -> _Link:
+    async def _connect(self, contact: Contact, number: int, timeout_s: float | None) -> _Link:
         if self._closed:
             raise UsageError("this node is closed")
         if contact.peer_id == self._own:
             raise UsageError("a peer does not call itself")
         loop = asyncio.get_running_loop()
         started_s, asked_s = loop.time(), time.monotonic()  # uvloop's clock counts whole milliseconds
-        link = self._links.get((contact.peer_id, lane))
+        link = self._links.get((contact.peer_id, number))
         if link is None:
             await self._make_room()
             link = self._links.setdefault(
-                (contact.peer_id, lane), _Link(contact.peer_id, lane, used_s=started_s)
+                (contact.peer_id, number), _Link(contact.peer_id, number, used_s=started_s)
             )
         if link.connection is not None and _alive(link.connection):
             return link
@@ -328,7 +330,7 @@ class Channels:
                 self._certificate,
                 timeout_s=max(dial_s, 0.001),
                 first=self._last_working.get(contact.peer_id),
-                options=self._throttle.options + (BULK_OPTIONS if link.lane > 0 else ()),
+                options=self._throttle.options + (BULK_OPTIONS if link.number > 0 else ()),
                 on_dial=self._dialed.extend,
             )
         except NetworkError as error:

@@ -153,10 +153,10 @@ class SimulatedCaller:
 
     @asynccontextmanager
     async def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AsyncIterator[SimulatedStream]:
         """Open a stream to the peer's handler; leaving the context cancels whatever is unfinished.
-        `timeout_s` bounds its whole life; `lane` has no effect.
+        `timeout_s` bounds its whole life; `connection` has no effect.
         """
         try:
             async with asyncio.timeout(timeout_s) as timeout:

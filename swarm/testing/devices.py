@@ -1,9 +1,9 @@
-"""A stand-in for an accelerator where there is none: tensors on the host, and copies that arrive as late as
-they may.
+"""A stand-in for an accelerator on machines without one: tensors on the host, and copies that arrive as late
+as possible.
 
-`LateQueue` notes which thread waits for the device and which allocates pinned memory; `HostReads` notes calls
-of torch that would make the thread wait for a GPU by themselves. With both, a test can hold that the network
-thread never waits.
+`LateQueue` records which thread waits for the device and which allocates pinned memory; `HostReads` records
+calls of torch that would make the thread wait for a GPU. With both, a test can check that the network thread
+never waits.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _WAITING = {
 
 
 class LateFetch:
-    """A copy to the host that is made when it is waited for, and not a moment earlier."""
+    """A copy to the host that is made only when it is waited for."""
 
     def __init__(self, queue: LateQueue, source: torch.Tensor, target: torch.Tensor) -> None:
         self._queue, self._source, self._target = queue, source, target
         self.done = False
         self._lock = threading.Lock()
-        target.view(torch.uint8).fill_(_POISON)  # who reads too early finds this
+        target.view(torch.uint8).fill_(_POISON)  # a reader that is too early finds this
 
     def wait(self) -> None:
         self._queue.note_wait()
@@ -53,8 +53,8 @@ class LateFetch:
 
 
 class LateUpload:
-    """A copy to the device that is made when it is read. Its memory is spoiled afterwards: it belongs to the
-    next upload.
+    """A copy to the device that is made when it is read. Its memory is overwritten afterwards, because it
+    belongs to the next upload.
     """
 
     def __init__(self, queue: LateQueue, slot: torch.Tensor, source: torch.Tensor) -> None:
@@ -69,12 +69,12 @@ class LateUpload:
 
 
 class LateQueue:
-    """Satisfies `averaging.reduction.devices.Queue`. AssertionError for callers that do not keep to its
-    rules.
+    """A queue that satisfies `averaging.reduction.devices.Queue`, and raises AssertionError for callers that
+    break its rules.
 
     `waits` and `host_allocations` name the thread of every wait for the device and of every allocation of
     pinned memory. With `memory` set, that many fetches succeed and the next one raises OutOfMemoryError, as
-    an allocation for it would; with `slots_max` 0 so does `reserve`.
+    an allocation for it would; with `slots_max` 0 `reserve` raises it, too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class LateQueue:
         self.slots: deque[torch.Tensor] = deque()
         self.slots_made = 0
         self.fetches: list[LateFetch] = []
-        self.brought: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.uploaded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._forked = False
         self._here = threading.local()
 
@@ -130,14 +130,14 @@ class LateQueue:
     def upload(self, source: torch.Tensor) -> LateUpload | None:
         if not self.slots:
             return None
-        self.brought.append((source, source.clone()))
+        self.uploaded.append((source, source.clone()))
         return LateUpload(self, self.slots.popleft(), source)
 
     def finish_uploads(self) -> None:
         self.note_wait()
-        for source, then in self.brought:
+        for source, then in self.uploaded:
             assert torch.equal(source, then), "host memory changed while a copy of it was under way"
-        self.brought.clear()
+        self.uploaded.clear()
 
     def finish(self) -> None:
         self.note_wait()
@@ -149,18 +149,18 @@ class LateQueue:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def note_wait(self) -> None:
-        """This thread waits for the device."""
+        """Record that this thread waits for the device."""
         self.waits.append(threading.current_thread().name)
 
     @property
     def under_way(self) -> int:
-        """Copies to the host that nobody has waited for."""
+        """Return the number of copies to the host that nobody has waited for."""
         return sum(not fetch.done for fetch in self.fetches)
 
 
 class HostReads(TorchFunctionMode):
-    """While it is entered: what this thread asks of `tensors`, or of views of them, that would wait for a GPU
-    if they lay on one.
+    """While entered, records calls by this thread on `tensors`, or on views of them, that would wait for a
+    GPU if they lay on one.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Substitute for tensors on MPS, for machines without a Metal device."""
+"""A stand-in for a tensor on MPS on machines without a Metal device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COPIES_AND_VIEWS = frozenset(
 
 
 class Metal(torch.Tensor):
-    """Host memory that claims to be on MPS. It can be copied and viewed; any computation with it raises
+    """Host memory that reports to be on MPS. It can be copied and viewed; computing with it raises
     AssertionError.
     """
 
@@ -53,5 +53,5 @@ class Metal(torch.Tensor):
 
 
 def on_metal(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `values` that claims to be on MPS."""
+    """Return a copy of `values` that reports to be on MPS."""
     return values.clone().as_subclass(Metal)

@@ -1,4 +1,4 @@
-"""Other defaults of torch, as a user's program may set them: for tests that library code does not depend on
+"""Changed defaults of torch, as a user's program may set them, for tests that library code does not depend on
 them.
 """
 

@@ -8,9 +8,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeHeader(_message.Message):
-    __slots__ = ("open", "chunk", "withdrawal", "average", "refusal", "waiting", "pieces", "padding")
+    __slots__ = ("open", "contribution", "withdrawal", "average", "refusal", "waiting", "pieces", "padding")
     OPEN_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
@@ -18,38 +18,34 @@ class ExchangeHeader(_message.Message):
     PIECES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     open: ExchangeOpen
-    chunk: ExchangeChunk
+    contribution: ExchangeContribution
     withdrawal: ExchangeWithdrawal
     average: ExchangeAverage
     refusal: ExchangeRefusal
     waiting: ExchangeWaiting
     pieces: ExchangePieces
     padding: bytes
-    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., chunk: _Optional[_Union[ExchangeChunk, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., waiting: _Optional[_Union[ExchangeWaiting, _Mapping]] = ..., pieces: _Optional[_Union[ExchangePieces, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., contribution: _Optional[_Union[ExchangeContribution, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., waiting: _Optional[_Union[ExchangeWaiting, _Mapping]] = ..., pieces: _Optional[_Union[ExchangePieces, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeOpen(_message.Message):
-    __slots__ = ("group_id", "codec", "codec_version", "plan_digest", "lane", "lanes")
+    __slots__ = ("group_id", "codec", "codec_version", "plan_digest")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CODEC_VERSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
     codec: int
     codec_version: int
     plan_digest: bytes
-    lane: int
-    lanes: int
-    def __init__(self, group_id: _Optional[bytes] = ..., codec: _Optional[int] = ..., codec_version: _Optional[int] = ..., plan_digest: _Optional[bytes] = ..., lane: _Optional[int] = ..., lanes: _Optional[int] = ...) -> None: ...
+    def __init__(self, group_id: _Optional[bytes] = ..., codec: _Optional[int] = ..., codec_version: _Optional[int] = ..., plan_digest: _Optional[bytes] = ...) -> None: ...
 
-class ExchangeChunk(_message.Message):
-    __slots__ = ("part", "signature")
-    PART_FIELD_NUMBER: _ClassVar[int]
+class ExchangeContribution(_message.Message):
+    __slots__ = ("chunk", "signature")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    part: int
+    chunk: int
     signature: bytes
-    def __init__(self, part: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeWithdrawal(_message.Message):
     __slots__ = ("reason",)
@@ -58,14 +54,14 @@ class ExchangeWithdrawal(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class ExchangeAverage(_message.Message):
-    __slots__ = ("part", "contributors", "clipped")
-    PART_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("chunk", "contributors", "clipped")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     CLIPPED_FIELD_NUMBER: _ClassVar[int]
-    part: int
+    chunk: int
     contributors: bytes
     clipped: bytes
-    def __init__(self, part: _Optional[int] = ..., contributors: _Optional[bytes] = ..., clipped: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[int] = ..., contributors: _Optional[bytes] = ..., clipped: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRefusal(_message.Message):
     __slots__ = ("reason",)
@@ -86,14 +82,14 @@ class ExchangePieces(_message.Message):
     def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class AccountRequest(_message.Message):
-    __slots__ = ("group_id", "part", "place")
+    __slots__ = ("group_id", "chunk", "place")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
-    part: int
+    chunk: int
     place: int
-    def __init__(self, group_id: _Optional[bytes] = ..., part: _Optional[int] = ..., place: _Optional[int] = ...) -> None: ...
+    def __init__(self, group_id: _Optional[bytes] = ..., chunk: _Optional[int] = ..., place: _Optional[int] = ...) -> None: ...
 
 class AccountReply(_message.Message):
     __slots__ = ("payload", "signature")
@@ -103,29 +99,29 @@ class AccountReply(_message.Message):
     signature: bytes
     def __init__(self, payload: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
-class BeatRequest(_message.Message):
+class HeartbeatRequest(_message.Message):
     __slots__ = ("group_id",)
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
     def __init__(self, group_id: _Optional[bytes] = ...) -> None: ...
 
-class BeatReply(_message.Message):
+class HeartbeatReply(_message.Message):
     __slots__ = ("state", "reason")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        UNKNOWN: _ClassVar[BeatReply.State]
-        RUNNING: _ClassVar[BeatReply.State]
-        COMMITTED: _ClassVar[BeatReply.State]
-        FAILED: _ClassVar[BeatReply.State]
-    UNKNOWN: BeatReply.State
-    RUNNING: BeatReply.State
-    COMMITTED: BeatReply.State
-    FAILED: BeatReply.State
+        UNKNOWN: _ClassVar[HeartbeatReply.State]
+        RUNNING: _ClassVar[HeartbeatReply.State]
+        COMMITTED: _ClassVar[HeartbeatReply.State]
+        FAILED: _ClassVar[HeartbeatReply.State]
+    UNKNOWN: HeartbeatReply.State
+    RUNNING: HeartbeatReply.State
+    COMMITTED: HeartbeatReply.State
+    FAILED: HeartbeatReply.State
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    state: BeatReply.State
+    state: HeartbeatReply.State
     reason: str
-    def __init__(self, state: _Optional[_Union[BeatReply.State, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[HeartbeatReply.State, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("place", "failed", "reason", "digest", "left_out", "number", "excluded", "committed")
@@ -178,36 +174,36 @@ class VoteReply(_message.Message):
     def __init__(self, vote: _Optional[_Union[Vote, _Mapping]] = ..., relayed: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., dead: _Optional[_Iterable[int]] = ..., state: _Optional[int] = ...) -> None: ...
 
 class Version(_message.Message):
-    __slots__ = ("part", "attempt", "contributors", "digest", "clipped")
-    PART_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("chunk", "attempt", "contributors", "digest", "clipped")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CLIPPED_FIELD_NUMBER: _ClassVar[int]
-    part: int
+    chunk: int
     attempt: int
     contributors: bytes
     digest: bytes
     clipped: bytes
-    def __init__(self, part: _Optional[int] = ..., attempt: _Optional[int] = ..., contributors: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., clipped: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[int] = ..., attempt: _Optional[int] = ..., contributors: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., clipped: _Optional[bytes] = ...) -> None: ...
 
 class HeldRequest(_message.Message):
-    __slots__ = ("group_id", "reducer", "everything", "first_part", "wait", "known", "known_sealed")
+    __slots__ = ("group_id", "reducer", "everything", "first_chunk", "wait", "known", "known_sealed")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     REDUCER_FIELD_NUMBER: _ClassVar[int]
     EVERYTHING_FIELD_NUMBER: _ClassVar[int]
-    FIRST_PART_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     KNOWN_SEALED_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
     reducer: int
     everything: bool
-    first_part: int
+    first_chunk: int
     wait: bool
     known: int
     known_sealed: bool
-    def __init__(self, group_id: _Optional[bytes] = ..., reducer: _Optional[int] = ..., everything: _Optional[bool] = ..., first_part: _Optional[int] = ..., wait: _Optional[bool] = ..., known: _Optional[int] = ..., known_sealed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, group_id: _Optional[bytes] = ..., reducer: _Optional[int] = ..., everything: _Optional[bool] = ..., first_chunk: _Optional[int] = ..., wait: _Optional[bool] = ..., known: _Optional[int] = ..., known_sealed: _Optional[bool] = ...) -> None: ...
 
 class HeldReply(_message.Message):
     __slots__ = ("held", "more", "sealed", "count", "wanted")
@@ -224,14 +220,14 @@ class HeldReply(_message.Message):
     def __init__(self, held: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., more: _Optional[bool] = ..., sealed: _Optional[bool] = ..., count: _Optional[int] = ..., wanted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("group_id", "part", "digest")
+    __slots__ = ("group_id", "chunk", "digest")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
-    part: int
+    chunk: int
     digest: bytes
-    def __init__(self, group_id: _Optional[bytes] = ..., part: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, group_id: _Optional[bytes] = ..., chunk: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class FetchReply(_message.Message):
     __slots__ = ("payload",)
@@ -240,16 +236,16 @@ class FetchReply(_message.Message):
     def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
-    __slots__ = ("group_id", "part", "payload", "withdrawn")
+    __slots__ = ("group_id", "chunk", "payload", "withdrawn")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
-    part: int
+    chunk: int
     payload: bytes
     withdrawn: str
-    def __init__(self, group_id: _Optional[bytes] = ..., part: _Optional[int] = ..., payload: _Optional[bytes] = ..., withdrawn: _Optional[str] = ...) -> None: ...
+    def __init__(self, group_id: _Optional[bytes] = ..., chunk: _Optional[int] = ..., payload: _Optional[bytes] = ..., withdrawn: _Optional[str] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ()

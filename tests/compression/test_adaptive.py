@@ -11,7 +11,7 @@ from swarm.compression.adaptive import ROLES
 from swarm.core.errors import UsageError
 
 
-def test_by_role() -> None:
+def test_the_role_decides_the_codec() -> None:
     chosen = {role: resolve(ADAPTIVE, role, 1_000_000).name for role in ROLES}
     assert chosen == {
         "gradient": "int8",
@@ -22,7 +22,7 @@ def test_by_role() -> None:
     }
 
 
-def test_by_size() -> None:
+def test_small_vectors_use_the_small_codec() -> None:
     assert [resolve(ADAPTIVE, "gradient", numel).name for numel in (0, 1, 1 << 14, (1 << 14) + 1)] == [
         "float16"
     ] * 3 + ["int8"]
@@ -31,12 +31,12 @@ def test_by_size() -> None:
     assert Adaptive(pseudo_gradient="topk", small="int8").choose("pseudo_gradient", 100).name == "int8"
 
 
-def test_a_name_means_itself() -> None:
+def test_a_codecs_name_selects_it() -> None:
     for name in names():
         assert resolve(name, "gradient", 10) is find(name)
 
 
-def test_what_cannot_be_chosen() -> None:
+def test_unknown_roles_and_codecs_are_refused() -> None:
     with pytest.raises(UsageError, match="there is no codec 'zip'; there are bfloat16"):
         resolve("zip", "gradient", 10)
     with pytest.raises(UsageError, match="there is no codec 'zip'"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from averaging.reduction.layout import TensorLayout, schema_hash
-from averaging.reduction.partition import plan_parts
+from averaging.reduction.partition import plan_chunks
 from swarm.compression import (
     PUBLIC_WIRE_ID_MAX,
     Buffer,
@@ -29,7 +29,7 @@ OWN = ("bfloat16", "float16", "float32", "int2", "int4", "int8", "sign", "topk")
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_keeps_to_the_contract(name: str) -> None:
+def test_every_codec_satisfies_the_contract(name: str) -> None:
     check_codec(find(name))
 
 
@@ -62,7 +62,7 @@ TRANSCRIPT = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_bytes_are_those_of_every_machine(name: str) -> None:
+def test_bytes_are_the_same_on_every_machine(name: str) -> None:
     """On any processor and any version of torch. The values are made of whole numbers, so that they are
     everywhere the same.
     """
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_every_machine(name: str) -> None:
     assert hashlib.sha256(payload).hexdigest()[:16] == TRANSCRIPT[name]
 
 
-def test_wire_ids_are_for_ever() -> None:
+def test_wire_ids_do_not_change() -> None:
     assert {name: (find(name).wire_id, find(name).version) for name in OWN} == {
         "float32": (1, 1),
         "float16": (2, 1),
@@ -140,14 +140,14 @@ def eighths(monkeypatch: pytest.MonkeyPatch) -> Codec:
 def test_a_user_adds_a_codec(eighths: Codec) -> None:
     check_codec(eighths)
     assert find_wire_id(eighths.wire_id, 1) is eighths
-    assert plan_parts(100_000, [1.0, 1.0], eighths, 1 << 14).numel == 100_000
+    assert plan_chunks(100_000, [1.0, 1.0], eighths, 1 << 14).numel == 100_000
     with pytest.raises(UsageError, match="collides with 'eighths'"):
         register(Eighths(name="others"))
     with pytest.raises(UsageError, match="collides with 'int8'"):
         register(Eighths(name="tenths", wire_id=find("int8").wire_id))
 
 
-def test_the_contract_sees_what_is_broken() -> None:
+def test_the_contract_finds_broken_codecs() -> None:
     class Wrong(Eighths):
         def error_bound(self, magnitude: float) -> float:
             return 1 / 32
@@ -173,5 +173,5 @@ def test_peers_with_other_codecs_never_meet(eighths: Codec) -> None:
         Eighths(wire_id=2000),
     ]
     assert len({schema_hash(layout, codec) for codec in codecs}) == len(codecs)
-    plan = plan_parts(5000, [1.0], eighths, 1 << 14)
+    plan = plan_chunks(5000, [1.0], eighths, 1 << 14)
     assert plan.digest(Eighths()) != plan.digest(Eighths(version=2)) != plan.digest(find("int8"))

@@ -121,7 +121,7 @@ SLOW = {"int8": rounded(127, 4096), "int4": rounded(7, 128), "int2": ternary, "s
 @pytest.mark.parametrize(
     "numel", [1, 2, 5, 64, 65, 127, 128, 1000, 4096, 4100, SEGMENT_ELEMENTS, 2 * SEGMENT_ELEMENTS + 4099]
 )
-def test_bytes_are_those_of_the_format(name: str, numel: int) -> None:
+def test_bytes_match_the_format(name: str, numel: int) -> None:
     for values in (
         normal(numel, numel),
         heavy(numel, numel),
@@ -169,8 +169,8 @@ def test_relative_error(name: str, on_normal: float, on_heavy: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["int2", "sign", "topk", "int4", "int8"])
-def test_the_error_is_no_longer_than_what_was_given(name: str) -> None:
-    """What error feedback needs: residuals cannot grow of themselves."""
+def test_the_error_is_not_longer_than_the_input(name: str) -> None:
+    """Error feedback needs this, because residuals must not grow by themselves."""
     cauchy = normal(50_001, 5) / normal(50_001, 6)
     for values in (
         normal(50_001),
@@ -255,8 +255,10 @@ def test_a_place_beyond_the_end() -> None:
     assert not find("topk").flaw(payload, 4)
 
 
-def test_places_that_repeat_show_in_an_average() -> None:
-    """Reducers decode first and look at the sum: what is no encoding must not average into something finite."""
+def test_repeated_places_give_nan_in_an_average() -> None:
+    """Reducers decode first and look at the sum: what is no encoding must not average into
+    something finite.
+    """
     payload = bytearray(encoded(find("topk"), normal(8192)))
     payload[8 + 128 :] = bytes(128)  # the second chunk: 64 times place 0
     result = decoded(find("topk"), bytes(payload), 8192)

@@ -95,14 +95,14 @@ def test_is_finite(codec: PlainCodec) -> None:
 
 @given(st.binary(min_size=4, max_size=64))
 @settings(max_examples=200, deadline=None)
-def test_is_finite_says_what_decoding_shows(raw: bytes) -> None:
+def test_is_finite_agrees_with_decoding(raw: bytes) -> None:
     raw = raw[: len(raw) // 4 * 4]
     for codec in PLAIN:
         decoded = codec.decode(raw, torch.empty(len(raw) // codec.dtype.itemsize))
         assert codec.is_finite(raw) == bool(torch.isfinite(decoded).all())
 
 
-def test_cast_is_what_torch_does() -> None:
+def test_cast_matches_torch() -> None:
     values = torch.randn(2 * SERIAL_ELEMENTS_MAX + 1)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         target = torch.empty(values.numel(), dtype=dtype)

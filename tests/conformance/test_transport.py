@@ -37,7 +37,7 @@ class Calling(Protocol):
     ) -> Any: ...
 
     def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AbstractAsyncContextManager[Stream]: ...
 
 

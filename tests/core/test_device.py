@@ -76,6 +76,12 @@ def test_mps_is_used_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
             False,
         ),
         (RuntimeError("CUDA error: out of memory"), True, False),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            True,
+            False,
+        ),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, False),
         (MemoryError(), True, False),
         (RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be"), False, True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False, True),

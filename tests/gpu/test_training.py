@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from averaging.optim.accumulate import GradientAccumulator
 from averaging.optim.optimizer import Diloco, Gradients, Local, Optimizer
 from benchmarks.cuda.companion import QUICK
 from benchmarks.cuda.peers import at_once
@@ -94,3 +95,35 @@ def test_two_peers_train_to_equal_states(
         kept = optimizers[0].state_dict()
         optimizers[0].load_state_dict(kept)
         assert optimizers[0].state_digest() == digests[0]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_micro_step_with_a_bad_gradient_changes_no_sum_and_is_reported(
+    dtype: torch.dtype, bad: float, offload: bool, device: torch.device
+) -> None:
+    """Among tensors of every size, and beside the largest number of the type, which is no bad gradient."""
+    shapes = [(1,), (31,), (257, 129), (70_001,), (0,)]
+    parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
+    home = torch.device("cpu") if offload else None
+    sums = GradientAccumulator(parameters, home=home)
+    for place in range(4):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        last = parameters[place].grad
+        assert last is not None
+        last.view(-1)[-1] = bad
+        refused = sums.add(3) or ""
+        sums.settle()
+        assert f"parameter {place}" in (refused or sums.refused().reason)
+        assert sums.samples == 0
+        assert not any(bool(buffer.any()) for buffer in sums.buffers)
+    for p in parameters:
+        p.grad = torch.full_like(p, torch.finfo(dtype).max / 4)
+    assert sums.add(2) is None
+    sums.settle()
+    assert sums.refused().samples == 0
+    assert sums.samples == 2
+    expected = 2 * torch.tensor(torch.finfo(dtype).max / 4).to(dtype).float()
+    assert all(bool((buffer.cpu() == expected).all()) for buffer in sums.buffers)

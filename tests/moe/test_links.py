@@ -162,3 +162,36 @@ def test_an_error_that_outlives_its_call_names_the_device_and_other_errors_stay_
     ):
         with pytest.raises(type(error), match=str(error)), using(DEVICE):
             raise error
+
+
+class LostCuda(FakeCuda):
+    """CUDA after a device-side assert: every call fails, that of setting a device too."""
+
+    def __init__(self, *, entering: bool, leaving: bool) -> None:
+        super().__init__()
+        self.entering, self.leaving = entering, leaving
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        if self.entering:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        try:
+            yield
+        finally:
+            if self.leaving:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(("entering", "leaving"), [(True, False), (False, True)])
+def test_a_device_that_is_lost_is_reported_when_not_even_the_current_device_can_be_set(
+    entering: bool, leaving: bool
+) -> None:
+    context = using(DEVICE, LostCuda(entering=entering, leaving=leaving))
+    with pytest.raises(DeviceFailed, match=r"device-side assert triggered$"), context:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_leaving_the_context_of_a_lost_device_without_an_error_is_none() -> None:
+    """The thread that computed nothing there ends, and the one that did reports the failure."""
+    with using(DEVICE, LostCuda(entering=False, leaving=True)):
+        pass

@@ -18,9 +18,9 @@ from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.span import RoundContext
 from averaging.allreduce.work import Averaged, ReductionKernels, Spoiled
 from averaging.matchmaking.logic.group import Group, Member
-from averaging.reduction.audit import Notary, chance, draw, parts_max
-from averaging.reduction.chunks import pack, unpack
-from averaging.reduction.partition import plan_parts
+from averaging.reduction.audit import Notary, chance, chunks_max, draw
+from averaging.reduction.framing import pack, unpack
+from averaging.reduction.partition import plan_chunks
 from averaging.reduction.reduce import Contribution
 from averaging.reduction.robust import MEAN, Aggregation
 from swarm.compression import find
@@ -83,7 +83,7 @@ def hold(
     ]
     generator = torch.Generator().manual_seed(seed)
     vectors = [torch.randn(NUMEL, generator=generator) for _ in peers]
-    config = RoundConfig(part_bytes=8192, audit=share, aggregation=aggregation, inline=True)
+    config = RoundConfig(chunk_bytes=8192, audit=share, aggregation=aggregation, inline=True)
 
     async def main() -> list[RoundOutcome]:
         async with asyncio.TaskGroup() as tasks:
@@ -106,27 +106,25 @@ def hold(
     "aggregation", [MEAN, Aggregation(rule="centered_clip"), Aggregation(rule="median", clip_to_median=1.2)]
 )
 @pytest.mark.parametrize("codec", ["float32", "float16"])
-def test_nobody_honest_is_ever_named(aggregation: Aggregation, codec: str) -> None:
-    for seed in range(4):
-        held = hold(1.0, seed=seed, aggregation=aggregation, codec=codec, client=seed % 2 == 1)
-        assert not any(outcome.failed for outcome in held.outcomes), [
-            outcome.reason for outcome in held.outcomes
-        ]
-        assert len({outcome.digest for outcome in held.outcomes}) == 1
-        assert not held.accused
+@pytest.mark.parametrize("seed", range(4))
+def test_honest_reducers_are_never_named(aggregation: Aggregation, codec: str, seed: int) -> None:
+    held = hold(1.0, seed=seed, aggregation=aggregation, codec=codec, client=seed % 2 == 1)
+    assert not any(outcome.failed for outcome in held.outcomes), [outcome.reason for outcome in held.outcomes]
+    assert len({outcome.digest for outcome in held.outcomes}) == 1
+    assert not held.accused
 
 
 def lies(monkeypatch: pytest.MonkeyPatch, alter: Callable[[Contribution], Contribution]) -> None:
     """The reducer at place LIAR reduces something else than what it was sent; it keeps, and shows, the true
-    chunks.
+    contributions.
     """
     reduce = ReductionKernels._reduce_one
 
     def lie(
-        self: ReductionKernels, part: object, contributions: list[Contribution], scratch: object
+        self: ReductionKernels, chunk: object, contributions: list[Contribution], scratch: object
     ) -> Averaged | Spoiled:
         given = [alter(item) for item in contributions] if self.own == LIAR else contributions
-        return reduce(self, part, given, scratch)  # type: ignore[arg-type]
+        return reduce(self, chunk, given, scratch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ReductionKernels, "_reduce_one", lie)
 
@@ -135,15 +133,17 @@ def heavier(item: Contribution) -> Contribution:
     return Contribution(item.place, item.weight * (3.0 if item.place == LIAR else 1.0), item.values)
 
 
-def test_who_has_left_a_broken_round_is_no_liar(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reducer_that_left_a_broken_round_is_not_accused(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first auditor's finding ends the round; others are asked for their accounts when they have left it
     already.
     """
     lies(monkeypatch, heavier)
-    for seed in range(5):
-        held = hold(1.0, seed=seed, delay_s=0.05)
-        assert all(outcome.failed for outcome in held.outcomes)
-        assert held.accused == {held.liar}
+    held = hold(1.0, seed=seed, delay_s=0.05)
+    assert all(outcome.failed for outcome in held.outcomes)
+    assert held.accused == {held.liar}
 
 
 def silenced(item: Contribution) -> Contribution:
@@ -168,8 +168,10 @@ def test_a_reducer_that_averages_something_else_is_named(
     assert all("not what its senders' signed values give" in text for text in texts)
 
 
-def test_a_share_of_the_parts_finds_a_share_of_the_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reducer that lies in all of its three parts is caught with a probability of 1 - (1 - p)³ each round."""
+def test_a_share_of_the_chunks_finds_a_share_of_the_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reducer that lies in all of its three chunks is caught with a probability of 1 - (1 - p)³
+    each round.
+    """
     lies(monkeypatch, heavier)
     rounds, share = 40, 0.2
     caught = 0
@@ -183,24 +185,24 @@ def test_a_share_of_the_parts_finds_a_share_of_the_lies(monkeypatch: pytest.Monk
 
 def altered(message: bytes, signature: bytes | None, payload: bytes | None) -> bytes:
     header, old = unpack(message)
-    assert header.HasField("chunk")
+    assert header.HasField("contribution")
     if signature is not None:
-        header.chunk.signature = signature
+        header.contribution.signature = signature
     return pack(header, payload if payload is not None else old)
 
 
 @pytest.mark.parametrize("how", ["nothing", "forged", "other bytes"])
-def test_a_sender_that_does_not_stand_by_its_chunk_is_not_averaged(
+def test_a_contribution_without_a_valid_signature_is_not_averaged(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cannot make its reducer look like a liar: what it has not signed is not taken, and it is asked for
-    nothing later.
+    """A sender cannot make its reducer look dishonest: unsigned values are not taken, and the sender is asked
+    for nothing later.
     """
     send = RoundContext.send
 
     async def lie(self: RoundContext, stream: object, message: bytes) -> None:
         header, payload = unpack(message)
-        if self.own == LIAR and header.HasField("chunk"):
+        if self.own == LIAR and header.HasField("contribution"):
             changes = {
                 "nothing": (b"", None),
                 "forged": (b"\x01" * 64, None),
@@ -215,17 +217,19 @@ def test_a_sender_that_does_not_stand_by_its_chunk_is_not_averaged(
     for outcome in held.outcomes:
         assert not outcome.failed, outcome.reason
         assert "without its sender's signature" in outcome.left_out[held.liar]
-        assert outcome.contributions[held.liar] < 0.5  # it is in its own span alone
+        assert outcome.contributions[held.liar] < 0.5  # it is in its own shard alone
 
 
-def test_a_reducer_that_shows_other_chunks_than_it_was_sent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes up inputs that explain its average: it cannot sign for their senders."""
+def test_a_reducer_that_shows_other_contributions_than_it_was_sent_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reducer invents inputs that explain its average, but cannot sign for their senders."""
     lies(monkeypatch, silenced)
     answer = Auditor.answer
 
     def lie(self: Auditor, caller: int, request: AccountRequest) -> AccountReply:
         reply = answer(self, caller, request)
-        if self._bench.own == LIAR and request.place == 2:
+        if self._kernels.own == LIAR and request.place == 2:
             reply.payload = bytes(len(reply.payload))
         return reply
 
@@ -240,12 +244,12 @@ def test_a_reducer_that_shows_other_chunks_than_it_was_sent_is_named(monkeypatch
 
 
 @pytest.mark.parametrize("how", ["refuses", "short", "silent"])
-def test_a_reducer_that_gives_no_account(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_fails_when_a_reducer_gives_no_account(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = AllReduce._serve_account
 
     async def evade(self: AllReduce, caller: PeerId, request: AccountRequest) -> AccountReply:
         reply = await serve(self, caller, request)
-        if self._rounds[request.group_id].bench.own != LIAR:
+        if self._rounds[request.group_id].kernels.own != LIAR:
             return reply
         if how == "silent":
             await asyncio.sleep(1000.0)
@@ -257,7 +261,7 @@ def test_a_reducer_that_gives_no_account(how: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(AllReduce, "_serve_account", evade)
     held = hold(1.0)
     assert all(outcome.failed for outcome in held.outcomes)
-    # who is silent or refuses may have left the round with reason
+    # a member that is silent or refuses may have left the round for a good reason
     assert held.accused == ({held.liar} if how == "short" else set())
     assert all(str(held.liar) in str(outcome.reason) for outcome in held.outcomes)
 
@@ -266,41 +270,41 @@ def test_accounts_are_given_to_members_once_and_of_what_was_reduced() -> None:
     network = SimulatedNetwork(5)
     peers = [network.peer() for _ in range(2)]
     codec = find("float32")
-    plan = plan_parts(20_000, [1.0, 1.0], codec, 4096)
+    plan = plan_chunks(20_000, [1.0, 1.0], codec, 4096)
     group = Group(
         group_id=bytes(32),
         members=tuple(Member(contact=peer.contact, weight=1.0, bandwidth=1.0) for peer in peers),
         codec="float32",
         gathered=(b"",) * 2,
     )
-    bench = ReductionKernels(plan, codec, 0, None, None)  # type: ignore[arg-type]
-    auditor = Auditor(group, bench, Notary(peers[0].identity, random.Random(0)), 0.001)
-    for part in plan.of_reducer(0):
-        auditor.keep(part.index, [Contribution(0, 1.0, b"bytes")])
+    kernels = ReductionKernels(plan, codec, 0, None, None)  # type: ignore[arg-type]
+    auditor = Auditor(group, kernels, Notary(peers[0].identity, random.Random(0)), 0.001)
+    for chunk in plan.shard(0):
+        auditor.keep(chunk.index, [Contribution(0, 1.0, b"bytes")])
     with pytest.raises(PeerError, match="nothing of the member"):
-        auditor.answer(1, AccountRequest(part=0, place=1))
+        auditor.answer(1, AccountRequest(chunk=0, place=1))
     with pytest.raises(PeerError, match="nothing of the member"):
-        auditor.answer(1, AccountRequest(part=99, place=0))
-    assert auditor.answer(1, AccountRequest(part=0, place=0)).payload == b"bytes"
+        auditor.answer(1, AccountRequest(chunk=99, place=0))
+    assert auditor.answer(1, AccountRequest(chunk=0, place=0)).payload == b"bytes"
     with pytest.raises(PeerError, match="more is asked"):
-        auditor.answer(1, AccountRequest(part=0, place=0))
-    allowed = parts_max(0.001, 1, len(plan.of_reducer(0)))
-    for part in range(1, allowed):
-        auditor.answer(1, AccountRequest(part=part, place=0))
+        auditor.answer(1, AccountRequest(chunk=0, place=0))
+    allowed = chunks_max(0.001, 1, len(plan.shard(0)))
+    for chunk in range(1, allowed):
+        auditor.answer(1, AccountRequest(chunk=chunk, place=0))
     with pytest.raises(PeerError, match="more is asked"):
-        auditor.answer(1, AccountRequest(part=allowed, place=0))
+        auditor.answer(1, AccountRequest(chunk=allowed, place=0))
 
 
-def test_the_draw() -> None:
+def test_audited_chunks_are_drawn_at_random_from_other_reducers() -> None:
     codec = find("float32")
-    plan = plan_parts(4_000_000, [1.0] * 4, codec, 1 << 14)
-    drawn = [{part.index for part in draw(plan, own, 0.3, 3, random.Random(own))} for own in range(4)]
-    for own, parts in enumerate(drawn):
-        assert not parts & {part.index for part in plan.of_reducer(own)}
-    assert abs(len(set().union(*drawn)) / len(plan.parts) - 0.3) < 0.05
+    plan = plan_chunks(4_000_000, [1.0] * 4, codec, 1 << 14)
+    drawn = [{chunk.index for chunk in draw(plan, own, 0.3, 3, random.Random(own))} for own in range(4)]
+    for own, chunks in enumerate(drawn):
+        assert not chunks & {chunk.index for chunk in plan.shard(own)}
+    assert abs(len(set().union(*drawn)) / len(plan.chunks) - 0.3) < 0.05
     assert chance(1.0, 3) == 1.0
     assert chance(0.0, 3) == chance(0.5, 0) == 0.0
-    assert len(draw(plan, 0, 1.0, 3, random.Random(0))) == len(plan.parts) - len(plan.of_reducer(0))
+    assert len(draw(plan, 0, 1.0, 3, random.Random(0))) == len(plan.chunks) - len(plan.shard(0))
 
 
 def test_audits_need_an_identity_and_a_share() -> None:

@@ -18,7 +18,7 @@ from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.span import RoundContext
 from averaging.allreduce.work import Averaged, ReductionKernels, Spoiled
 from averaging.matchmaking.logic.group import Group, Member
-from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.framing import pack, unpack
 from averaging.reduction.robust import Aggregation
 from swarm.net.rpc import Stream
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
@@ -47,7 +47,7 @@ def round_of(
         codec=codec,
         gathered=(b"",) * len(peers),
     )
-    config = RoundConfig(part_bytes=8192, aggregation=aggregation)
+    config = RoundConfig(chunk_bytes=8192, aggregation=aggregation)
     services = [
         AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
         for peer in peers
@@ -77,7 +77,7 @@ def draw(count: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("codec", ["float32", "float16"])
 @pytest.mark.parametrize("rule", ["trimmed_mean", "median", "centered_clip"])
-def test_a_quarter_of_the_peers_lies(rule: str, codec: str) -> None:
+def test_robust_rules_resist_a_quarter_of_hostile_peers(rule: str, codec: str) -> None:
     vectors = draw(PEERS)
     honest = torch.stack(vectors[:6]).mean(dim=0)
     vectors[6] *= -100.0
@@ -91,7 +91,7 @@ def test_a_quarter_of_the_peers_lies(rule: str, codec: str) -> None:
     assert all(fraction == 1.0 for fraction in outcomes[0].contributions.values())
 
 
-def test_everybody_learns_who_was_clipped_and_where() -> None:
+def test_all_members_learn_which_members_were_clipped() -> None:
     vectors = draw(4)
     vectors[2][: NUMEL // 2] *= 1e4
     outcomes = round_of(vectors, Aggregation(clip_to_median=10.0), "float16", weights=[1.0, 2.0, 1.0, 4.0])
@@ -100,7 +100,7 @@ def test_everybody_learns_who_was_clipped_and_where() -> None:
     for outcome in outcomes.values():
         assert not outcome.failed
         assert list(outcome.clipped) == [peers[2].peer_id]
-        assert 0.5 <= outcome.clipped[peers[2].peer_id] < 0.62  # whole parts
+        assert 0.5 <= outcome.clipped[peers[2].peer_id] < 0.62  # whole chunks
         assert outcome.vector is not None
         assert float(outcome.vector.abs().max()) < 10.0
     unclipped = round_of(vectors, Aggregation(), "float16")
@@ -116,10 +116,12 @@ def forged(message: bytes, **changes: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("clipped", [b"\x10", b"\x01\x00", b"\x0f"])
-def test_a_reducer_cannot_say_nonsense_about_who_was_clipped(
+def test_invalid_reports_of_clipped_members_are_refused(
     clipped: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody of that number, a bitmap of another size, and one who is not in the average (its weight is 0)."""
+    """Nobody of that number, a bitmap of another size, and one who is not in the average (its
+    weight is 0).
+    """
     give = RoundContext.send
 
     async def lie(self: RoundContext, stream: object, message: bytes) -> None:
@@ -132,16 +134,16 @@ def test_a_reducer_cannot_say_nonsense_about_who_was_clipped(
     outcomes = round_of(draw(4), Aggregation(clip_to_median=10.0), weights=[1.0, 1.0, 1.0, 0.0])
     liar = list(outcomes)[1].peer_id
     others = [outcome for peer, outcome in outcomes.items() if peer.peer_id != liar]
-    # its span was taken over
+    # its shard was taken over
     assert not any(outcome.failed for outcome in others), [outcome.reason for outcome in others]
     assert len({outcome.digest for outcome in others}) == 1
     assert all("was lost as a reducer" in outcome.left_out[liar] for outcome in others)
     assert not any(outcome.clipped for outcome in others)
 
 
-def test_who_was_clipped_is_known_of_parts_that_were_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipped_members_are_known_for_chunks_that_were_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reducer gives its averages to one member only, and then nonsense: what one holds the others fetch,
-    the rest is reduced anew.
+    the rest is reduced again.
     """
     give, told = RoundContext.send, [0]
 
@@ -166,7 +168,9 @@ def test_who_was_clipped_is_known_of_parts_that_were_taken_over(monkeypatch: pyt
         assert "was lost as a reducer" in outcome.left_out[liar]
 
 
-def test_a_reducer_that_names_somebody_to_some_only_is_outvoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reducer_that_reports_clipping_to_some_members_only_is_outvoted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reduce = ReductionKernels.reduce
 
     def lie(self: ReductionKernels, jobs: Any) -> list[Averaged | Spoiled]:

@@ -1,4 +1,4 @@
-"""Messages in pieces: what is sent is what comes, whoever is slow; lies about sizes are refused."""
+"""Messages in pieces: messages arrive unchanged, whichever side is slow; false sizes are refused."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 
 from averaging.allreduce.config import MESSAGE_BYTES_MAX
 from averaging.allreduce.pieces import (
-    BURIED_BYTES,
     PIECE_BYTES_LEAST,
     PIECE_BYTES_MIN,
+    SEND_BUFFER_BYTES,
     PieceSize,
     PiecewiseStream,
 )
-from averaging.reduction.chunks import pack
+from averaging.reduction.framing import pack
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.virtual_loop import VirtualClock, run_virtual
-from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangePieces
+from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangePieces
 
 
 class Wire:
@@ -48,8 +48,10 @@ class Wire:
         return None
 
 
-def chunk(size: int) -> bytes:
-    return pack(ExchangeHeader(chunk=ExchangeChunk(part=3)), bytes(nth % 251 for nth in range(size)))
+def contribution(size: int) -> bytes:
+    return pack(
+        ExchangeHeader(contribution=ExchangeContribution(chunk=3)), bytes(nth % 251 for nth in range(size))
+    )
 
 
 def stream(wire: Wire, bytes_per_s: float | None, came: list[int]) -> PiecewiseStream:
@@ -62,13 +64,13 @@ def test_what_is_sent_comes(size: int, bytes_per_s: float | None) -> None:
     async def main() -> None:
         wire, came = Wire(byte_s=1e-5), list[int]()
         both = stream(wire, bytes_per_s, came)
-        await both.send(chunk(size))
-        await both.send(chunk(7))
+        await both.send(contribution(size))
+        await both.send(contribution(7))
         largest = max(len(message) for message in wire.sent)
-        assert await both.receive() == chunk(size)
-        assert await both.receive() == chunk(7)
+        assert await both.receive() == contribution(size)
+        assert await both.receive() == contribution(7)
         assert await both.receive() is None
-        assert sum(came) == len(chunk(size)) + len(chunk(7))
+        assert sum(came) == len(contribution(size)) + len(contribution(7))
         if bytes_per_s == 1e9:
             assert len(came) == 2  # whole
         elif size == 1 << 20:
@@ -79,7 +81,7 @@ def test_what_is_sent_comes(size: int, bytes_per_s: float | None) -> None:
 
 def test_pieces_of_an_unknown_link_grow_when_it_shows_to_be_fast() -> None:
     size = PieceSize(None, 10.0)
-    size.taken(BURIED_BYTES)
+    size.taken(SEND_BUFFER_BYTES)
     assert size.next_bytes(10.001) == PIECE_BYTES_MIN  # buffers have swallowed it
     size.taken(10 << 20)
     assert size.next_bytes(10.1) > 1 << 20

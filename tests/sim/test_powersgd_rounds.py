@@ -24,7 +24,7 @@ from swarm.testing.virtual_loop import run_virtual
 
 SHAPES: list[tuple[int, ...]] = [(96, 200), (50,), (40, 3, 30), (7,)]
 TERMS = PowerSgd(rank=3)
-CONFIG = RoundConfig(part_bytes=1024, inline=True)
+CONFIG = RoundConfig(chunk_bytes=1024, inline=True)
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Peer:
     async def round(self, group: Group, deadline_s: float = 30.0) -> RoundOutcome:
         self.low_rank.take(gives=self.weight > 0, keeps=False)
         phases = TwoPhase(self.low_rank, self.service, self.simulated.peer_id, None, CONFIG)  # type: ignore[arg-type]
-        outcome = await phases.hold(group, self.simulated.clock.monotonic_s() + deadline_s)
+        outcome = await phases.run(group, self.simulated.clock.monotonic_s() + deadline_s)
         if outcome.averages is not None:
             self.low_rank.put()
         return outcome
@@ -79,8 +79,8 @@ class Party:
             )
             for place, peer in enumerate(self.peers)
         )
-        told = tuple(peer.low_rank.told + b"\xc3" for peer in self.peers)
-        return Group(group_id=self.rng.randbytes(32), members=members, codec=self.codec, gathered=told)
+        gathered = tuple(peer.low_rank.start_digest + b"\xc3" for peer in self.peers)
+        return Group(group_id=self.rng.randbytes(32), members=members, codec=self.codec, gathered=gathered)
 
     async def round(self, *, deadline_s: float = 30.0) -> list[RoundOutcome]:
         group = self.group()
@@ -103,7 +103,7 @@ def alike(peers: list[Peer]) -> bool:
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16"])
-def test_everybody_holds_the_same(codec: str) -> None:
+def test_all_members_hold_the_same(codec: str) -> None:
     async def scenario() -> None:
         party = Party(1, [1.0, 2.0, 0.0, 0.0], codec, auxiliary=(3,))
         for _ in range(3):
@@ -113,7 +113,7 @@ def test_everybody_holds_the_same(codec: str) -> None:
             assert alike(party.peers[:3])
             assert torch.equal(party.peers[3].tensors[0], before[3][0])  # it only helps
             assert len({outcome.digest for outcome in outcomes[:3]}) == 1
-            assert len({peer.low_rank.told for peer in party.peers[:3]}) == 1
+            assert len({peer.low_rank.start_digest for peer in party.peers[:3]}) == 1
             exact = (before[0][1] + 2.0 * before[1][1]) / 3.0
             assert torch.allclose(party.peers[2].tensors[1], exact, atol=1e-3)
             assert set(outcomes[0].contributions.values()) == {1.0}
@@ -124,7 +124,7 @@ def test_everybody_holds_the_same(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16"])
-def test_traffic_is_what_the_factors_take(codec: str) -> None:
+def test_traffic_is_the_size_of_the_factors(codec: str) -> None:
     """Between two members every element travels once as a value and once as an average."""
 
     async def scenario() -> None:
@@ -135,7 +135,7 @@ def test_traffic_is_what_the_factors_take(codec: str) -> None:
             find(codec).encoded_bytes(numel) for numel in (layout.first_numel, layout.second_numel)
         )
         sent = sum(outcome.bytes_sent for outcome in await party.round())
-        messages = 2 * 2 * 4  # an opening and at most three parts each way, in each of the all-reduces
+        messages = 2 * 2 * 4  # an opening and at most three chunks each way, in each of the all-reduces
         assert payload < sent <= payload + 100 * messages
         assert sent < 0.08 * 2 * find(codec).encoded_bytes(sum(torch.Size(shape).numel() for shape in SHAPES))
         await party.close()
@@ -174,7 +174,7 @@ def test_a_member_that_dies_costs_nobody_else_anything(moment: str, seed: int) -
         outcomes = [task.result() for task in running[:3]]
         assert not any(outcome.failed for outcome in outcomes), outcomes
         assert alike(others)
-        assert len({peer.low_rank.told for peer in others}) == 1
+        assert len({peer.low_rank.start_digest for peer in others}) == 1
         fraction = outcomes[0].contributions.get(victim.simulated.peer_id, 0.0)
         if fraction == 0.0:
             for nth, matrix in enumerate(others[0].low_rank.layout.matrices):
@@ -215,7 +215,7 @@ def test_a_round_that_fails_in_either_all_reduce_changes_nothing() -> None:
     run_virtual(scenario())
 
 
-def test_who_starts_elsewhere_listens_in_the_first_all_reduce() -> None:
+def test_a_member_with_another_start_only_receives_in_the_first_all_reduce() -> None:
     async def scenario() -> None:
         party, odd = Party(6, [1.0, 1.0, 1.0]), Party(6, [1.0, 1.0, 1.0])
         for nth in range(2):
@@ -233,7 +233,7 @@ def test_who_starts_elsewhere_listens_in_the_first_all_reduce() -> None:
                 assert not any(outcome.failed for outcome in outcomes)
                 assert set(outcomes[0].contributions.values()) == {1.0}  # its values count all the same
                 assert alike(one.peers)
-                assert len({peer.low_rank.told for peer in one.peers}) == 1
+                assert len({peer.low_rank.start_digest for peer in one.peers}) == 1
         await party.close()
         await odd.close()
 
@@ -241,13 +241,13 @@ def test_who_starts_elsewhere_listens_in_the_first_all_reduce() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_most_contributors_say_from_where_to_start(seed: int) -> None:
+def test_most_contributors_decide_the_start(seed: int) -> None:
     """Not the many that only listen, and with a tie the same one on every member."""
 
     async def scenario() -> None:
         party = Party(seed, [1.0, 0.0, 2.0, 0.0, 1.0, 0.0])
         starts = [
-            LowRank(party.peers[0].tensors, TERMS, find("float32"), seed=name).told
+            LowRank(party.peers[0].tensors, TERMS, find("float32"), seed=name).start_digest
             for name in (b"many", b"few", b"listeners")
         ]
         drawn = [starts[0], starts[2], starts[1], starts[2], starts[0], starts[2]]
@@ -260,7 +260,7 @@ def test_most_contributors_say_from_where_to_start(seed: int) -> None:
     run_virtual(scenario())
 
 
-def test_nan_is_refused_at_the_sender_and_what_it_holds_stays() -> None:
+def test_nan_is_refused_at_the_sender_and_its_residual_stays() -> None:
     async def scenario() -> None:
         party = Party(7, [1.0, 1.0, 1.0])
         await party.round()

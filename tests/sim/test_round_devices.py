@@ -23,7 +23,7 @@ from swarm.testing.devices import LateQueue
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 
-CONFIG = RoundConfig(part_bytes=2048)
+CONFIG = RoundConfig(chunk_bytes=2048)
 SHAPES = [(5000,), (), (60, 90), (3, 3), (7000,)]
 PEERS = 4
 
@@ -56,7 +56,7 @@ async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list
         Feedback(staging.layout.numel, find(codec), cut=staging.cut, queues=staging.queues)
         for staging in stagings
     ]
-    landings = [ResultBuffer(staging.queues) for staging in stagings]
+    result_buffers = [ResultBuffer(staging.queues) for staging in stagings]
     for nth in range(3):
         for staging in stagings:
             for tensor in staging.tensors:
@@ -66,10 +66,10 @@ async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list
         async def run(place: int, group: Group = group) -> RoundOutcome:
             return await services[place].run(
                 group,
-                stagings[place].take(lent=True),
+                stagings[place].take(read_in_place=True),
                 deadline_s=peers[place].clock.monotonic_s() + 60.0,
                 config=CONFIG,
-                landing=landings[place],
+                result_buffer=result_buffers[place],
                 feedback=feedback[place],
             )
 

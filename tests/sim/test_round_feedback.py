@@ -19,13 +19,13 @@ from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 
 NUMEL = 20_000
-CONFIG = RoundConfig(part_bytes=2048)
+CONFIG = RoundConfig(chunk_bytes=2048)
 ROUNDS = 8
 
 
 @pytest.mark.parametrize("codec", ["int4", "int2", "topk"])
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_lost_whatever_becomes_of_rounds(codec: str, seed: int) -> None:
+def test_nothing_is_lost_in_committed_and_failed_rounds(codec: str, seed: int) -> None:
     run_virtual(_rounds(codec, seed))
 
 

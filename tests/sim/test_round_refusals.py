@@ -1,5 +1,5 @@
-"""What a round refuses before it moves anything: strangers, mismatches, wrong arguments. On the simulated
-network.
+"""Calls that a round refuses before it moves any values: strangers, mismatches, wrong arguments. On the
+simulated network.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from averaging.allreduce.allreduce import AllReduce
 from averaging.allreduce.config import EXCHANGE, VOTE, RoundConfig
 from averaging.matchmaking.logic.group import Group, Member
-from averaging.reduction.chunks import pack
-from averaging.reduction.partition import plan_parts
+from averaging.reduction.framing import pack
+from averaging.reduction.partition import plan_chunks
 from swarm.compression import find
 from swarm.core.errors import PeerError, UsageError
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
-from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
+from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
 
 
 def service(peer: SimulatedPeer) -> AllReduce:
@@ -51,12 +51,12 @@ def test_strangers_and_mismatches_are_refused() -> None:
         services = [service(peer) for peer in peers]
         group = make_group(peers[:2])
         codec = find("float32")
-        digest = plan_parts(5000, [1.0, 1.0], codec, RoundConfig().part_bytes).digest(codec)
+        digest = plan_chunks(5000, [1.0, 1.0], codec, RoundConfig().chunk_bytes).digest(codec)
 
         async def refusal(peer: SimulatedPeer, header: ExchangeHeader) -> str:
             with pytest.raises(PeerError) as caught:  # noqa: PT012
                 async with peer.caller.open_stream(
-                    peers[0].contact, EXCHANGE, timeout_s=20, lane=1
+                    peers[0].contact, EXCHANGE, timeout_s=20, connection=1
                 ) as stream:
                     await stream.send(pack(header))
                     await stream.receive()
@@ -81,7 +81,7 @@ def test_strangers_and_mismatches_are_refused() -> None:
             assert "differs" in await refusal(peers[1], opening(plan_digest=b"x" * 32))
             assert "32 bytes" in await refusal(peers[1], opening(group_id=b"short"))
             assert "begins with an opening" in await refusal(
-                peers[1], ExchangeHeader(chunk=ExchangeChunk(part=0))
+                peers[1], ExchangeHeader(contribution=ExchangeContribution(chunk=0))
             )
             # after a wait
             assert "in no round of that name" in await refusal(peers[1], opening(group_id=b"n" * 32))

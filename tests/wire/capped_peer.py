@@ -28,7 +28,7 @@ async def take(stream: Stream) -> None:
 
 async def pour(node: Node, target: str) -> None:
     """Sends as fast as it may, until cancelled."""
-    async with node.channels.open_stream(Contact.parse(target), POUR, timeout_s=None, lane=1) as stream:
+    async with node.channels.open_stream(Contact.parse(target), POUR, timeout_s=None, connection=1) as stream:
         while True:
             await stream.send(bytes(MESSAGE_BYTES))
 

@@ -17,8 +17,8 @@ from averaging.allreduce.commit import digest_payload, digest_round
 from averaging.allreduce.config import EXCHANGE, VOTE, RoundConfig
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.balance import shares_of
-from averaging.reduction.chunks import pack, unpack
-from averaging.reduction.partition import Plan, plan_parts
+from averaging.reduction.framing import pack, unpack
+from averaging.reduction.partition import Plan, plan_chunks
 from averaging.reduction.reduce import Block, Contribution, Mean, relative_weights
 from swarm.compression import find
 from swarm.core.clock import SystemClock
@@ -27,9 +27,9 @@ from swarm.core.ids import Address, Contact
 from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Stream
 from swarm.net.server import Server
-from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
+from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
 
-SMALL = RoundConfig(part_bytes=16 << 10)
+SMALL = RoundConfig(chunk_bytes=16 << 10)
 
 
 class RoundPeer:
@@ -128,12 +128,12 @@ def vectors_of(count: int, numel: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) for _ in range(count)]
 
 
-def plan_of(group: Group, numel: int, part_bytes: int) -> Plan:
-    return plan_parts(numel, shares_of(group.members), find(group.codec), part_bytes)
+def plan_of(group: Group, numel: int, chunk_bytes: int) -> Plan:
+    return plan_chunks(numel, shares_of(group.members), find(group.codec), chunk_bytes)
 
 
 def oracle(
-    group: Group, vectors: Sequence[torch.Tensor], part_bytes: int, without: Sequence[int] = ()
+    group: Group, vectors: Sequence[torch.Tensor], chunk_bytes: int, without: Sequence[int] = ()
 ) -> torch.Tensor:
     """The same arithmetic on one machine: what a reducer has of others has travelled, its own values have
     not.
@@ -142,24 +142,24 @@ def oracle(
     numel = vectors[0].numel()
     result = torch.empty(numel)
     weights = relative_weights([member.weight for member in group.members])
-    for part in plan_of(group, numel, part_bytes).parts:
+    for chunk in plan_of(group, numel, chunk_bytes).chunks:
         given = []
-        scratch = torch.empty(codec.encoded_bytes(part.numel), dtype=torch.uint8)
+        scratch = torch.empty(codec.encoded_bytes(chunk.numel), dtype=torch.uint8)
         for place, vector in enumerate(vectors):
             if weights[place] and place not in without:
-                values = vector[part.start : part.stop]
+                values = vector[chunk.start : chunk.stop]
                 given.append(
                     Contribution(
                         place,
                         weights[place],
-                        values if place == part.reducer else bytes(codec.encode(values, scratch)),
+                        values if place == chunk.reducer else bytes(codec.encode(values, scratch)),
                     )
                 )
-        total = torch.empty(part.numel)
-        whole = Block(0, part.numel, 0, codec.encoded_bytes(part.numel))
-        Mean(given, codec).compute(whole, total, torch.empty(part.numel))
-        result[part.start : part.stop] = codec.decode(
-            bytes(codec.encode(total, scratch)), torch.empty(part.numel)
+        total = torch.empty(chunk.numel)
+        whole = Block(0, chunk.numel, 0, codec.encoded_bytes(chunk.numel))
+        Mean(given, codec).compute(whole, total, torch.empty(chunk.numel))
+        result[chunk.start : chunk.stop] = codec.decode(
+            bytes(codec.encode(total, scratch)), torch.empty(chunk.numel)
         )
     return result
 
@@ -170,14 +170,14 @@ def test_exact_and_identical(codec: str, inline: bool) -> None:
     async def main() -> None:
         async with peers(4) as members:
             for numel in (0, 1, 3, 1024, 100_003):
-                config = RoundConfig(part_bytes=16 << 10, inline=inline)
+                config = RoundConfig(chunk_bytes=16 << 10, inline=inline)
                 group = make_group(
                     members, codec=codec, weights=[1.0, 2.5, 0.0, 7.0], bandwidths=[1.0, 3.0, 2.0, 0.5]
                 )
                 vectors = vectors_of(4, numel)
                 before = [vector.clone() for vector in vectors]
                 outcomes = await run_round(members, group, vectors, config=config)
-                expected = oracle(group, vectors, config.part_bytes)
+                expected = oracle(group, vectors, config.chunk_bytes)
                 for outcome in outcomes:
                     assert not outcome.failed, outcome.reason
                     assert outcome.reason is None
@@ -211,7 +211,7 @@ def test_roles() -> None:
             )
             vectors = vectors_of(5, 50_000)
             outcomes = await run_round(members, group, vectors, config=SMALL)
-            expected = oracle(group, vectors, SMALL.part_bytes)
+            expected = oracle(group, vectors, SMALL.chunk_bytes)
             assert [outcome.reason for outcome in outcomes] == [None] * 5
             for place in (0, 1, 2, 4):
                 vector = outcomes[place].vector
@@ -248,7 +248,7 @@ def test_rounds_side_by_side_and_one_after_another() -> None:
                         for group, vectors in zip(groups, inputs, strict=True)
                     ]
                 for group, vectors, task in zip(groups, inputs, both, strict=True):
-                    expected = oracle(group, vectors, SMALL.part_bytes)
+                    expected = oracle(group, vectors, SMALL.chunk_bytes)
                     assert all(
                         outcome.vector is not None and torch.equal(outcome.vector, expected)
                         for outcome in task.result()
@@ -295,8 +295,8 @@ def test_a_member_that_never_comes() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_member_dies_in_the_middle(victim: int) -> None:
-    """The survivors take its span over, fast, and commit the exact average of those who contributed to each
-    part.
+    """The survivors take its shard over, fast, and commit the exact average of those who contributed to each
+    chunk.
     """
 
     async def main() -> None:
@@ -332,7 +332,7 @@ def test_a_member_dies_in_the_middle(victim: int) -> None:
                 survivors = [await task for place, task in enumerate(running) if place != victim]
                 assert time.monotonic() - killed_s < 5
                 running[victim].cancel()
-            whole = oracle(group, vectors, SMALL.part_bytes)
+            whole = oracle(group, vectors, SMALL.chunk_bytes)
             for outcome in survivors:
                 assert (outcome.reason, outcome.digest) == (None, survivors[0].digest)
                 # "died", or "gave up" if its other half could say so
@@ -345,11 +345,11 @@ def test_a_member_dies_in_the_middle(victim: int) -> None:
                     if place != victim
                 )
                 assert survivors[0].contributions.get(dead.contact.peer_id, 0.0) < 1.0
-                without = oracle(group, vectors, SMALL.part_bytes, without=[victim])
-                for part in plan_of(group, 400_000, SMALL.part_bytes).parts:
-                    found, span = outcome.vector[part.start : part.stop], slice(part.start, part.stop)
+                without = oracle(group, vectors, SMALL.chunk_bytes, without=[victim])
+                for chunk in plan_of(group, 400_000, SMALL.chunk_bytes).chunks:
+                    found, span = outcome.vector[chunk.start : chunk.stop], slice(chunk.start, chunk.stop)
                     assert torch.equal(found, without[span]) or (
-                        part.reducer != victim and torch.equal(found, whole[span])
+                        chunk.reducer != victim and torch.equal(found, whole[span])
                     )
             assert all(torch.equal(vector, was) for vector, was in zip(vectors, before, strict=True))
 
@@ -377,7 +377,7 @@ def test_a_vector_that_cannot_be_sent_is_left_out(value: float) -> None:
                 assert outcome.contributions[members[0].contact.peer_id] == 1.0
             vector = outcomes[0].vector
             assert vector is not None
-            assert torch.equal(vector[:1024], oracle(group, vectors, SMALL.part_bytes, without=[1])[:1024])
+            assert torch.equal(vector[:1024], oracle(group, vectors, SMALL.chunk_bytes, without=[1])[:1024])
 
     asyncio.run(main())
 
@@ -388,14 +388,14 @@ def test_garbage_is_refused_and_its_sender_left_out() -> None:
     async def main() -> None:
         async with peers(4) as members:
             numel = 60_000
-            for nonsense in ("wrong part", "wrong size", "twice", "not a header", "nan", "opens again"):
+            for nonsense in ("wrong chunk", "wrong size", "twice", "not a header", "nan", "opens again"):
                 group = make_group(members, bandwidths=[1.0, 1.0, 1.0, 0.0])
-                plan = plan_of(group, numel, SMALL.part_bytes)
+                plan = plan_of(group, numel, SMALL.chunk_bytes)
                 vectors = vectors_of(4, numel)
                 async with asyncio.TaskGroup() as tasks:
                     honest = tasks.create_task(run_round(members[:3], group, vectors[:3], config=SMALL))
                     digest = tasks.create_task(_misbehave(members[3], group, plan, nonsense))
-                expected = oracle(group, vectors, SMALL.part_bytes, without=[3])
+                expected = oracle(group, vectors, SMALL.chunk_bytes, without=[3])
                 for outcome in honest.result():
                     assert outcome.reason is None, (nonsense, outcome.reason)
                     assert outcome.vector is not None
@@ -420,24 +420,24 @@ async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -
     got: dict[int, tuple[bytes, bytes]] = {}
 
     async def one(place: int) -> None:
-        part = plan.of_reducer(place)[0]
-        size = codec.encoded_bytes(part.numel)
-        nan = torch.full((part.numel,), float("nan")).numpy().tobytes()
+        chunk = plan.shard(place)[0]
+        size = codec.encoded_bytes(chunk.numel)
+        nan = torch.full((chunk.numel,), float("nan")).numpy().tobytes()
 
-        def chunk(index: int, payload: bytes) -> bytes:
-            return pack(ExchangeHeader(chunk=ExchangeChunk(part=index)), payload)
+        def contribution(index: int, payload: bytes) -> bytes:
+            return pack(ExchangeHeader(contribution=ExchangeContribution(chunk=index)), payload)
 
         bad = {
-            "wrong part": [chunk(part.index + 1, bytes(size))],
-            "wrong size": [chunk(part.index, bytes(size - 4))],
-            "twice": [chunk(part.index, nan), chunk(part.index, nan)],
+            "wrong chunk": [contribution(chunk.index + 1, bytes(size))],
+            "wrong size": [contribution(chunk.index, bytes(size - 4))],
+            "twice": [contribution(chunk.index, nan), contribution(chunk.index, nan)],
             "not a header": [b"\xff\xff\xff\xff and more"],
-            "nan": [chunk(part.index, nan)],
+            "nan": [contribution(chunk.index, nan)],
             "opens again": [pack(ExchangeHeader(open=opening))],
         }[nonsense]
         refusals = averages = 0
         async with peer.channels.open_stream(
-            group.members[place].contact, EXCHANGE, timeout_s=20, lane=1
+            group.members[place].contact, EXCHANGE, timeout_s=20, connection=1
         ) as stream:
             for message in [pack(ExchangeHeader(open=opening)), *bad]:
                 await stream.send(message)
@@ -447,14 +447,14 @@ async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -
                 refusals += header.HasField("refusal")
                 if header.HasField("average"):
                     averages += 1
-                    got[header.average.part] = (digest_payload(payload), header.average.contributors)
-        assert averages == len(plan.of_reducer(place))
+                    got[header.average.chunk] = (digest_payload(payload), header.average.contributors)
+        assert averages == len(plan.shard(place))
         assert refusals <= 1
 
     async with asyncio.TaskGroup() as tasks:
         for place in plan.reducers:
             tasks.create_task(one(place))
-    digest = digest_round(got[index] for index in range(len(plan.parts)))
+    digest = digest_round(got[index] for index in range(len(plan.chunks)))
     request = VoteRequest(group_id=group.group_id, vote=Vote(place=3, digest=digest))
     async with asyncio.TaskGroup() as tasks:
         for member in group.members[:3]:

@@ -151,7 +151,7 @@ def test_rounds_to_mix_make_a_swarm_larger_than_a_group_exact(nodes: list[Node])
             torch.testing.assert_close(second, torch.arange(9.0) * mean, rtol=1e-6, atol=1e-6)
 
 
-def test_being_alone_is_a_result_and_takes_no_time(nodes: list[Node]) -> None:
+def test_a_lone_peer_gets_a_result_at_once(nodes: list[Node]) -> None:
     tensor = torch.arange(4.0)
     with Averager(nodes[0], [tensor], name="alone") as averager:
         averager.step()
@@ -186,14 +186,14 @@ def test_weight_zero_receives_only_and_an_auxiliary_only_helps(nodes: list[Node]
         assert torch.equal(helper._staging.tensors[0], torch.full((4,), 9.0))
 
 
-def test_nobody_contributes(nodes: list[Node]) -> None:
+def test_a_step_fails_when_nobody_contributes(nodes: list[Node]) -> None:
     with Party(nodes[:2], "nobody", lambda index: [torch.full((4,), float(index))]) as party:
         results = party.step(lambda index: {"weight": 0.0})
         assert [result.reason for result in results] == ["nobody contributes"] * 2
         assert [mine[0][0].item() for mine in party.tensors] == [0.0, 1.0]
 
 
-def test_in_the_background_with_a_delta(nodes: list[Node]) -> None:
+def test_a_delta_is_applied_in_the_background(nodes: list[Node]) -> None:
     with Party(nodes[:2], "delta", lambda index: [torch.full((4,), float(index))]) as party:
         pending = party.averagers[0].step(wait=False, apply="delta")
         with pytest.raises(DeadlineExceeded):
@@ -220,7 +220,7 @@ def test_a_cancelled_round_changes_nothing_and_frees_the_averager(nodes: list[No
         fine(party.step())
 
 
-def test_a_broken_round_is_tried_again_with_who_is_left(nodes: list[Node]) -> None:
+def test_a_broken_round_is_retried_with_the_remaining_peers(nodes: list[Node]) -> None:
     bootstrap = nodes[0].addresses
     guest = Node(bootstrap=bootstrap, listen="127.0.0.1:0")
     size = 4_000_000
@@ -241,7 +241,7 @@ def test_a_broken_round_is_tried_again_with_who_is_left(nodes: list[Node]) -> No
         assert all(torch.equal(mine[0], torch.full((size,), 0.5)) for mine in party.tensors)
 
 
-def test_goodbyes_are_heard(nodes: list[Node]) -> None:
+def test_peers_notice_a_closed_averager(nodes: list[Node]) -> None:
     with Party(nodes[:3], "goodbye", lambda index: [torch.full((4,), float(index))]) as party:
         fine(party.step())
         party.averagers.pop().close()
@@ -265,7 +265,7 @@ def test_several_averagers_on_one_node(nodes: list[Node]) -> None:
             Averager(nodes[0], [torch.zeros(1)], name="left")
 
 
-def test_wrong_use_is_said_so(nodes: list[Node]) -> None:
+def test_wrong_use_raises_a_usage_error(nodes: list[Node]) -> None:
     for settings, words in [
         (
             {"aggregation": "krum"},
@@ -312,7 +312,7 @@ def test_a_closed_node_is_a_usage_error() -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_what_cannot_be_sent_is_refused_at_the_sender_with_the_name_of_its_tensor(
+def test_a_value_that_cannot_be_sent_is_refused_at_the_sender_with_the_name_of_its_tensor(
     nodes: list[Node], named: bool
 ) -> None:
     tensors = [{"weight": torch.ones(3, 4), "bias": torch.ones(4)} for _ in range(3)]

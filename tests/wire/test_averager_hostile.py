@@ -23,7 +23,7 @@ from tests.wire.some_nodes import nodes_of
 
 NODES = 4
 NUMEL = 20_000
-SMALL_PARTS = AveragerConfig(round=RoundConfig(part_bytes=8192))
+SMALL_CHUNKS = AveragerConfig(round=RoundConfig(chunk_bytes=8192))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def step(
     out = settings.pop("out", [])
     tensors = [torch.full((NUMEL,), value) for value in values]
     averagers = [
-        Averager(node, [tensor], name=name, config=SMALL_PARTS, **settings)
+        Averager(node, [tensor], name=name, config=SMALL_CHUNKS, **settings)
         for node, tensor in zip(nodes, tensors, strict=True)
     ]
     try:
@@ -55,7 +55,7 @@ def step(
     return results
 
 
-def test_a_median_outvotes_and_clipping_names(nodes: list[Node]) -> None:
+def test_a_median_resists_a_hostile_peer_and_clipping_names_it(nodes: list[Node]) -> None:
     after: list[torch.Tensor] = []
     results = step(
         nodes,
@@ -76,12 +76,12 @@ def test_a_median_outvotes_and_clipping_names(nodes: list[Node]) -> None:
 def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
     reduce = ReductionKernels._reduce_one
 
-    def lie(self: ReductionKernels, part: Any, contributions: list[Contribution], scratch: Any) -> Any:
-        if self.vector.element(part.start) == 7.0:  # the liar's own
+    def lie(self: ReductionKernels, chunk: Any, contributions: list[Contribution], scratch: Any) -> Any:
+        if self.vector.element(chunk.start) == 7.0:  # the liar's own
             contributions = [
                 Contribution(item.place, item.weight, bytes(len(item.values))) for item in contributions
             ]
-        return reduce(self, part, contributions, scratch)
+        return reduce(self, chunk, contributions, scratch)
 
     monkeypatch.setattr(ReductionKernels, "_reduce_one", lie)
     after: list[torch.Tensor] = []
@@ -89,7 +89,7 @@ def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch
     liar = nodes[2].peer_id
     assert lied.failed
     for result, tensor in zip(honest, after, strict=False):
-        assert not result.failed, result  # tried again, without who was proved to have lied
+        assert not result.failed, result  # retried without the member that was proved dishonest
         assert set(result.peers) == {nodes[0].peer_id, nodes[1].peer_id}
         assert torch.equal(tensor, torch.full((NUMEL,), 1.5))
     accused = {peer_id: text for result in honest for peer_id, text in result.accused.items()}
@@ -98,7 +98,7 @@ def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch
     assert not lied.accused
 
 
-def test_who_aggregates_otherwise_is_not_met(nodes: list[Node]) -> None:
+def test_peers_with_another_aggregation_do_not_meet(nodes: list[Node]) -> None:
     with Averager(nodes[0], [torch.zeros(5)], name="differ", aggregation="median") as one:
         for settings in (
             {},

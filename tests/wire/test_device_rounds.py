@@ -38,7 +38,7 @@ from tests.wire.test_allreduce import make_group, peers
 NODES = 3
 ROUNDS = 3
 SHAPES = [(60, 200), (5000,), (30, 300)]
-PARTS_MIN = 20
+CHUNKS_MIN = 20
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ class Peers:
 
     @contextlib.contextmanager
     def reads(self) -> Iterator[list[HostReads]]:
-        """What the network threads ask of the tensors meanwhile."""
+        """Return the calls on the tensors that the network threads made meanwhile."""
         watches = [HostReads(mine) for mine in self.tensors]
         self.on_network_threads(lambda place: watches[place].__enter__())
         try:
@@ -103,7 +103,7 @@ def party(nodes: list[Node], monkeypatch: pytest.MonkeyPatch, name: str, **setti
     monkeypatch.setattr(devices, "queue_of", late)
     tensors = [[torch.zeros(shape) for shape in SHAPES] for _ in nodes]
     # never inline on a device, whatever is asked for
-    config = AveragerConfig(round=RoundConfig(part_bytes=2048, inline=True))
+    config = AveragerConfig(round=RoundConfig(chunk_bytes=2048, inline=True))
     with contextlib.ExitStack() as stack:
         averagers = [
             stack.enter_context(
@@ -124,7 +124,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_network_thread_neither_waits_for_a_device_nor_pins_memory(
+def test_the_network_thread_neither_waits_for_a_device_nor_pins_memory_and_no_trainer_waits(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     with party(nodes, monkeypatch, f"waits-{kind}", **KINDS[kind]) as there:
@@ -149,6 +149,7 @@ def test_the_network_thread_neither_waits_for_a_device_nor_pins_memory(
             assert queue.waits
             assert not loops & set(queue.waits)
             assert not loops & set(queue.host_allocations)
+            assert all("pool" in name for name in queue.waits), "nor does the trainer wait"
         assert [read.found for read in reads] == [[]] * NODES
 
 
@@ -175,11 +176,11 @@ def test_the_trainer_waits_for_no_device_and_pinned_memory_is_used_again(
         for queue in there.queues:
             assert all("pool" in name for name in queue.waits), "neither landing nor staging waits"
             assert queue.fetches
-            assert len(queue.host_allocations) < PARTS_MIN < len(queue.fetches) / ROUNDS, (
-                "not for every part, nor in every round"
+            assert len(queue.host_allocations) < CHUNKS_MIN < len(queue.fetches) / ROUNDS, (
+                "not for every chunk, nor in every round"
             )
             # of the last round: nobody waited for them yet
-            assert PARTS_MIN <= len(queue.brought) < 2 * len(queue.fetches) / ROUNDS
+            assert CHUNKS_MIN <= len(queue.uploaded) < 2 * len(queue.fetches) / ROUNDS
             queue.finish_uploads()  # nothing was changed while it was being copied
 
 
@@ -190,7 +191,7 @@ def test_a_value_that_cannot_be_sent_is_looked_at_in_the_pool(
         loops = set(there.on_network_threads(lambda place: threading.current_thread().name))
         there.fill(1)
         for tensor in there.tensors[1]:
-            tensor[0] = float("nan")  # in parts that it reduces itself, and in others
+            tensor[0] = float("nan")  # in chunks that it reduces itself, and in others
         with there.reads() as reads:
             results = there.step()
         assert not any(result.failed for result in results), results
@@ -199,8 +200,8 @@ def test_a_value_that_cannot_be_sent_is_looked_at_in_the_pool(
         assert not any(loops & set(queue.waits) for queue in there.queues)
 
 
-def test_a_dead_reducers_span_is_taken_over_without_a_wait_on_the_loop() -> None:
-    config, victim = RoundConfig(part_bytes=2048, inline=True), 1
+def test_a_dead_reducers_shard_is_taken_over_without_a_wait_on_the_loop() -> None:
+    config, victim = RoundConfig(chunk_bytes=2048, inline=True), 1
 
     async def main() -> None:
         async with peers(4) as members:
@@ -223,10 +224,10 @@ def test_a_dead_reducers_span_is_taken_over_without_a_wait_on_the_loop() -> None
                     tasks.create_task(
                         peer.allreduce.run(
                             group,
-                            staging.take(lent=True),
+                            staging.take(read_in_place=True),
                             deadline_s=time.monotonic() + 20,
                             config=config,
-                            landing=ResultBuffer(staging.queues),
+                            result_buffer=ResultBuffer(staging.queues),
                             feedback=fed_back,
                         )
                     )
@@ -324,7 +325,8 @@ def test_no_memory_on_the_callers_thread_is_a_failed_result(
         assert (result.failed, result.reason, result.digest) == (True, "memory", "")
         assert (
             result.detail
-            == "this peer ran out of memory on cuda:0 when it wanted 4.00 MiB more; its tensors are as they were"
+            == "this peer ran out of memory on cuda:0 when it wanted 4.00 MiB more; its tensors are as "
+            "they were"
         )
         assert all(torch.equal(tensor, was) for tensor, was in zip(there.tensors[0], before, strict=True))
         there.fill(2)

@@ -245,7 +245,7 @@ def test_a_server_that_dies_ends_the_stream() -> None:
                 await asyncio.Event().wait()
 
             one.serve(handler)
-            async with one.channels.open_stream(one.contact, TALK, timeout_s=10, lane=2) as stream:
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10, connection=2) as stream:
                 assert await stream.receive() == b"x"
                 await one.server.stop(0)
                 with pytest.raises(NetworkError):
@@ -304,14 +304,16 @@ def test_a_sender_waits_for_a_slow_reader() -> None:
     run(scenario)
 
 
-def test_each_lane_has_its_own_connection() -> None:
+def test_each_number_has_its_own_connection() -> None:
     async def scenario() -> None:
         async with line() as one:
             one.serve(echo)
             payload = os.urandom(1 << 20)
 
-            async def talk(lane: int) -> None:
-                async with one.channels.open_stream(one.contact, TALK, timeout_s=20, lane=lane) as stream:
+            async def talk(connection: int) -> None:
+                async with one.channels.open_stream(
+                    one.contact, TALK, timeout_s=20, connection=connection
+                ) as stream:
                     for _ in range(4):
                         await stream.send(payload)
                         assert await stream.receive() == payload
@@ -319,9 +321,9 @@ def test_each_lane_has_its_own_connection() -> None:
                     assert await stream.receive() is None
 
             async with asyncio.TaskGroup() as group:
-                for lane in (0, 0, 1, 2, 3):
-                    group.create_task(talk(lane))
-            assert sorted(lane for _, lane in one.channels._links) == [0, 1, 2, 3]
+                for connection in (0, 0, 1, 2, 3):
+                    group.create_task(talk(connection))
+            assert sorted(connection for _, connection in one.channels._links) == [0, 1, 2, 3]
             channels = {
                 id(link.connection.channel) for link in one.channels._links.values() if link.connection
             }
@@ -334,6 +336,6 @@ def test_each_lane_has_its_own_connection() -> None:
                 for c in psutil.Process().net_connections("tcp")
                 if c.raddr and c.raddr.port == port and c.status == "ESTABLISHED"
             ]
-            assert len(mine) == 4, "each lane has its own TCP connection"
+            assert len(mine) == 4, "each number has its own TCP connection"
 
     run(scenario)

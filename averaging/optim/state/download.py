@@ -30,7 +30,7 @@ from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
-_LANE = 7  # a connection of its own: a download must not hold up rounds and heartbeats
+_CONNECTION = 7  # a connection of its own: a download must not hold up rounds and heartbeats
 _EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of the epoch that the swarm is known to have reached
 _DIGEST_BYTES = 32
 _LATE_S_MIN = 0.05
@@ -40,7 +40,7 @@ class StreamCaller(Caller, Protocol):
     """Unary calls and streams, as `swarm.net.channels.Channels` has them."""
 
     def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AbstractAsyncContextManager[Stream]: ...
 
 
@@ -325,7 +325,7 @@ class Download:
         try:
             async with asyncio.timeout(self.config.chunk_timeout_s):
                 return await stack.enter_async_context(
-                    self.caller.open_stream(offer.contact, CHUNKS, timeout_s=None, lane=_LANE)
+                    self.caller.open_stream(offer.contact, CHUNKS, timeout_s=None, connection=_CONNECTION)
                 )
         except TimeoutError:
             raise DeadlineExceeded(f"did not answer for {self.config.chunk_timeout_s:g} s") from None

@@ -1,4 +1,4 @@
-"""What is done about a lost reducer's span, and how long work is waited for: the machines alone."""
+"""Decisions about the shard of a lost reducer, and the time to wait for work: the state machines alone."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def repair(
     reducer: int = 1,
     dialable: tuple[int, ...] = (0, 1, 2, 3),
     trusted: bool = False,
-    parts: int = 2,
+    chunks: int = 2,
 ) -> Repair:
     made = Repair(reducer, own=own, dialable=dialable, members=4, trusted=trusted)
-    made.lack(range(parts))
+    made.lack(range(chunks))
     return made
 
 
-def test_the_first_after_it_that_lives_and_can_be_dialed_takes_over() -> None:
+def test_the_next_live_member_that_can_be_dialed_takes_over() -> None:
     assert successor(1, {0, 2, 3}, {0, 2, 3}, 4) == 2
     assert successor(1, {0, 2, 3}, {0, 3}, 4) == 3
     assert successor(1, {0, 3}, {0, 2, 3}, 4) == 3
@@ -61,14 +61,14 @@ def test_everybody_is_asked_once_and_the_successor_again() -> None:
     assert one.known(2) == (0, False)
     one.on_silence(2)
     assert one.poll() == [Ask(2, wait=True)]
-    one.bury(2)  # now peer 3 takes over
+    one.mark_failed(2)  # now peer 3 takes over
     assert one.poll() == [Ask(3, wait=True)]
-    one.bury(3)
+    one.mark_failed(3)
     assert one.owned
 
 
-def test_what_somebody_holds_is_fetched_from_the_lowest_attempt() -> None:
-    one = repair(0, parts=1)
+def test_a_held_average_is_fetched_from_the_lowest_attempt() -> None:
+    one = repair(0, chunks=1)
     one.poll()
     one.on_report(2, {0: version(1, b"x" * 32)}, True)
     one.on_report(3, {0: version(0)}, True)
@@ -82,8 +82,8 @@ def test_what_somebody_holds_is_fetched_from_the_lowest_attempt() -> None:
     assert one.poll() == []
 
 
-def test_the_successor_reduces_what_nobody_can_get_any_more() -> None:
-    one = repair(2, parts=5)
+def test_the_successor_reduces_chunks_that_nobody_can_get() -> None:
+    one = repair(2, chunks=5)
     assert one.owned
     one.poll()
     one.on_report(0, {3: version()}, True)
@@ -97,8 +97,8 @@ def test_the_successor_reduces_what_nobody_can_get_any_more() -> None:
     assert one.poll() == [Redo(2)]
 
 
-def test_who_gives_nothing_of_what_it_says_it_holds_is_not_believed() -> None:
-    one = repair(2, parts=1)
+def test_a_member_that_cannot_give_what_it_claims_to_hold_is_not_believed() -> None:
+    one = repair(2, chunks=1)
     one.poll()
     one.on_report(0, {}, True)
     for nth in range(1000):
@@ -112,8 +112,8 @@ def test_who_gives_nothing_of_what_it_says_it_holds_is_not_believed() -> None:
     assert nth == FAILURES_MAX
 
 
-def test_a_reducer_to_which_only_the_way_broke_is_asked_too() -> None:
-    one = repair(2, trusted=True, parts=1)
+def test_a_live_reducer_with_a_broken_connection_is_asked_too() -> None:
+    one = repair(2, trusted=True, chunks=1)
     assert [action.place for action in one.poll() if isinstance(action, Ask)] == [0, 1, 3]
     for place in (0, 3):
         one.on_report(place, {}, True)
@@ -123,9 +123,9 @@ def test_a_reducer_to_which_only_the_way_broke_is_asked_too() -> None:
     assert one.poll() == [Redo(0)]
 
 
-def test_that_nobody_contributes_is_believed_of_who_found_it_out() -> None:
+def test_an_empty_average_is_accepted_from_the_member_that_determined_it() -> None:
     nobody = bytes(1)
-    one = repair(0, parts=1)
+    one = repair(0, chunks=1)
     one.poll()
     one.on_report(2, {}, True)
     one.on_report(3, {0: version(0, contributors=nobody)}, True)
@@ -135,55 +135,55 @@ def test_that_nobody_contributes_is_believed_of_who_found_it_out() -> None:
 
 
 def test_a_client_helps_the_successor_without_lacking_anything() -> None:
-    client = repair(3, dialable=(0, 1, 2), parts=0)
+    client = repair(3, dialable=(0, 1, 2), chunks=0)
     assert client.poll() == [Ask(2, wait=False)]
     client.on_report(2, {}, False)
     assert client.poll() == [Ask(2, wait=True)]
-    assert repair(0, parts=0).poll() == []
+    assert repair(0, chunks=0).poll() == []
 
 
-def test_a_hundred_swarms_of_repairs_end() -> None:
-    """Members that hold some parts and lose others on the way: all come to hold everything, or die."""
-    for seed in range(100):
-        rng = random.Random(seed)
-        parts = rng.randint(1, 20)
-        members = {place: repair(place, parts=0) for place in (0, 2, 3)}
-        held = {place: {part: version() for part in range(parts) if rng.random() < 0.4} for place in members}
+@pytest.mark.parametrize("seed", range(100))
+def test_repairs_end(seed: int) -> None:
+    """Members that hold some chunks and lose others on the way: all come to hold everything, or die."""
+    rng = random.Random(seed)
+    chunks = rng.randint(1, 20)
+    members = {place: repair(place, chunks=0) for place in (0, 2, 3)}
+    held = {place: {chunk: version() for chunk in range(chunks) if rng.random() < 0.4} for place in members}
+    for place, one in members.items():
+        one.lack(chunk for chunk in range(chunks) if chunk not in held[place])
+    for step in range(1000):
+        if step == 5 and seed % 3 == 0:
+            dead = rng.choice(sorted(members))
+            members.pop(dead)
+            for one in members.values():
+                one.mark_failed(dead)
+        busy = False
         for place, one in members.items():
-            one.lack(part for part in range(parts) if part not in held[place])
-        for step in range(1000):
-            if step == 5 and seed % 3 == 0:
-                dead = rng.choice(sorted(members))
-                members.pop(dead)
-                for one in members.values():
-                    one.bury(dead)
-            busy = False
-            for place, one in members.items():
-                actions = one.poll()
-                assert sum(isinstance(action, Take) for action in actions) <= FETCHES_MAX
-                for action in actions:
-                    busy = True
-                    if isinstance(action, Ask):
-                        one.on_report(
-                            action.place, held[action.place], True
-                        ) if action.place in members else one.on_silence(action.place)
-                    elif isinstance(action, Take) and (action.place not in members or rng.random() < 0.1):
-                        one.on_failed(action)
-                        # it can again, next time
-                        if action.place in members and action.part not in held[place]:
-                            held[place][action.part] = action.version
-                            one.on_held(action.part)
-                    else:
-                        made = (
-                            action.version
-                            if isinstance(action, Take)
-                            else version(attempt(1, place, 4), bytes([place]) * 32)
-                        )
-                        held[place][action.part] = made
-                        one.on_held(action.part)
-            if not busy:
-                break
-        assert all(len(held[place]) == parts for place in members), seed
+            actions = one.poll()
+            assert sum(isinstance(action, Take) for action in actions) <= FETCHES_MAX
+            for action in actions:
+                busy = True
+                if isinstance(action, Ask):
+                    one.on_report(
+                        action.place, held[action.place], True
+                    ) if action.place in members else one.on_silence(action.place)
+                elif isinstance(action, Take) and (action.place not in members or rng.random() < 0.1):
+                    one.on_failed(action)
+                    # it can again, next time
+                    if action.place in members and action.chunk not in held[place]:
+                        held[place][action.chunk] = action.version
+                        one.on_held(action.chunk)
+                else:
+                    made = (
+                        action.version
+                        if isinstance(action, Take)
+                        else version(attempt(1, place, 4), bytes([place]) * 32)
+                    )
+                    held[place][action.chunk] = made
+                    one.on_held(action.chunk)
+        if not busy:
+            break
+    assert all(len(held[place]) == chunks for place in members), seed
 
 
 # ---- patience
@@ -194,7 +194,7 @@ CONFIG = PacingConfig()
 def ticks(
     pacing: StragglerDetector, start_s: float, seconds: float, waited_for: list[int]
 ) -> list[tuple[float, int]]:
-    """Who is given up, and when."""
+    """Return the members that are given up, and when."""
     over = []
     for nth in range(1, int(seconds / CONFIG.tick_s) + 1):
         now_s = start_s + nth * CONFIG.tick_s
@@ -205,7 +205,7 @@ def ticks(
     return over
 
 
-def test_who_is_not_waited_for_has_all_the_time() -> None:
+def test_a_member_that_is_not_waited_for_is_never_given_up() -> None:
     assert ticks(StragglerDetector(4.0, CONFIG, 0.0), 0.0, 100.0, []) == []
 
 
@@ -215,13 +215,13 @@ def test_a_member_that_stops_working_is_given_up_after_the_floor() -> None:
     assert ticks(pacing, 0.0, 20.0, [1, 2]) == [(4.5, 1), (9.5, 2)]  # the second may not have begun yet
 
 
-def test_slow_and_steady_is_waited_for() -> None:
+def test_a_slow_and_steady_member_is_waited_for() -> None:
     pacing = StragglerDetector(4.0, CONFIG, 0.0)
     pacing.worked(1)
     for nth in range(50):
         assert ticks(pacing, nth * 3.5, 3.5, [1]) == []
         pacing.worked(1)
-    assert pacing.patience_s(1) == pytest.approx(14.0)
+    assert pacing.timeout_s(1) == pytest.approx(14.0)
     for nth in range(50, 60):
         assert ticks(pacing, nth * 13.0, 13.0, [1]) == []
         pacing.worked(1)
@@ -233,7 +233,7 @@ def forecast(floor_s: float = 4.0, senders: int = 3) -> TransferEta:
     return found
 
 
-def test_who_cannot_be_through_in_time_is_found_by_its_pace() -> None:
+def test_a_member_that_cannot_finish_in_time_is_detected_from_its_rate() -> None:
     """Once its pace has been watched for a while, and not before; one that can make it is left alone."""
     given, found = forecast(), []
     for nth in range(1, 41):
@@ -246,7 +246,7 @@ def test_who_cannot_be_through_in_time_is_found_by_its_pace() -> None:
     assert [place for place, _ in found[-1]] == [0]
 
 
-def test_where_most_are_late_it_is_we_who_are_slow() -> None:
+def test_nobody_is_late_when_most_are() -> None:
     given = forecast()
     for place in range(3):
         given.came(place, 2_000)
@@ -257,7 +257,7 @@ def test_where_most_are_late_it_is_we_who_are_slow() -> None:
     assert [place for place, _ in lone.late([0], 10.0)] == [0]
 
 
-def test_who_is_held_up_by_another_is_judged_by_its_pace_afterwards() -> None:
+def test_the_rate_of_a_delayed_member_is_measured_afterwards() -> None:
     given = forecast()
     given.came(0, 100)
     given.excused(0, 20.0)
@@ -270,7 +270,7 @@ def test_who_is_held_up_by_another_is_judged_by_its_pace_afterwards() -> None:
     assert [place for place, _ in given.late([1], 61.0)] == [1]  # nothing came, and it is too late
 
 
-def test_our_own_absence_is_not_their_idleness() -> None:
+def test_time_in_which_this_process_was_stopped_does_not_count_as_idleness() -> None:
     pacing = StragglerDetector(4.0, CONFIG, 0.0)
     pacing.worked(1)
     assert pacing.tick([1], 0.25) == []

@@ -17,12 +17,12 @@ from averaging.allreduce.commit import (
     winners,
 )
 from averaging.allreduce.liveness import FailureDetector, LivenessConfig
-from averaging.reduction.chunks import pack, unpack
-from averaging.reduction.partition import plan_parts
+from averaging.reduction.framing import pack, unpack
+from averaging.reduction.partition import plan_chunks
 from averaging.reduction.reduce import first_bad
 from swarm.compression import find
 from swarm.core.errors import PeerError, UsageError
-from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeChunk, ExchangeHeader, ExchangeWithdrawal
+from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeContribution, ExchangeHeader, ExchangeWithdrawal
 
 CODEC = find("float32")
 
@@ -30,14 +30,14 @@ CODEC = find("float32")
 # ---- framing
 
 
-@pytest.mark.parametrize("part", [0, 1, 127, 128, 1 << 20])
+@pytest.mark.parametrize("chunk", [0, 1, 127, 128, 1 << 20])
 @pytest.mark.parametrize("contributors", [b"", b"\x0f", bytes(32)])
-def test_framing(part: int, contributors: bytes) -> None:
-    header = ExchangeHeader(average=ExchangeAverage(part=part, contributors=contributors))
+def test_framing(chunk: int, contributors: bytes) -> None:
+    header = ExchangeHeader(average=ExchangeAverage(chunk=chunk, contributors=contributors))
     message = pack(header, memoryview(b"payload"))
     found, payload = unpack(message)
     assert bytes(payload) == b"payload"
-    assert (found.average.part, found.average.contributors) == (part, contributors)
+    assert (found.average.chunk, found.average.contributors) == (chunk, contributors)
     assert (len(message) - len(payload)) % 16 == 0
     assert pack(header, b"payload") == message  # padding is not added twice
     assert (
@@ -62,11 +62,11 @@ def test_framing_refuses(message: bytes) -> None:
         unpack(message)
 
 
-def test_an_empty_header_is_of_no_kind() -> None:
+def test_an_empty_header_has_no_kind() -> None:
     header, payload = unpack(b"\x00\x00\x00\x00")
     assert header.WhichOneof("kind") is None
     assert not payload
-    assert ExchangeHeader(chunk=ExchangeChunk(part=0)).WhichOneof("kind") == "chunk"
+    assert ExchangeHeader(contribution=ExchangeContribution(chunk=0)).WhichOneof("kind") == "contribution"
 
 
 # ---- assembly
@@ -81,11 +81,16 @@ def test_places() -> None:
 
 
 def test_assembly() -> None:
-    plan = plan_parts(4096, [1.0, 0.0, 1.0], CODEC, 4096)
-    assert [(part.reducer, part.numel) for part in plan.parts] == [(0, 1024), (0, 1024), (2, 1024), (2, 1024)]
+    plan = plan_chunks(4096, [1.0, 0.0, 1.0], CODEC, 4096)
+    assert [(chunk.reducer, chunk.numel) for chunk in plan.chunks] == [
+        (0, 1024),
+        (0, 1024),
+        (2, 1024),
+        (2, 1024),
+    ]
     assembly = Assembly(plan, CODEC)
     everybody, two = encode_places([0, 1, 2], 3), encode_places([0, 1], 3)
-    for reducer, part, contributors, size, message in [
+    for reducer, chunk, contributors, size, message in [
         (0, 2, everybody, 4096, "does not reduce"),
         (0, 9, everybody, 4096, "does not reduce"),
         (1, 0, everybody, 4096, "does not reduce"),
@@ -93,25 +98,27 @@ def test_assembly() -> None:
         (0, 0, b"\xff", 4096, "not a set"),
     ]:
         with pytest.raises(PeerError, match=message):
-            assembly.announce(reducer, part, contributors, size)
-    assert assembly.share(0) == "0 of 2 parts"
-    assert assembly.announce(0, 1, everybody, 4096) is plan.parts[1]
-    assert assembly.share(0) == "1 of 2 parts"
+            assembly.announce(reducer, chunk, contributors, size)
+    assert assembly.share(0) == "0 of 2 chunks"
+    assert assembly.announce(0, 1, everybody, 4096) is plan.chunks[1]
+    assert assembly.share(0) == "1 of 2 chunks"
     assert (assembly.outstanding(0), assembly.outstanding(1), assembly.outstanding(2)) == (1, 0, 2)
     with pytest.raises(PeerError, match="second average"):
         assembly.announce(0, 1, everybody, 4096)
-    for reducer, part in [(0, 0), (2, 2), (2, 3)]:
-        assembly.announce(reducer, part, two, 4096)
-    parts = [Version(0, everybody if part == 1 else two, digest_payload(bytes([part]))) for part in range(4)]
-    for part in (3, 1, 0, 2):
+    for reducer, chunk in [(0, 0), (2, 2), (2, 3)]:
+        assembly.announce(reducer, chunk, two, 4096)
+    chunks = [
+        Version(0, everybody if chunk == 1 else two, digest_payload(bytes([chunk]))) for chunk in range(4)
+    ]
+    for chunk in (3, 1, 0, 2):
         assert not assembly.complete
-        assert assembly.arriving(parts_reducer := plan.parts[part].reducer) == 2 - sum(
-            index in assembly.held for index in (0, 1, 2, 3) if plan.parts[index].reducer == parts_reducer
+        assert assembly.arriving(chunks_reducer := plan.chunks[chunk].reducer) == 2 - sum(
+            index in assembly.held for index in (0, 1, 2, 3) if plan.chunks[index].reducer == chunks_reducer
         )
-        assembly.settle(part, parts[part])
+        assembly.settle(chunk, chunks[chunk])
     assert assembly.complete
     assert not assembly.taken_over
-    pairs = [(version.digest, version.contributors) for version in parts]
+    pairs = [(version.digest, version.contributors) for version in chunks]
     assert assembly.digest() == digest_round(pairs)
     assert assembly.digest() != digest_round([*pairs[:3], (pairs[3][0], everybody)])
     assert assembly.fractions() == {0: 1.0, 1: 1.0, 2: 0.25}
@@ -124,8 +131,8 @@ def test_assembly() -> None:
         assembly.check(3, nobody, 4096)
 
 
-def test_an_average_that_is_forgotten_is_lacking_again() -> None:
-    plan = plan_parts(4096, [1.0, 0.0, 1.0], CODEC, 4096)
+def test_a_forgotten_average_is_missing_again() -> None:
+    plan = plan_chunks(4096, [1.0, 0.0, 1.0], CODEC, 4096)
     assembly = Assembly(plan, CODEC)
     assembly.announce(0, 0, encode_places([0], 3), 4096)
     assert assembly.lacking(0) == [1]
@@ -155,7 +162,7 @@ def votes_of(count: int) -> Votes:
 A, B, C = bytes(32), bytes([1]) * 32, bytes([2]) * 32
 
 
-def test_all_hold_the_same() -> None:
+def test_a_round_commits_when_all_hold_the_same() -> None:
     votes = votes_of(3)
     for place in (1, 2):
         votes.add(Ballot(place=place, digest=A))
@@ -165,7 +172,7 @@ def test_all_hold_the_same() -> None:
     assert votes.verdict() == Verdict(None)
 
 
-def test_an_auxiliary_member_has_no_opinion() -> None:
+def test_the_vote_of_an_auxiliary_member_has_no_digest() -> None:
     votes = votes_of(2)
     votes.add(Ballot(place=1))
     votes.add(Ballot(place=0, digest=A))
@@ -187,7 +194,7 @@ def test_different_bytes_are_resolved_or_end_the_round() -> None:
     assert "peer 1" in verdict.failure
 
 
-def test_who_stays_with_what_few_hold_is_not_asked_any_more() -> None:
+def test_a_member_that_keeps_a_minority_digest_is_no_longer_polled() -> None:
     votes = votes_of(3)
     for number in range(1, 5):
         for place, digest in enumerate((A, A, B)):
@@ -201,14 +208,14 @@ def test_who_stays_with_what_few_hold_is_not_asked_any_more() -> None:
     assert votes.verdict() == Verdict(None)
 
 
-def test_the_dead_are_not_asked() -> None:
+def test_failed_members_are_not_polled() -> None:
     """But those who live must know that they are not."""
     votes = votes_of(3)
     votes.add(Ballot(place=0, digest=A))
     votes.add(Ballot(place=1, digest=A))
     assert votes.verdict() is None
     assert votes.next() is Next.WAIT
-    votes.bury(2)
+    votes.mark_failed(2)
     assert votes.verdict() is None
     assert votes.next() is Next.VOTE
     votes.add(votes.next_ballot(A, {}))
@@ -218,11 +225,11 @@ def test_the_dead_are_not_asked() -> None:
     votes.add(Ballot(place=1, number=2, digest=A, excluded=frozenset({2})))
     assert votes.verdict() == Verdict(None)
     assert votes.live == {0, 1}
-    votes.bury(0)  # nobody buries itself
+    votes.mark_failed(0)  # a member does not mark itself failed
     assert 0 in votes.live
 
 
-def test_whom_others_exclude_is_excluded_and_the_excluded_wait() -> None:
+def test_exclusions_of_polled_members_are_adopted_and_excluded_members_wait() -> None:
     votes = votes_of(3)
     votes.add(Ballot(place=0, digest=A))
     votes.add(Ballot(place=1, digest=A, excluded=frozenset({2})))
@@ -241,34 +248,34 @@ def test_whom_others_exclude_is_excluded_and_the_excluded_wait() -> None:
     assert outcast.verdict() == Verdict(None)
 
 
-def test_what_one_committed_holds_for_who_holds_the_same() -> None:
+def test_a_member_with_a_committed_digest_commits() -> None:
     votes = votes_of(4)
     votes.add(Ballot(place=0, digest=A))
     votes.add(Ballot(place=1, digest=A, number=2, excluded=frozenset({3}), committed=True))
     assert votes.verdict() == Verdict(None)
 
 
-def test_the_last_one_left() -> None:
+def test_the_last_live_member_commits_only_if_allowed() -> None:
     votes = votes_of(3)
     votes.lone_reason = "nobody else"
     votes.add(Ballot(place=0, digest=A))
-    votes.bury(1)
-    votes.bury(2)
+    votes.mark_failed(1)
+    votes.mark_failed(2)
     assert votes.verdict() == Verdict("nobody else")
 
 
-def test_the_word_of_a_member_that_is_gone_excludes_nobody_unless_we_voted_so() -> None:
-    """Else two members, each excluded by somebody who died, would wait for each other for ever."""
+def test_exclusions_of_a_failed_member_count_only_if_this_member_voted_for_them() -> None:
+    """Otherwise two members, each excluded by a failed one, would wait for each other for ever."""
     votes = votes_of(4)
     votes.add(Ballot(place=1, digest=A, excluded=frozenset({2, 3})))
     assert votes.electorate == {0, 1}
-    votes.bury(1)
+    votes.mark_failed(1)
     assert votes.electorate == {0, 2, 3}
     voted = votes_of(4)
     voted.add(Ballot(place=1, digest=A, excluded=frozenset({3})))
     voted.add(voted.next_ballot(A, {}))
     voted.add(Ballot(place=1, number=2, digest=A, excluded=frozenset({2, 3})))
-    voted.bury(1)
+    voted.mark_failed(1)
     assert voted.electorate == {0, 2}, "member 1 may have committed what we voted for without member 3"
     voted.exclude(2)
     assert voted.electorate == {0}
@@ -292,7 +299,7 @@ def test_a_vote_is_cast_once() -> None:
         Ballot(place=1, number=0)
 
 
-def test_a_last_vote_passes_on_whom_others_left_out() -> None:
+def test_a_committed_vote_lists_the_members_that_others_left_out() -> None:
     votes = votes_of(3)
     votes.add(Ballot(place=1, digest=A, left_out={1: "nan", 2: "late"}))
     votes.add(Ballot(place=0, digest=A, left_out={2: "silent"}))
@@ -300,7 +307,7 @@ def test_a_last_vote_passes_on_whom_others_left_out() -> None:
     assert votes.cast[0] == Ballot(place=0, digest=A, committed=True, left_out={1: "nan", 2: "silent"})
 
 
-def test_most_others_hold_everything() -> None:
+def test_a_member_is_overtaken_when_most_others_hold_everything() -> None:
     votes = votes_of(4)
     votes.add(Ballot(place=1, digest=A))
     assert not votes.overtaken
@@ -308,7 +315,7 @@ def test_most_others_hold_everything() -> None:
     assert votes.overtaken
 
 
-def test_which_version_wins() -> None:
+def test_the_version_that_most_hold_wins() -> None:
     def version(attempt: int, digest: bytes, contributors: bytes = b"\x07") -> Version:
         return Version(attempt, contributors, digest)
 
@@ -333,14 +340,14 @@ CONFIG = LivenessConfig()
 def ticks(
     liveness: FailureDetector, start_s: float, count: int, step_s: float = 0.1
 ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-    """Tick `count` times; (when, whom) for beats and for deaths."""
-    beats, dead = [], []
+    """Tick `count` times; return (time, member) of heartbeats and of failures."""
+    heartbeats, dead = [], []
     for nth in range(1, count + 1):
         now_s = start_s + nth * step_s
         sent, lost = liveness.tick(now_s)
-        beats += [(round(now_s, 6), place) for place in sent]
+        heartbeats += [(round(now_s, 6), place) for place in sent]
         dead += [(round(now_s, 6), place) for place, _ in lost]
-    return beats, dead
+    return heartbeats, dead
 
 
 def known(ours: list[int], theirs: list[int]) -> FailureDetector:
@@ -350,37 +357,37 @@ def known(ours: list[int], theirs: list[int]) -> FailureDetector:
     return liveness
 
 
-def test_a_silent_peer_dies_within_a_second() -> None:
-    beats, dead = ticks(known([1], []), 0.0, 20)
-    assert beats == [(0.1, 1)]
+def test_a_silent_peer_is_marked_failed_within_a_second() -> None:
+    heartbeats, dead = ticks(known([1], []), 0.0, 20)
+    assert heartbeats == [(0.1, 1)]
     assert dead == [(0.9, 1)]
 
 
-def test_one_that_beats_us_is_probed_first() -> None:
-    beats, dead = ticks(known([], [2]), 0.0, 20)
-    assert beats == [(0.3, 2)]
+def test_a_member_that_should_send_heartbeats_is_probed_first() -> None:
+    heartbeats, dead = ticks(known([], [2]), 0.0, 20)
+    assert heartbeats == [(0.3, 2)]
     assert dead == [(0.9, 2)]
 
 
-def test_answers_keep_it_alive() -> None:
+def test_a_member_that_answers_is_not_marked_failed() -> None:
     liveness = known([1], [])
     for nth in range(100):
-        beats, dead = ticks(liveness, nth * 0.1, 1)
+        heartbeats, dead = ticks(liveness, nth * 0.1, 1)
         assert not dead
-        for _, place in beats:
+        for _, place in heartbeats:
             liveness.answered(place, 0.01)
     liveness.answered(7, 0.1)  # nobody we know
 
 
-def test_anything_heard_and_told_counts_and_spares_beats() -> None:
+def test_any_message_in_both_directions_replaces_heartbeats() -> None:
     liveness = known([1], [])
     for nth in range(50):
         liveness.heard(1)
-        liveness.told(1)
+        liveness.sent(1)
         assert ticks(liveness, nth * 0.05, 1, 0.05) == ([], [])
 
 
-def test_our_own_absence_is_not_their_silence() -> None:
+def test_time_in_which_this_process_was_stopped_does_not_count_as_silence() -> None:
     """Stopped for ten seconds, or starved of processor time, this process accuses nobody for it."""
     liveness = known([1], [2])
     assert ticks(liveness, 0.0, 3, 10.0)[1] == []
@@ -390,9 +397,9 @@ def test_a_slow_peer_gets_more_time() -> None:
     liveness = known([1], [])
     ticks(liveness, 0.0, 1)
     liveness.answered(1, 0.6)
-    assert liveness.patience_s(1) == pytest.approx(0.3 + 3 * 0.6)
+    assert liveness.timeout_s(1) == pytest.approx(0.3 + 3 * 0.6)
     liveness.answered(1, 60.0)
-    assert liveness.patience_s(1) == pytest.approx(0.3 + CONFIG.patience_s_max)
+    assert liveness.timeout_s(1) == pytest.approx(0.3 + CONFIG.timeout_s_max)
 
 
 def test_a_new_peer_gets_time_to_begin() -> None:
@@ -400,7 +407,7 @@ def test_a_new_peer_gets_time_to_begin() -> None:
     assert dead == [(3.3, 1)]
 
 
-def test_unanswered_beats_are_repeated_and_the_forgotten_left_alone() -> None:
+def test_unanswered_heartbeats_are_repeated_and_forgotten_members_get_none() -> None:
     liveness = known([1, 2], [])
     assert [place for _, place in ticks(liveness, 0.0, 1)[0]] == [1, 2]
     liveness.unanswered(1)
@@ -413,6 +420,6 @@ def test_unanswered_beats_are_repeated_and_the_forgotten_left_alone() -> None:
 
 def test_liveness_config() -> None:
     with pytest.raises(UsageError):
-        LivenessConfig(beat_s=0.0)
+        LivenessConfig(heartbeat_interval_s=0.0)
     with pytest.raises(UsageError):
-        LivenessConfig(patience_s_max=0.1)
+        LivenessConfig(timeout_s_max=0.1)

@@ -1,4 +1,4 @@
-"""The tensor work of a round: the same bytes whether a part is one block or many, and what cannot be sent or
+"""The tensor work of a round: the same bytes whether a chunk is one block or many, and what cannot be sent or
 averaged.
 """
 
@@ -12,8 +12,8 @@ import torch
 from averaging.allreduce.commit import digest_payload
 from averaging.allreduce.work import Arrived, Averaged, ReductionKernels, Spoiled
 from averaging.reduction.averages import Averages, ResultBuffer
-from averaging.reduction.chunks import unpack
-from averaging.reduction.partition import Plan, plan_parts
+from averaging.reduction.framing import unpack
+from averaging.reduction.partition import Plan, plan_chunks
 from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.vector import FlatVector
 from swarm.compression import find
@@ -22,12 +22,14 @@ from swarm.compression.plain import PlainCodec
 NUMEL = 20_000
 
 
-def bench(codec_name: str, vector: torch.Tensor, block: int = 1 << 15, cut: int = NUMEL) -> ReductionKernels:
-    """`cut`: the vector lies in tensors of so many elements."""
+def kernels(
+    codec_name: str, vector: torch.Tensor, block: int = 1 << 15, cut: int = NUMEL
+) -> ReductionKernels:
+    """`cut`: the vector lies in tensors of these numbers of elements."""
     found = find(codec_name)
     assert isinstance(found, PlainCodec)
     codec = replace(found, block=block)
-    plan: Plan = plan_parts(NUMEL, [1.0, 1.0], codec, 1 << 20)
+    plan: Plan = plan_chunks(NUMEL, [1.0, 1.0], codec, 1 << 20)
     return ReductionKernels(
         plan,
         codec,
@@ -41,15 +43,15 @@ def bench(codec_name: str, vector: torch.Tensor, block: int = 1 << 15, cut: int 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("block", [1024, 4096, 1 << 18])
 @pytest.mark.parametrize("cut", [77, 3000, NUMEL])
-def test_blocks_and_borders_of_tensors_do_not_show(codec: str, block: int, cut: int) -> None:
+def test_blocks_and_borders_of_tensors_do_not_change_the_bytes(codec: str, block: int, cut: int) -> None:
     generator = torch.Generator().manual_seed(5)
     ours, theirs = (torch.randn(NUMEL, generator=generator) for _ in range(2))
-    one, other = bench(codec, ours, block, cut), bench(codec, theirs, block, cut)
-    mine, _ = one.plan.parts
+    one, other = kernels(codec, ours, block, cut), kernels(codec, theirs, block, cut)
+    mine, _ = one.plan.chunks
     (message,) = other.encode([mine])
     assert isinstance(message, bytes)
     header, payload = unpack(message)
-    assert header.chunk.part == mine.index
+    assert header.contribution.chunk == mine.index
     dtype = getattr(torch, codec)
     sent = theirs[mine.start : mine.stop].to(dtype)
     assert bytes(payload) == sent.view(torch.uint8).numpy().tobytes()
@@ -69,36 +71,36 @@ def test_blocks_and_borders_of_tensors_do_not_show(codec: str, block: int, cut: 
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16"])
-def test_what_cannot_be_sent_ends_the_batch(codec: str) -> None:
+def test_a_value_that_cannot_be_sent_ends_the_batch(codec: str) -> None:
     vector = torch.zeros(NUMEL)
-    work = bench(codec, vector)
-    first, second = work.plan.parts
+    work = kernels(codec, vector)
+    first, second = work.plan.chunks
     vector[second.start + 3] = float("nan")
     messages = work.encode([first, second, first])
     assert len(messages) == 2
     assert isinstance(messages[0], bytes)
     assert messages[1] == second.start + 3
-    work.withdraw_part(second)
-    assert str(work.withdrawn).startswith(f"element {second.start + 3} of its vector is nan")
+    work.exclude_self_for(second)
+    assert str(work.excluded_reason).startswith(f"element {second.start + 3} of its vector is nan")
 
 
-def test_spoiled() -> None:
+def test_members_that_spoil_an_average_are_named() -> None:
     vector = torch.zeros(NUMEL)
-    work = bench("float32", vector)
-    part = work.plan.parts[0]
-    fine = bytes(4 * part.numel)
-    nan = torch.full((part.numel,), float("nan")).numpy().tobytes()
-    own = vector[part.start : part.stop]
-    (done,) = work.reduce([Job(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
-    assert done == Spoiled(part, (1,))
+    work = kernels("float32", vector)
+    chunk = work.plan.chunks[0]
+    fine = bytes(4 * chunk.numel)
+    nan = torch.full((chunk.numel,), float("nan")).numpy().tobytes()
+    own = vector[chunk.start : chunk.stop]
+    (done,) = work.reduce([Job(chunk, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
+    assert done == Spoiled(chunk, (1,))
     assert (
-        work.flaw(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)], 1)
+        work.flaw(chunk, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)], 1)
         == "element 0 is NaN or infinity"
     )
     own[-1] = float("inf")
-    (done,) = work.reduce([Job(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
-    assert done == Spoiled(part, (0,))
-    assert work.settle([Arrived(part, memoryview(nan), b"\x03")]) == [None]
+    (done,) = work.reduce([Job(chunk, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
+    assert done == Spoiled(chunk, (0,))
+    assert work.settle([Arrived(chunk, memoryview(nan), b"\x03")]) == [None]
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
@@ -107,8 +109,8 @@ def test_the_default_dtype_changes_no_byte(codec: str, default: torch.dtype) -> 
     ours = torch.randn(NUMEL, generator=torch.Generator().manual_seed(5))
 
     def everything() -> list[object]:
-        work = bench(codec, ours, cut=777)  # parts reach over tensors' borders
-        mine, theirs = work.plan.parts
+        work = kernels(codec, ours, cut=777)  # chunks reach over tensors' borders
+        mine, theirs = work.plan.chunks
         sent = work.encode([theirs])
         (done,) = work.reduce(
             [Job(mine, [Contribution(1, 1.0, bytes(work.codec.encoded_bytes(mine.numel)))], own=True)]

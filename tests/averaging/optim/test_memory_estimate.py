@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +164,25 @@ def test_a_drift_is_found_piece_by_piece_without_copies_of_the_model(
     assert relative_distance([], []) == relative_distance([torch.zeros(3)], [torch.zeros(3)]) == 0.0
     assert relative_distance([torch.ones(4)], [torch.zeros(4)]) == 2.0
     assert math.isnan(relative_distance([torch.full((2,), math.nan)], [torch.ones(2)]))
+
+
+DOCUMENTED: dict[str, Any] = {
+    "`gradients`": Gradients(),
+    "`gradients`, delayed": Gradients(delayed=True),
+    "`local`": Local(),
+    "`diloco`": Diloco(),
+    "`diloco`, `streaming=4`": Diloco(streaming=4),
+    "`gossip`": Gossip(),
+}
+
+
+def test_the_documented_table_is_what_the_estimate_says() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
+    told = {row[0]: row[1:] for row in rows if row[0] in DOCUMENTED and len(row) == 4}
+    columns: list[dict[str, Any]] = [{}, {"error_feedback": True}, {"offload": True}]
+    for name, mode in DOCUMENTED.items():
+        expected = [
+            bytes_per_parameter(mode, optimizer_statistics=2, **{**WITHOUT, **column}) for column in columns
+        ]
+        assert told[name] == [f"{one.device:g} + {one.host:g}" for one in expected]

@@ -21,7 +21,7 @@ from averaging.reduction.lowrank import (
     host_product,
     host_subtract_product,
 )
-from averaging.reduction.partition import Part, plan_parts
+from averaging.reduction.partition import Chunk, plan_chunks
 from averaging.reduction.powersgd import LowRank
 from averaging.reduction.reduce import Contribution, blocks
 from averaging.reduction.robust import RULES, Aggregation, Rows, prepare
@@ -53,7 +53,7 @@ def aggregated(rule: str, clip: float | None, vectors: list[torch.Tensor]) -> tu
     for place, vector in enumerate(vectors[1:], 1):
         scratch = torch.empty(codec.encoded_bytes(numel), dtype=torch.uint8, device="cpu")
         contributions.append(Contribution(place, 0.5, bytes(codec.encode(vector, scratch))))
-    cut = blocks(Part(0, 0, 0, numel), codec)
+    cut = blocks(Chunk(0, 0, 0, numel), codec)
     total, scratch = torch.empty(numel, **CPU), torch.empty(numel, **CPU)
     prepared = prepare(Aggregation(rule=rule, clip_to_median=clip), contributions, codec, cut, total, Rows())
     for block in cut:
@@ -108,7 +108,7 @@ class Answer(Averages):
 
     def __init__(self, average: torch.Tensor) -> None:
         super().__init__(
-            plan_parts(average.numel(), [1.0], find("float32"), 1 << 20), find("float32"), ResultBuffer()
+            plan_chunks(average.numel(), [1.0], find("float32"), 1 << 20), find("float32"), ResultBuffer()
         )
         self.average = average
 
@@ -134,12 +134,12 @@ def staged(seed: int) -> list[bytes]:
         base[:, 9:],
     ]
     staging, found = Staging(tensors), []
-    for lent in (True, False):
-        vector = staging.take(lent=lent)
+    for read_in_place in (True, False):
+        vector = staging.take(read_in_place=read_in_place)
         pieces = [piece for _, piece in vector.pieces(0, vector.numel)]
         found += [bits(piece) for piece in pieces]
         answer = Answer(torch.cat(pieces) * 0.5)
-        if lent:
+        if read_in_place:
             staging.put(answer)
         else:
             staging.add_difference(answer)

@@ -62,7 +62,7 @@ def random_members(seed: int) -> list[ReducerLoad]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_cut_is_faster(seed: int) -> None:
+def test_no_other_cut_is_faster(seed: int) -> None:
     members = random_members(seed)
     found = shares(members)
     assert sum(found) == pytest.approx(1.0)
@@ -95,7 +95,7 @@ def test_a_mistaken_measurement_does_not_make_the_mistaken_one_the_bottleneck() 
     assert shares([load(1.0), load(1.0), load(1.0), load(10.0)])[3] == pytest.approx(1.0)
 
 
-def test_plain_cases() -> None:
+def test_shares_of_simple_groups_are_as_expected() -> None:
     assert shares([load(7.0)] * 4) == pytest.approx([0.25] * 4)
     # as good as equal
     assert shares([load(1.0), load(1.2), load(0.9), load(1.3)]) == pytest.approx([0.25] * 4)

@@ -44,12 +44,12 @@ def one_round(
 
 
 def time_of(found: Sequence[float], ups: Sequence[float]) -> float:
-    """Of a round with these shares, in transfers of the whole vector."""
+    """Return the duration of a round with these shares, in transfers of the whole vector."""
     return max((1.0 - share + share * (len(ups) - 1)) / up for share, up in zip(found, ups, strict=True))
 
 
 @pytest.mark.parametrize("vector_mib", [1, 16])
-def test_a_slow_upload_gets_next_to_nothing_to_reduce_and_the_round_takes_what_its_own_values_take(
+def test_a_slow_upload_reduces_almost_nothing_and_limits_the_round_only_by_its_own_values(
     vector_mib: int,
 ) -> None:
     """One of four has 1 Mbit/s up, the others 100."""
@@ -78,9 +78,9 @@ def test_unequal_links_are_balanced_within_a_few_rounds(ups: tuple[float, ...]) 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_equal_links_stay_balanced_whatever_their_buffers_make_of_the_measurement(seed: int) -> None:
-    """What a transport took at once makes a link look up to twice as fast as it is, and differently in every
-    round.
+def test_equal_links_stay_balanced_although_buffers_distort_the_measurement(seed: int) -> None:
+    """Bytes that a transport accepted at once make a link look up to twice as fast as it is, and differently
+    in every round.
     """
     rng = random.Random(seed)
     speeds, ups = [Speed() for _ in range(4)], [12.5e6] * 4

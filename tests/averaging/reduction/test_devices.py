@@ -2,7 +2,7 @@
 there yet.
 
 Where there is no GPU, `LateQueue` is one: its copies come when they are waited for. Tests with a GPU are in
-`tests/averaging/test_cuda.py`.
+`tests/gpu`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from averaging.allreduce.assembly import encode_places
 from averaging.allreduce.commit import Version
 from averaging.allreduce.work import Averaged, ReductionKernels
 from averaging.reduction.averages import Averages, ResultBuffer
-from averaging.reduction.chunks import unpack
 from averaging.reduction.devices import CudaQueue, PlainQueue, Queues, queue_of
 from averaging.reduction.feedback import Feedback
-from averaging.reduction.partition import Part, plan_parts
+from averaging.reduction.framing import unpack
+from averaging.reduction.partition import Chunk, plan_chunks
 from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.staging import Staging
 from averaging.reduction.vector import HOST, FlatVector
@@ -82,7 +82,7 @@ class FakeCuda:
         self._now.known = {*self._now.known, name}
 
 
-def test_a_queue_orders_what_streams_are_asked() -> None:
+def test_a_queue_orders_the_calls_of_its_streams() -> None:
     cuda = FakeCuda()
     queue = CudaQueue(torch.device("cpu"), cuda)
     cuda.call("backward")
@@ -168,7 +168,7 @@ def test_the_trainers_stream_waits_for_an_upload_and_its_thread_does_not() -> No
     assert queue.upload(torch.zeros(8, dtype=torch.uint8)) is None
 
 
-def test_the_host_needs_no_queue_and_other_devices_get_a_plain_one() -> None:
+def test_the_host_has_no_queue_and_unknown_devices_get_a_plain_one() -> None:
     assert queue_of(HOST) is None
     assert not Queues([HOST])
     assert isinstance(queue_of(torch.device("meta")), PlainQueue)
@@ -192,8 +192,8 @@ def test_the_host_needs_no_queue_and_other_devices_get_a_plain_one() -> None:
 )
 def test_pinned_memory_of_averages_is_hardly_larger_than_they_are_and_is_used_again(sizes: list[int]) -> None:
     queues, queue = late()
-    landing = ResultBuffer(queues)
-    places = landing.room(sizes)
+    result_buffer = ResultBuffer(queues)
+    places = result_buffer.room(sizes)
     assert [place.numel() for place in places] == sizes
     for nth, place in enumerate(places):
         place.fill_(nth % 251)
@@ -202,13 +202,13 @@ def test_pinned_memory_of_averages_is_hardly_larger_than_they_are_and_is_used_ag
     assert all(size.bit_count() == 1 for size in blocks.values())  # as torch would round them up to
     assert sum(blocks.values()) <= 1.2 * sum(sizes) + max(sizes, default=0)
     before = len(queue.host_allocations)
-    assert [place.data_ptr() for place in landing.room(sizes)] == [place.data_ptr() for place in places]
-    landing.room(sizes[: len(sizes) // 2])
+    assert [place.data_ptr() for place in result_buffer.room(sizes)] == [place.data_ptr() for place in places]
+    result_buffer.room(sizes[: len(sizes) // 2])
     assert len(queue.host_allocations) == before == len(blocks)
 
 
 class HalfThere(FlatVector):
-    """As if every other part lay on the host, or on both sides of a border between devices."""
+    """As if every other chunk lay on the host, or on both sides of a border between devices."""
 
     def device_of(self, start: int, stop: int) -> torch.device:
         return torch.device("meta") if start // 4096 % 2 else HOST
@@ -226,43 +226,45 @@ def tensors(seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=chance) for shape in SHAPES]
 
 
-def bench(
-    vector: FlatVector, codec: str, feedback: Feedback | None, landing: ResultBuffer
+def kernels(
+    vector: FlatVector, codec: str, feedback: Feedback | None, result_buffer: ResultBuffer
 ) -> ReductionKernels:
-    plan = plan_parts(NUMEL, [1.0, 1.0], find(codec), 4096)
+    plan = plan_chunks(NUMEL, [1.0, 1.0], find(codec), 4096)
     found = ReductionKernels(
-        plan, find(codec), 0, vector, Averages(plan, find(codec), landing), weights=(1.0, 1.0)
+        plan, find(codec), 0, vector, Averages(plan, find(codec), result_buffer), weights=(1.0, 1.0)
     )
     found.feedback = feedback.begin() if feedback is not None else None
     return found
 
 
 def everything(work: ReductionKernels) -> dict[str, Any]:
-    """All that a round makes of a vector: our messages, the average of our span with another's values, what
+    """All that a round makes of a vector: our messages, the average of our shard with another's values, what
     error feedback keeps.
     """
-    mine, theirs = (work.plan.of_reducer(place) for place in (0, 1))
+    mine, theirs = (work.plan.shard(place) for place in (0, 1))
     sent = [message for at in range(0, len(theirs), 2) for message in work.encode(theirs[at : at + 2])]
     assert all(isinstance(message, bytes) for message in sent)
     other = work.codec
     chance = torch.Generator().manual_seed(99)
     done = []
-    for part in mine:
-        values = torch.randn(part.numel, generator=chance)
-        payload = bytes(other.encode(values, torch.empty(other.encoded_bytes(part.numel), dtype=torch.uint8)))
-        contributions = [Contribution(0, 1.0, work.own_values(part)), Contribution(1, 1.0, payload)]
-        (averaged,) = work.reduce([Job(part, contributions)])
+    for chunk in mine:
+        values = torch.randn(chunk.numel, generator=chance)
+        payload = bytes(
+            other.encode(values, torch.empty(other.encoded_bytes(chunk.numel), dtype=torch.uint8))
+        )
+        contributions = [Contribution(0, 1.0, work.own_values(chunk)), Contribution(1, 1.0, payload)]
+        (averaged,) = work.reduce([Job(chunk, contributions)])
         assert isinstance(averaged, Averaged)
         done.append(averaged.digest)
-    for part, message in zip(theirs, sent, strict=True):
+    for chunk, message in zip(theirs, sent, strict=True):
         assert isinstance(message, bytes)
-        work.averages.keep(part, unpack(message)[1])
+        work.averages.keep(chunk, unpack(message)[1])
     return {"sent": sent, "digests": done, "again": work.encoded(theirs[0])}
 
 
 @pytest.mark.parametrize("codec", sorted(set(names())))
 @pytest.mark.parametrize("fed", [False, True])
-def test_a_round_makes_the_same_bytes_with_copies_that_come_late(codec: str, fed: bool) -> None:
+def test_a_round_makes_the_same_bytes_when_copies_arrive_late(codec: str, fed: bool) -> None:
     queues, queue = late()
     here, there = Staging(tensors(1)), Staging(tensors(1), queues)
     cut = there.cut
@@ -271,11 +273,11 @@ def test_a_round_makes_the_same_bytes_with_copies_that_come_late(codec: str, fed
         if fed
         else [None, None]
     )
-    landings = [ResultBuffer(), ResultBuffer(queues)]
+    result_buffers = [ResultBuffer(), ResultBuffer(queues)]
     for _ in range(2):
         works = [
-            bench(staging.take(lent=True), codec, fed_back, landing)
-            for staging, fed_back, landing in zip((here, there), feedback, landings, strict=True)
+            kernels(staging.take(read_in_place=True), codec, fed_back, result_buffer)
+            for staging, fed_back, result_buffer in zip((here, there), feedback, result_buffers, strict=True)
         ]
         assert everything(works[0]) == everything(works[1])
         assert queue.under_way == 0
@@ -284,23 +286,23 @@ def test_a_round_makes_the_same_bytes_with_copies_that_come_late(codec: str, fed
             if fed_back is not None:
                 everybody = encode_places((0, 1), 2)
                 # the last one was made without us
-                held = {part.index: Version(0, everybody, b"") for part in work.plan.parts[:-1]}
+                held = {chunk.index: Version(0, everybody, b"") for chunk in work.plan.chunks[:-1]}
                 work.conclude(held)
                 states.append(fed_back.state_dict()["sender"])
             staging.put(work.averages)
         assert all(torch.equal(one, other) for one, other in zip(here.tensors, there.tensors, strict=True))
         assert all(torch.equal(state, states[0]) for state in states)
     assert queue.forks >= 2
-    landings[1].room([])  # as the next round does: nothing has changed what was being copied
+    result_buffers[1].room([])  # as the next round does: nothing has changed what was being copied
 
 
-def test_parts_of_several_devices_are_put_together_on_the_host() -> None:
+def test_chunks_of_several_devices_are_put_together_on_the_host() -> None:
     queues = Queues([torch.device("meta")], LateQueue)
     pieces = [tensor.view(-1) for tensor in tensors(3)]
     queues.fork()
     mixed, plain = HalfThere(pieces, queues), FlatVector(pieces)
-    found = everything(bench(mixed, "int8", None, ResultBuffer()))
-    work = bench(plain, "int8", None, ResultBuffer())
+    found = everything(kernels(mixed, "int8", None, ResultBuffer()))
+    work = kernels(plain, "int8", None, ResultBuffer())
     assert found == everything(work)
     targets = [torch.zeros(NUMEL) for _ in range(2)]
     work.averages.write(HalfThere([targets[0]], queues))
@@ -310,36 +312,61 @@ def test_parts_of_several_devices_are_put_together_on_the_host() -> None:
     assert float(targets[0].abs().max()) == 0.0
 
 
-def test_what_cannot_be_sent_is_found_there_too() -> None:
+def test_values_that_cannot_be_sent_are_found_on_devices() -> None:
     queues, queue = late()
     mine = tensors(1)
     mine[-1][5000] = float("nan")
-    work = bench(Staging(mine, queues).take(lent=True), "int8", None, ResultBuffer(queues))
-    parts = work.plan.of_reducer(1)
-    messages = work.encode(parts)
+    work = kernels(Staging(mine, queues).take(read_in_place=True), "int8", None, ResultBuffer(queues))
+    chunks = work.plan.shard(1)
+    messages = work.encode(chunks)
     assert messages[-1] == NUMEL - 9000 + 5000
     assert queue.under_way == 0  # those behind it were waited for: their memory is used again
-    work.withdraw(int(messages[-1]))
-    assert "nan" in str(work.withdrawn)
+    work.exclude_self(int(messages[-1]))
+    assert "nan" in str(work.excluded_reason)
+
+
+@pytest.mark.parametrize("nth", [0, 1, 7])
+def test_decoding_that_runs_out_of_memory_first_leaves_the_tensors_as_they_were(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queues, _ = late()
+    staging, codec = Staging(tensors(1), queues), find("int8")
+    work = kernels(staging.take(read_in_place=True), "int8", None, ResultBuffer(queues))
+    everything(work)
+    before, decode, calls = [tensor.clone() for tensor in staging.tensors], codec.decode, iter(range(99))
+
+    def decode_half_if_there_is_no_room(payload: Any, scratch: torch.Tensor) -> torch.Tensor:
+        values = decode(payload, scratch)
+        if next(calls) == nth:
+            scratch[scratch.numel() // 2 :] = float("nan")
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return values
+
+    monkeypatch.setattr(type(codec), "decode", lambda _, *given: decode_half_if_there_is_no_room(*given))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        staging.put(work.averages)
+    assert work.averages.written == (nth > 0)
+    unchanged = all(torch.equal(one, other) for one, other in zip(staging.tensors, before, strict=True))
+    assert unchanged == (nth == 0)
 
 
 def test_differences_arrive_on_devices() -> None:
     queues, _ = late()
     here, there = Staging(tensors(1)), Staging(tensors(1), queues)
-    plan = plan_parts(NUMEL, [1.0], find("float16"), 4096)
+    plan = plan_chunks(NUMEL, [1.0], find("float16"), 4096)
     for staging in (here, there):
-        staging.take(lent=False)
+        staging.take(read_in_place=False)
         averages = Averages(plan, find("float16"), ResultBuffer(staging.queues))
-        for part in plan.parts:
-            values = torch.linspace(-1, 1, part.numel)
+        for chunk in plan.chunks:
+            values = torch.linspace(-1, 1, chunk.numel)
             averages.keep(
-                part, find("float16").encode(values, torch.empty(2 * part.numel, dtype=torch.uint8))
+                chunk, find("float16").encode(values, torch.empty(2 * chunk.numel, dtype=torch.uint8))
             )
-        averages.keep_nothing(plan.parts[1])
+        averages.mark_empty(plan.chunks[1])
         for tensor in staging.tensors:
             tensor.mul_(3.0)
         staging.add_difference(averages)
-        staging.put(averages)  # parts without an average stay as they are
+        staging.put(averages)  # chunks without an average stay as they are
     assert all(torch.equal(one, other) for one, other in zip(here.tensors, there.tensors, strict=True))
 
 
@@ -347,20 +374,20 @@ def test_the_copies_of_a_staging_lie_by_device() -> None:
     mine = [torch.randn(4), torch.randn(3, 5).t(), torch.randn(6).to(torch.float16), torch.randn(7)]
     staging = Staging(mine)
     assert staging.cut == [(32, HOST)]
-    lent = staging.take(lent=True)
+    read_in_place = staging.take(read_in_place=True)
     # flat ones are read where they are
-    assert [piece.numel() for _, piece in lent.pieces(0, 32)] == [4, 21, 7]
-    assert len(list(staging.take(lent=False).pieces(0, 32))) == 1
-    assert torch.equal(lent.read(0, 32), staging.take(lent=False).read(0, 32))
+    assert [piece.numel() for _, piece in read_in_place.pieces(0, 32)] == [4, 21, 7]
+    assert len(list(staging.take(read_in_place=False).pieces(0, 32))) == 1
+    assert torch.equal(read_in_place.read(0, 32), staging.take(read_in_place=False).read(0, 32))
 
 
-def test_a_part_knows_its_device() -> None:
+def test_a_chunk_knows_its_device() -> None:
     vector = FlatVector([torch.zeros(5), torch.zeros(5)])
     assert vector.device_of(0, 10) == vector.device_of(0, 0) == HOST
-    assert Part(0, 0, 0, 10).numel == vector.numel
+    assert Chunk(0, 0, 0, 10).numel == vector.numel
 
 
-def test_working_before_a_fork_is_noticed() -> None:
+def test_working_before_a_fork_is_refused() -> None:
     """The stand-in itself must be able to fail."""
     queues, queue = late()
     with pytest.raises(AssertionError, match="after a fork"), queues.working():

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from averaging.reduction.feedback import NO_SHARD, Feedback, FeedbackRound, Residual, Shard
-from averaging.reduction.partition import Part, Plan, plan_parts
+from averaging.reduction.partition import Chunk, Plan, plan_chunks
 from averaging.reduction.reduce import Contribution, Mean, blocks
 from swarm.compression import Codec, find
 from swarm.core.errors import UsageError
@@ -25,7 +25,7 @@ EPSILON = 2.0**-24
 
 
 def send(opened: FeedbackRound, codec: Codec, start: int, values: torch.Tensor) -> tuple[torch.Tensor, bytes]:
-    """One part: what the others decode, and its bytes."""
+    """One chunk: what the others decode, and its bytes."""
     given_ = opened.give(start, values, torch.empty(values.numel()))
     payload = encoded(codec, given_)
     opened.sent(start, given_, payload, torch.empty(values.numel()))
@@ -45,7 +45,7 @@ def test_nothing_is_lost_over_any_sequence_of_rounds(
 ) -> None:
     codec, feedback = find(name), Feedback(numel, find(name))
     edges = [0, *sorted({cut for cut in cuts if cut < numel}), numel]
-    parts = list(itertools.pairwise(edges))
+    chunks = list(itertools.pairwise(edges))
     wanted, got, rounding = (
         torch.zeros(numel).double(),
         torch.zeros(numel).double(),
@@ -59,10 +59,10 @@ def test_nothing_is_lost_over_any_sequence_of_rounds(
         before = feedback.state_dict()["sender"].clone()
         opened = feedback.begin()
         delivered = torch.zeros(numel).double()
-        for start, stop in parts[: 1 if outcome == "fail early" else None]:
+        for start, stop in chunks[: 1 if outcome == "fail early" else None]:
             delivered[start:stop] = send(opened, codec, start, values[start:stop])[0].double()
-        if outcome == "left out":  # of the first part, in a round that is committed
-            start, stop = parts[0]
+        if outcome == "left out":  # of the first chunk, in a round that is committed
+            start, stop = chunks[0]
             opened.undelivered(start, values[start:stop])
             delivered[start:stop] = 0.0
         if outcome.startswith("fail"):
@@ -79,7 +79,7 @@ def test_nothing_is_lost_over_any_sequence_of_rounds(
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "int8", "int4", "topk"])
-def test_codecs_that_round_leave_exactly_what_they_left_out(name: str) -> None:
+def test_residuals_of_rounding_codecs_are_exact(name: str) -> None:
     values = torch.randn(50_000, generator=torch.Generator().manual_seed(1)) ** 3
     feedback = Feedback(50_000, find(name))
     opened = feedback.begin()
@@ -89,8 +89,8 @@ def test_codecs_that_round_leave_exactly_what_they_left_out(name: str) -> None:
     assert feedback.norms()[0] > 0
 
 
-def test_sent_again_is_the_same_bytes() -> None:
-    """A successor of a dead reducer asks for a part again: within a round it gets the same."""
+def test_sending_again_gives_the_same_bytes() -> None:
+    """A successor of a dead reducer asks for a chunk again: within a round it gets the same."""
     codec, values = find("int4"), torch.randn(5000)
     feedback = Feedback(5000, codec)
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_sent_again_is_the_same_bytes() -> None:
         opened.commit()
 
 
-def test_our_own_part_loses_nothing() -> None:
+def test_the_own_shard_of_a_reducer_loses_nothing() -> None:
     codec = find("sign")
     feedback = Feedback(200, codec)
     opened = feedback.begin()
@@ -136,7 +136,7 @@ def test_transactions_are_ended_once_and_one_at_a_time() -> None:
         feedback.begin(Shard(start=5, stop=11, members=b""))
 
 
-def test_a_reducers_residual_is_dropped_and_counted_when_its_span_or_members_change() -> None:
+def test_a_reducers_residual_is_dropped_and_counted_when_its_shard_or_members_change() -> None:
     codec, feedback = find("int2"), Feedback(100, find("int2"))
 
     def reduce(span: Shard) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_a_reducers_residual_is_dropped_and_counted_when_its_span_or_members_cha
     assert feedback.dropped == 2
     assert feedback.dropped_norm > 0
     opened = feedback.begin(Shard(start=0, stop=51, members=b"abc"))
-    another = torch.ones(40)  # of a dead reducer's span
+    another = torch.ones(40)  # of a dead reducer's shard
     opened.correct(51, another)
     opened.reduced(51, another, encoded(codec, another), torch.empty(40))
     assert torch.equal(another, torch.ones(40))
@@ -178,50 +178,50 @@ class Group:
     """Members that average in turn, each with its own feedback."""
 
     def __init__(self, members: int, numel: int, codec: Codec) -> None:
-        self.codec, self.plan = codec, plan_parts(numel, [1.0] * members, codec, 1 << 12)
+        self.codec, self.plan = codec, plan_chunks(numel, [1.0] * members, codec, 1 << 12)
         self.feedback = [Feedback(numel, codec) for _ in range(members)]
 
     def average(self, vectors: list[torch.Tensor], *, fails: bool) -> torch.Tensor:
-        """What all members decode."""
+        """Return the average as all members decode it."""
         opened = [feedback.begin(span_of(self.plan, place)) for place, feedback in enumerate(self.feedback)]
         result = torch.empty(self.plan.numel)
-        for part in self.plan.parts:
-            result[part.start : part.stop] = self._reduce(part, vectors, opened)
+        for chunk in self.plan.chunks:
+            result[chunk.start : chunk.stop] = self._reduce(chunk, vectors, opened)
         for one in opened:
             one.roll_back() if fails else one.commit()
         return result
 
-    def _reduce(self, part: Part, vectors: list[torch.Tensor], opened: list[FeedbackRound]) -> torch.Tensor:
+    def _reduce(self, chunk: Chunk, vectors: list[torch.Tensor], opened: list[FeedbackRound]) -> torch.Tensor:
         codec, contributions = self.codec, []
         for place, vector in enumerate(vectors):
-            values = vector[part.start : part.stop]
-            if place == part.reducer:
-                own = opened[place].give(part.start, values, torch.empty(part.numel))
-                opened[place].kept(part.start, part.stop)
+            values = vector[chunk.start : chunk.stop]
+            if place == chunk.reducer:
+                own = opened[place].give(chunk.start, values, torch.empty(chunk.numel))
+                opened[place].kept(chunk.start, chunk.stop)
                 contributions.append(Contribution(place, 1.0, own))
             else:
                 contributions.append(
-                    Contribution(place, 1.0, send(opened[place], codec, part.start, values)[1])
+                    Contribution(place, 1.0, send(opened[place], codec, chunk.start, values)[1])
                 )
-        mean, reducer = Mean(contributions, codec), opened[part.reducer]
+        mean, reducer = Mean(contributions, codec), opened[chunk.reducer]
         found = []
-        for block in blocks(part, codec):
+        for block in blocks(chunk, codec):
             total, scratch = torch.empty(block.stop - block.start), torch.empty(block.stop - block.start)
             mean.compute(block, total, scratch)
-            reducer.correct(part.start + block.start, total)
+            reducer.correct(chunk.start + block.start, total)
             payload = encoded(codec, total)
-            reducer.reduced(part.start + block.start, total, payload, scratch)
+            reducer.reduced(chunk.start + block.start, total, payload, scratch)
             found.append(decoded(codec, payload, total.numel()))
         return torch.cat(found)
 
 
 def span_of(plan: Plan, place: int) -> Shard:
-    parts = plan.of_reducer(place)
-    return Shard(start=parts[0].start, stop=parts[-1].stop, members=b"group") if parts else NO_SHARD
+    chunks = plan.shard(place)
+    return Shard(start=chunks[0].start, stop=chunks[-1].stop, members=b"group") if chunks else NO_SHARD
 
 
 @pytest.mark.parametrize("name", ["int4", "int2", "sign", "topk"])
-def test_a_group_loses_nothing_at_either_side(name: str) -> None:
+def test_neither_senders_nor_reducers_lose_anything(name: str) -> None:
     members, numel = 3, 9000
     group = Group(members, numel, find(name))
     chance = torch.Generator().manual_seed(7)
@@ -262,7 +262,7 @@ def test_a_constant_gradient_arrives_in_the_mean(name: str, rounds: int) -> None
 # ---- state
 
 
-def test_state_is_saved_and_taken_over() -> None:
+def test_state_is_saved_and_restored() -> None:
     codec, span = find("int2"), Shard(start=40, stop=90, members=b"ab")
     one, other = Feedback(100, codec), Feedback(100, codec)
     chance = torch.Generator().manual_seed(2)
@@ -288,7 +288,7 @@ def test_state_is_saved_and_taken_over() -> None:
     was = saved.clone()
     assert step(one, values) == step(other, values)
     step(one, values)
-    assert torch.equal(saved, was)  # whoever writes it to a disk later has what he asked for
+    assert torch.equal(saved, was)  # a copy that is written to disk later is still valid
     assert other.dropped == 0
 
 
@@ -307,7 +307,7 @@ def test_state_is_saved_and_taken_over() -> None:
         ({"reducer": ...}, "reducer"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused_whole(change: dict[str, Any], says: str) -> None:
+def test_an_invalid_state_is_refused_and_changes_nothing(change: dict[str, Any], says: str) -> None:
     feedback = Feedback(10, find("int8"))
     opened = feedback.begin()
     send(opened, find("int8"), 0, torch.randn(10))
@@ -328,7 +328,7 @@ def test_a_state_that_cannot_be_is_refused_whole(change: dict[str, Any], says: s
     assert after["committed"] == before["committed"]
 
 
-def test_ranges_that_were_not_staged_are_held_as_before() -> None:
+def test_ranges_that_were_not_staged_keep_their_residual() -> None:
     residual = Residual(10, 30)
     staged = residual.stage()
     staged.keep(10, torch.arange(20.0), None)
@@ -342,7 +342,7 @@ def test_ranges_that_were_not_staged_are_held_as_before() -> None:
     assert residual.held.tolist() == [0, 1, 2, 3, 4, -1, -1, -1, -1, -1, 10, 11, 12, 13, 14, 0, 0, 17, 18, 19]
 
 
-def test_who_withdraws_keeps_its_residual_and_goes_on_reducing() -> None:
+def test_a_member_that_excludes_itself_keeps_its_residual_and_continues_to_reduce() -> None:
     codec, feedback = find("int2"), Feedback(100, find("int2"))
     opened = feedback.begin()
     send(opened, codec, 0, torch.randn(100))
@@ -350,7 +350,7 @@ def test_who_withdraws_keeps_its_residual_and_goes_on_reducing() -> None:
     held = feedback.state_dict()["sender"].clone()
     opened = feedback.begin(Shard(start=0, stop=50, members=b"ab"))
     send(opened, codec, 50, torch.randn(50))
-    opened.withdraw()
+    opened.keep_sender_residual()
     average = torch.linspace(-1, 1, 50)
     opened.reduced(0, average, encoded(codec, average), torch.empty(50))
     opened.commit()

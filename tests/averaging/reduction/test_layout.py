@@ -22,7 +22,7 @@ def some_tensors() -> list[torch.Tensor]:
     ]
 
 
-def test_where_tensors_lie() -> None:
+def test_tensors_follow_one_another_in_the_vector() -> None:
     tensors = some_tensors()
     layout = TensorLayout.of(tensors)
     assert layout.numel == 12 + 0 + 1 + 5 + 12 + 2
@@ -30,7 +30,7 @@ def test_where_tensors_lie() -> None:
     layout.check([torch.zeros_like(tensor) for tensor in tensors])
 
 
-def test_nothing_to_average() -> None:
+def test_an_empty_list_of_tensors_has_an_empty_layout() -> None:
     layout = TensorLayout.of([])
     assert layout.numel == 0
 

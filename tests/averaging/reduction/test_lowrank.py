@@ -69,7 +69,7 @@ def test_a_basis_is_the_same_to_the_bit_on_every_machine() -> None:
     assert hashes == ["e79d7d4281704163", "33f1cf19d0245fde", "ffe28d5b79d9b284"]
 
 
-def test_what_is_drawn_depends_on_the_seed_and_the_matrix() -> None:
+def test_the_random_start_depends_on_the_seed_and_the_matrix() -> None:
     found = seeded(b"a", matrix(300, 77, 6))
     assert torch.allclose(found.T @ found, torch.eye(6), atol=1e-6)
     others = [
@@ -80,7 +80,7 @@ def test_what_is_drawn_depends_on_the_seed_and_the_matrix() -> None:
     assert not any(torch.equal(found, other) for other in others)
 
 
-def test_a_matrix_that_was_zero_once_is_not_lost_for_ever() -> None:
+def test_a_matrix_that_was_zero_once_is_approximated_later() -> None:
     about = matrix(40, 30, 3)
     assert torch.allclose(renewed(torch.zeros(30, 3), b"s", about), seeded(b"s", about), atol=1e-6)
     q = torch.zeros(30, 3)
@@ -102,7 +102,7 @@ def test_factors_expand_one_term_after_the_other(n: int, m: int, r: int) -> None
     assert torch.allclose(out, p @ q.T, atol=1e-4)
 
 
-def test_who_becomes_a_matrix() -> None:
+def test_only_tensors_that_gain_become_matrices() -> None:
     shapes = [(256, 256), (256,), (64, 32, 3, 3), (), (2, 2), (0, 100), (1, 5000)]
     layout = Factoring.of(shapes, PowerSgd(rank=4))
     assert [(one.place, one.n, one.m, one.rank) for one in layout.matrices] == [
@@ -122,7 +122,7 @@ def test_who_becomes_a_matrix() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"rank": 0}, {"rank": 2.0}, {"rank": 5000}, {"saving_min": -1.0}, {"saving_min": float("nan")}]
 )
-def test_what_cannot_be_asked_for(wrong: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         PowerSgd(**wrong)  # type: ignore[arg-type]
 

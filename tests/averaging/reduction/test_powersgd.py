@@ -1,9 +1,10 @@
-"""PowerSGD of several members, with the mean on one machine in the place of the network: the textbook's
+"""PowerSGD of several members, with the mean on one machine instead of the network: the textbook's
 result, and nothing lost.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from averaging.reduction import powersgd
 from averaging.reduction.devices import Queues
-from averaging.reduction.lowrank import PowerSgd
+from averaging.reduction.lowrank import PowerSgd, expand
 from averaging.reduction.powersgd import LowRank
 from averaging.reduction.vector import HOST, FlatVector, HollowVector
 from swarm.compression import find
@@ -45,7 +47,7 @@ class Members:
         return [[tensor.clone() for tensor in mine] for mine in self.tensors]
 
     def mean(self, vectors: list[FlatVector], weights: list[float]) -> torch.Tensor:
-        """Of what each sends, as it is decoded, encoded once more by the reducer."""
+        """Return the mean of the decoded contributions, encoded again by the reducer."""
         found = []
         for nth, (state, vector) in enumerate(zip(self.states, vectors, strict=True)):
             values = (
@@ -61,7 +63,7 @@ class Members:
         return decoded(self.codec, encoded(self.codec, total.float()), total.numel())
 
     def sent(self, nth: int, state: LowRank, values: torch.Tensor, *, second: bool) -> torch.Tensor:
-        """What the others decode."""
+        """Return the values as the others decode them."""
         opened = state.others.begin() if second else None
         if opened is None:
             return decoded(self.codec, encoded(self.codec, values), values.numel())
@@ -89,7 +91,7 @@ class Members:
                 opened.roll_back()
                 continue
             if weights[nth] == 0.0:
-                opened.withdraw()
+                opened.keep_sender_residual()
             elif nth == left_out:
                 opened.undelivered(0, vectors[nth].read(0, vectors[nth].numel))
             opened.commit()
@@ -110,7 +112,7 @@ def textbook(
     return p[:, :rank] @ q.T, p, q
 
 
-def test_rounds_are_the_textbooks() -> None:
+def test_rounds_match_the_published_algorithm() -> None:
     members = Members(3)
     weights = [1.0, 2.0, 0.5]
     held = [torch.zeros(24, 40).double() for _ in range(3)]
@@ -130,7 +132,7 @@ def test_rounds_are_the_textbooks() -> None:
         held = [one - p @ (p.T @ one) for one in given_]
         for state, residual in zip(members.states, held, strict=True):
             assert torch.allclose(state.state_dict()["held"][0].double(), residual, atol=1e-5)
-        assert len({state.told for state in members.states}) == 1
+        assert len({state.start_digest for state in members.states}) == 1
 
 
 @pytest.mark.parametrize("rank", [5, 7])
@@ -190,7 +192,7 @@ fates = st.lists(
     st.sampled_from([[1.0, 1.0, 1.0], [1.0, 0.0, 2.5]]),
 )
 @settings(max_examples=40, deadline=None)
-def test_what_was_sent_and_what_remains_is_what_was_given(
+def test_values_sent_and_residual_add_up_to_the_input(
     rounds: list[Any], codec: str, weights: list[float]
 ) -> None:
     """Over any sequence of rounds, committed, failed in either all-reduce, or committed without a member."""
@@ -258,7 +260,7 @@ def _zeros(value: Any) -> bool:
     return value is None or (isinstance(value, list) and not any(bool(tensor.any()) for tensor in value))
 
 
-def test_a_newcomer_learns_where_to_start_from_its_first_round() -> None:
+def test_a_new_member_gets_the_start_matrices_from_its_first_round() -> None:
     members = Members(3)
     weights = [1.0, 1.0, 0.0]
     members.fill(1)
@@ -267,9 +269,9 @@ def test_a_newcomer_learns_where_to_start_from_its_first_round() -> None:
         state.load_state_dict(
             {**state.state_dict(), "starts": [start.flip(0) for start in state.state_dict()["starts"]]}
         )
-    assert members.states[2].told != members.states[0].told
+    assert members.states[2].start_digest != members.states[0].start_digest
     members.round(weights)
-    assert len({state.told for state in members.states}) == 1
+    assert len({state.start_digest for state in members.states}) == 1
     assert members.states[2].norms()[0] == 0.0
     assert torch.equal(members.tensors[2][0], members.tensors[0][0])
 
@@ -297,7 +299,7 @@ def test_differences_are_added_to_tensors_that_moved_on() -> None:
             assert torch.allclose(averages[0], (before[0][1] + before[1][1]) / 2, atol=1e-5)
 
 
-def test_other_types_and_strides() -> None:
+def test_tensors_of_other_types_and_strides_are_averaged() -> None:
     base = [
         torch.randn(40, 24, generator=torch.Generator().manual_seed(1)).t(),
         torch.randn(30, 20).to(torch.bfloat16),
@@ -318,7 +320,7 @@ def test_other_types_and_strides() -> None:
     assert base[1].dtype == torch.bfloat16
 
 
-def test_the_state_goes_on_and_what_is_no_state_is_refused() -> None:
+def test_a_restored_state_continues_and_an_invalid_one_is_refused() -> None:
     members, other = Members(2), Members(2)
     for nth in range(2):
         members.fill(nth)
@@ -326,7 +328,7 @@ def test_the_state_goes_on_and_what_is_no_state_is_refused() -> None:
     for state, twin in zip(members.states, other.states, strict=True):
         twin.load_state_dict(state.state_dict())
         assert _same(twin.state_dict(), state.state_dict())
-        assert twin.told == state.told
+        assert twin.start_digest == state.start_digest
     saved = members.states[0].state_dict()
     nan = [tensor * float("nan") for tensor in saved["held"]]
     for wrong in (
@@ -351,6 +353,13 @@ def alone(tensors: list[torch.Tensor], queues: Queues | None = None) -> LowRank:
     """A round of one member, written to its tensors."""
     state = LowRank(tensors, TERMS, find("float32"), seed=b"x", queues=queues)
     state.take(gives=True, keeps=False)
+    mean_of_one(state)
+    state.put()
+    return state
+
+
+def mean_of_one(state: LowRank) -> None:
+    """What a round of one member does between `take` and what lands."""
     first = state.first(alike=True)
     second = state.second(first.read(0, first.numel).clone())
     mean = second.read(0, second.numel).clone()
@@ -358,8 +367,6 @@ def alone(tensors: list[torch.Tensor], queues: Queues | None = None) -> LowRank:
     opened.kept(0, second.numel)
     opened.commit()
     state.commit(mean, sent=True)
-    state.put()
-    return state
 
 
 def drawn(seed: int) -> list[torch.Tensor]:
@@ -384,9 +391,62 @@ def test_copies_from_a_device_are_all_begun_before_one_is_waited_for() -> None:
     state = alone(there, Queues([HOST], NotedQueue))
     assert _same(state.state_dict(), alone(here).state_dict())
     assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
-    in_steps = ["begun"] * 4 + ["waited"] * 4 + ["begun"] * 2 + ["waited"] * 2
-    # take: four tensors, of which two are matrices; second: their factors
+    in_steps = ["begun"] * 2 + ["waited"] * 2 + ["begun"] * 4 + ["waited"] * 4
+    # first: a factor of each of the two matrices; second: the other factors, and the two other tensors
     assert happened[: len(in_steps)] == in_steps
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_trainer_neither_waits_for_its_device_nor_pins_memory_and_may_go_on_at_once(delta: bool) -> None:
+    """`first`, `second` and `commit` run in threads of the pool; the trainer's are `take` and what lands."""
+    queues = Queues([HOST], LateQueue)
+    queue = queues.of(HOST)
+    assert isinstance(queue, LateQueue)
+    here, there = drawn(0), drawn(0)
+    states = [
+        LowRank(here, TERMS, find("float32"), seed=b"x"),
+        LowRank(there, TERMS, find("float32"), seed=b"x", queues=queues),
+    ]
+    queue.host_allocations.clear()  # made with the object, once
+    with ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
+        for seed in range(3):
+            for mine, state in zip((here, there), states, strict=True):
+                for tensor, value in zip(mine, drawn(seed), strict=True):
+                    tensor.copy_(value)
+                state.take(gives=True, keeps=delta)
+                for tensor in mine:
+                    tensor.fill_(seed)  # the next step of the training
+                pool.submit(mean_of_one, state).result()
+                (state.add_difference if delta else state.put)()
+            assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+            assert _same(states[1].state_dict(), states[0].state_dict())
+    assert queue.waits
+    assert all(name.startswith("pool") for name in queue.waits)
+    assert not queue.host_allocations
+    assert len(queue.brought) == 6, "both factors of two matrices, and two other tensors, of the last round"
+    queue.finish_uploads()  # none of this memory was written while it was being copied
+
+
+@pytest.mark.parametrize(("nth", "written"), [(0, False), (1, True)])
+def test_memory_that_runs_out_before_the_first_tensor_is_written_leaves_all_as_they_were(
+    nth: int, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, expansions = drawn(1), iter(range(9))
+    state = LowRank(tensors, TERMS, find("float32"), seed=b"x")
+    state.take(gives=True, keeps=False)
+    mean_of_one(state)
+
+    def expand_if_there_is_room(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+        if next(expansions) == nth:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        expand(p, q, out)
+
+    monkeypatch.setattr(powersgd, "expand", expand_if_there_is_room)
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        state.put()
+    assert state.written == written
+    assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True)) != written
 
 
 def test_the_host_works_on_matrices_that_lie_on_mps() -> None:

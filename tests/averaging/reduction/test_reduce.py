@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.reduction.partition import plan_parts
+from averaging.reduction.partition import plan_chunks
 from averaging.reduction.reduce import Block, Contribution, Mean, Reduction, blocks, relative_weights
 from swarm.compression import Codec, find
 from swarm.core.errors import PeerError
 
 CODEC = find("float32")
-PART_BYTES = 1 << 14
+CHUNK_BYTES = 1 << 14
 
 
 def average(
     contributions: Sequence[Contribution], codec: Codec, total: torch.Tensor, scratch: torch.Tensor
 ) -> None:
-    """The mean of a part that is one block."""
+    """The mean of a chunk that is one block."""
     Mean(contributions, codec).compute(
         Block(0, total.numel(), 0, codec.encoded_bytes(total.numel())), total, scratch
     )
@@ -45,29 +45,31 @@ def payload(values: torch.Tensor, codec: str = "float32") -> bytes:
 def test_any_order_of_arrival_gives_the_same_bytes(
     seed: int, members: int, codec_name: str, with_loss: bool
 ) -> None:
-    """Members at places 1.. send to the reducer at place 0; one of them may be left out at a random moment."""
+    """Members at places 1.. send to the reducer at place 0; one of them may be left out at a
+    random moment.
+    """
     codec = find(codec_name)
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     numel = rng.choice([1, 100, 5000, 30_000])
     vectors = [torch.randn(numel, generator=generator) for _ in range(members)]
     weights = relative_weights([rng.choice([1.0, 0.3, 17.0]) for _ in range(members)])
-    plan = plan_parts(numel, [1.0] + [0.0] * (members - 1), codec, PART_BYTES)
-    reduction = Reduction(plan.parts, range(1, members), codec)
-    queues = {place: list(plan.parts) for place in range(1, members)}
+    plan = plan_chunks(numel, [1.0] + [0.0] * (members - 1), codec, CHUNK_BYTES)
+    reduction = Reduction(plan.chunks, range(1, members), codec)
+    queues = {place: list(plan.chunks) for place in range(1, members)}
     lost = rng.randrange(1, members) if with_loss else None
     results: dict[int, torch.Tensor] = {}
     inside: dict[int, list[int]] = {}
 
     def reduce(ready: list[int]) -> None:
         for index in ready:
-            part = plan.parts[index]
+            chunk = plan.chunks[index]
             taken = reduction.take(index)
-            given = [Contribution(0, weights[0], vectors[0][part.start : part.stop])]
+            given = [Contribution(0, weights[0], vectors[0][chunk.start : chunk.stop])]
             given += [Contribution(place, weights[place], raw) for place, raw in taken]
-            results[index] = torch.empty(part.numel)
+            results[index] = torch.empty(chunk.numel)
             inside[index] = [place for place, _ in taken]
-            average(given, codec, results[index], torch.empty(part.numel))
+            average(given, codec, results[index], torch.empty(chunk.numel))
 
     reduce(reduction.ready_at_start())
     while any(queues.values()):
@@ -76,24 +78,26 @@ def test_any_order_of_arrival_gives_the_same_bytes(
             queues[place].clear()
             reduce(reduction.leave_out(place, "it died"))
             continue
-        part = queues[place].pop(0)
+        chunk = queues[place].pop(0)
         reduce(
-            reduction.accept(place, part.index, payload(vectors[place][part.start : part.stop], codec_name))
+            reduction.accept(
+                place, chunk.index, payload(vectors[place][chunk.start : chunk.stop], codec_name)
+            )
         )
-        assert reduction.ahead(place) <= len(plan.parts)
-    assert sorted(results) == [part.index for part in plan.parts]
-    for part in plan.parts:
-        expected = torch.empty(part.numel)
-        places = [0, *inside[part.index]]
-        slices = {place: vectors[place][part.start : part.stop] for place in places}
+        assert reduction.ahead(place) <= len(plan.chunks)
+    assert sorted(results) == [chunk.index for chunk in plan.chunks]
+    for chunk in plan.chunks:
+        expected = torch.empty(chunk.numel)
+        places = [0, *inside[chunk.index]]
+        slices = {place: vectors[place][chunk.start : chunk.stop] for place in places}
         given = [
             Contribution(
                 place, weights[place], payload(slices[place], codec_name) if place else slices[place]
             )
             for place in places
         ]
-        average(given, codec, expected, torch.empty(part.numel))
-        assert torch.equal(results[part.index], expected)
+        average(given, codec, expected, torch.empty(chunk.numel))
+        assert torch.equal(results[chunk.index], expected)
         assert all(place in places for place in range(members) if place != lost)
 
 
@@ -140,7 +144,7 @@ def test_inputs_are_not_written() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_who_sent_what_is_no_number(bad: float) -> None:
+def test_senders_of_nan_and_infinity_are_found(bad: float) -> None:
     poisoned = torch.ones(100)
     poisoned[42] = bad
     for name in ("float32", "float16"):
@@ -189,28 +193,28 @@ def test_relative_weights() -> None:
     assert relative_weights([]) == ()
 
 
-def test_accepts_only_what_is_due() -> None:
-    plan = plan_parts(30_000, [1.0, 0.0, 0.0, 0.0], CODEC, PART_BYTES)
-    first, second = plan.parts[:2]
-    reduction = Reduction(plan.parts, [1, 2], CODEC)
+def test_only_due_contributions_are_accepted() -> None:
+    plan = plan_chunks(30_000, [1.0, 0.0, 0.0, 0.0], CODEC, CHUNK_BYTES)
+    first, second = plan.chunks[:2]
+    reduction = Reduction(plan.chunks, [1, 2], CODEC)
 
-    def size(part: int) -> bytes:
-        return bytes(CODEC.encoded_bytes(plan.parts[part].numel))
+    def size(chunk: int) -> bytes:
+        return bytes(CODEC.encoded_bytes(plan.chunks[chunk].numel))
 
-    for sender, part, raw, message in [
+    for sender, chunk, raw, message in [
         (3, 0, size(0), "contributes nothing"),
         (0, 0, size(0), "contributes nothing"),
-        (1, 99, size(0), "part 99, which is not reduced here"),
+        (1, 99, size(0), "chunk 99, which is not reduced here"),
         (1, 0, size(0)[4:], "takes"),
         (1, 0, b"", "with 0 bytes"),
     ]:
         with pytest.raises(PeerError, match=message):
-            reduction.accept(sender, part, raw)
+            reduction.accept(sender, chunk, raw)
     assert reduction.accept(1, first.index, size(0)) == []
-    with pytest.raises(PeerError, match="part 0, which is not reduced here or came before"):
+    with pytest.raises(PeerError, match="chunk 0, which is not reduced here or came before"):
         reduction.accept(1, first.index, size(0))
     assert reduction.ahead(1) == 1
-    assert reduction.remaining(2) == len(plan.parts)
+    assert reduction.remaining(2) == len(plan.chunks)
     assert reduction.leave_out(2, "it sent garbage") == [first.index]
     assert reduction.leave_out(2, "again") == []
     assert reduction.left_out == {2: "it sent garbage"}
@@ -222,19 +226,19 @@ def test_accepts_only_what_is_due() -> None:
     assert reduction.accept(1, second.index, size(1)) == [second.index]
 
 
-def test_nobody_else_contributes() -> None:
-    plan = plan_parts(3000, [1.0], CODEC, PART_BYTES)
-    reduction = Reduction(plan.parts, [], CODEC)
+def test_all_chunks_are_ready_when_nobody_else_contributes() -> None:
+    plan = plan_chunks(3000, [1.0], CODEC, CHUNK_BYTES)
+    reduction = Reduction(plan.chunks, [], CODEC)
     assert reduction.ready_at_start() == [0]
     assert reduction.take(0) == ()
 
 
-def test_blocks_cover_a_part() -> None:
+def test_blocks_cover_a_chunk() -> None:
     for codec in map(find, ("float32", "float16")):
-        for part in plan_parts(1_000_000, [1.0, 3.0], codec, 1 << 20).parts:
-            cut = blocks(part, codec)
+        for chunk in plan_chunks(1_000_000, [1.0, 3.0], codec, 1 << 20).chunks:
+            cut = blocks(chunk, codec)
             assert cut[0].start == cut[0].first_byte == 0
-            assert (cut[-1].stop, cut[-1].end_byte) == (part.numel, codec.encoded_bytes(part.numel))
+            assert (cut[-1].stop, cut[-1].end_byte) == (chunk.numel, codec.encoded_bytes(chunk.numel))
             assert all(
                 one.stop == other.start and one.end_byte == other.first_byte
                 for one, other in itertools.pairwise(cut)

@@ -1,4 +1,6 @@
-"""Robust aggregation against brute force: every rule, its properties, clipping, and what cannot be averaged."""
+"""Robust aggregation against brute force: every rule, its properties, clipping, and what cannot
+be averaged.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.reduction.partition import Part
+from averaging.reduction.partition import Chunk
 from averaging.reduction.reduce import Contribution, blocks
 from averaging.reduction.robust import (
     MEAN,
@@ -65,7 +67,7 @@ def aggregate(
     assert isinstance(found, PlainCodec)
     codec = replace(found, block=block)
     numel = len(vectors[0])
-    cut = blocks(Part(0, 0, 0, numel), codec) if numel else []
+    cut = blocks(Chunk(0, 0, 0, numel), codec) if numel else []
     total, scratch = torch.empty(numel), torch.empty(numel)
     prepared = prepare(aggregation, contributions(vectors, codec, weights), codec, cut, total, Rows())
     for one in cut if not prepared.spoiled else []:
@@ -107,7 +109,7 @@ def draw(seed: int, members: int, numel: int, spread: float = 1.0) -> list[Array
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 7, 8, 13])
 @pytest.mark.parametrize("clip", [None, 1.5])
-def test_every_rule_is_what_brute_force_says(rule: str, members: int, clip: float | None) -> None:
+def test_every_rule_matches_brute_force(rule: str, members: int, clip: float | None) -> None:
     aggregation = Aggregation(rule=rule, clip_to_median=clip)
     vectors = draw(members, members, 70_001)
     vectors[-1] *= np.float32(1e6 if members > 2 else 3.0)  # one is far away
@@ -119,7 +121,7 @@ def test_every_rule_is_what_brute_force_says(rule: str, members: int, clip: floa
 
 @pytest.mark.parametrize("rule", ROBUST)
 @pytest.mark.parametrize("codec", ["float16", "bfloat16"])
-def test_what_travelled_in_a_codec_is_what_counts(rule: str, codec: str) -> None:
+def test_rules_use_the_decoded_values(rule: str, codec: str) -> None:
     vectors = draw(3, 5, 9000)
     dtype = getattr(torch, codec)
     sent = [vectors[0], *(torch.from_numpy(vector).to(dtype).float().numpy() for vector in vectors[1:])]
@@ -129,8 +131,10 @@ def test_what_travelled_in_a_codec_is_what_counts(rule: str, codec: str) -> None
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_blocks_do_not_show(rule: str) -> None:
-    """Machines cut parts into blocks of their own size, at multiples of 32,768: an auditor's must not matter."""
+def test_the_size_of_blocks_does_not_change_the_result(rule: str) -> None:
+    """Machines cut chunks into blocks of their own size, at multiples of 32,768: an auditor's must not
+    matter.
+    """
     vectors = draw(4, 5, 300_000)
     vectors[2] *= np.float32(100.0)
     aggregation = Aggregation(rule=rule, clip_to_median=3.0)
@@ -152,7 +156,7 @@ def test_centered_clipping_beyond_the_squares_of_float32(scale: float) -> None:
     )
 
 
-def test_the_network_sorts_and_computes_nothing_in_vain() -> None:
+def test_the_network_sorts_without_unneeded_comparisons() -> None:
     """Zeros and ones in every arrangement prove it for all values (Knuth's 0-1 principle)."""
     for count in range(1, 10):
         for first, end in {(0, count), ((count - 1) // 2, count // 2 + 1), (count // 4, count - count // 4)}:
@@ -197,7 +201,7 @@ def test_the_order_of_members_does_not_matter(rule: str, rows: list[list[float]]
     st.lists(st.floats(-FLOAT32_MAX / 16, FLOAT32_MAX / 16, width=32), min_size=1, max_size=5),
 )
 @settings(max_examples=150, deadline=None)
-def test_equal_contributions_come_out_as_they_are(rule: str, members: int, row: list[float]) -> None:
+def test_equal_contributions_give_exactly_their_values(rule: str, members: int, row: list[float]) -> None:
     vector = np.array(row, np.float32)
     found, _ = aggregate(Aggregation(rule=rule), [vector] * members)
     np.testing.assert_array_equal(found, vector)
@@ -205,7 +209,9 @@ def test_equal_contributions_come_out_as_they_are(rule: str, members: int, row: 
 
 @given(st.integers(3, 11), st.data())
 @settings(max_examples=150, deadline=None)
-def test_liars_do_not_leave_the_honest_range(members: int, data: st.DataObject) -> None:
+def test_dishonest_members_cannot_move_the_result_out_of_the_honest_range(
+    members: int, data: st.DataObject
+) -> None:
     rule = data.draw(st.sampled_from(["median", "trimmed_mean"]))
     aggregation = Aggregation(rule=rule)
     liars = data.draw(
@@ -230,7 +236,7 @@ def test_liars_do_not_leave_the_honest_range(members: int, data: st.DataObject) 
 
 @pytest.mark.parametrize("liars", [1, 2, 3])
 @pytest.mark.parametrize("far", [1e2, 1e8, 1e18])
-def test_liars_pull_centered_clipping_by_a_bounded_way(liars: int, far: float) -> None:
+def test_dishonest_members_move_centered_clipping_by_a_limited_distance(liars: int, far: float) -> None:
     aggregation = Aggregation(rule="centered_clip")
     honest = draw(8, 8 - liars, 2000, spread=0.1)
     lies = [np.full(2000, far, np.float32)] * liars
@@ -253,7 +259,7 @@ def test_the_trim_is_a_share_and_at_least_one() -> None:
 # ---- weights
 
 
-def test_weights_count_in_the_mean_and_are_no_lever_in_the_others() -> None:
+def test_weights_affect_the_mean_only() -> None:
     vectors = draw(6, 5, 100)
     claims = [1e-6, 1e-6, 1e-6, 1e-6, 1.0]
     for rule in RULES:
@@ -299,7 +305,7 @@ def test_clipping_is_exact() -> None:
 @pytest.mark.parametrize("rule", ROBUST)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 2])
-def test_nobody_hides_nan_or_infinity_behind_a_robust_rule(rule: str, value: float, place: int) -> None:
+def test_robust_rules_report_nan_and_infinity(rule: str, value: float, place: int) -> None:
     vectors = draw(9, 5, 1000)
     vectors[place][700] = value
     for aggregation in (Aggregation(rule=rule), Aggregation(clip_to_median=10.0)):
@@ -322,11 +328,18 @@ def test_one_contributor_and_no_elements(rule: str) -> None:
 
 
 def test_settings() -> None:
-    assert len({Aggregation(rule=rule).terms for rule in RULES}) == len(RULES)
+    assert len({Aggregation(rule=rule).compatibility_tag for rule in RULES}) == len(RULES)
     # what the rule does not use keeps nobody apart
-    assert Aggregation(trim=0.1).terms == MEAN.terms == "mean"
-    assert Aggregation(rule="trimmed_mean", trim=0.1).terms != Aggregation(rule="trimmed_mean").terms
-    assert Aggregation(clip_to_median=10).terms == Aggregation(clip_to_median=10.0).terms != MEAN.terms
+    assert Aggregation(trim=0.1).compatibility_tag == MEAN.compatibility_tag == "mean"
+    assert (
+        Aggregation(rule="trimmed_mean", trim=0.1).compatibility_tag
+        != Aggregation(rule="trimmed_mean").compatibility_tag
+    )
+    assert (
+        Aggregation(clip_to_median=10).compatibility_tag
+        == Aggregation(clip_to_median=10.0).compatibility_tag
+        != MEAN.compatibility_tag
+    )
     wrong: list[dict[str, object]] = [
         {"rule": "krum"},
         {"trim": 0.5},

@@ -16,7 +16,7 @@ def one_round(speed: Speed, start_s: float, messages: int, each_s: float) -> Non
     speed.round_over()
 
 
-def test_messages_side_by_side_share_the_time() -> None:
+def test_concurrent_messages_share_the_time() -> None:
     speed = Speed()
     for start_s in (0.0, 100.0):  # what lies between two bursts does not count
         for _ in range(8):
@@ -27,7 +27,7 @@ def test_messages_side_by_side_share_the_time() -> None:
     assert speed.bytes_per_s == pytest.approx(8 * MIB)
 
 
-def test_short_rounds_say_nothing_and_fast_links_count_alike() -> None:
+def test_short_rounds_are_ignored_and_fast_links_count_as_equal() -> None:
     speed = Speed()
     assert speed.bytes_per_s == UNKNOWN_BYTES_PER_S
     one_round(speed, 0.0, 7, 1e-6)
@@ -36,7 +36,7 @@ def test_short_rounds_say_nothing_and_fast_links_count_alike() -> None:
     assert speed.bytes_per_s == BYTES_PER_S_MAX
 
 
-def test_a_short_round_that_was_quick_says_that_the_link_is_no_slower() -> None:
+def test_a_quick_short_round_gives_a_lower_bound() -> None:
     speed = Speed()
     speed.committed(MIB, 1.0)
     assert speed.bytes_per_s == UNKNOWN_BYTES_PER_S  # it may have waited for others
@@ -49,13 +49,13 @@ def test_a_short_round_that_was_quick_says_that_the_link_is_no_slower() -> None:
     assert speed.bytes_per_s == pytest.approx(MIB)
 
 
-def test_a_slow_link_is_known_from_little() -> None:
+def test_a_slow_link_is_measured_from_few_bytes() -> None:
     speed = Speed()
     one_round(speed, 0.0, 2, 8.0)
     assert speed.bytes_per_s == pytest.approx(MIB / 8)
 
 
-def test_one_odd_round_moves_nothing_and_a_lasting_change_does() -> None:
+def test_one_outlier_changes_nothing_and_a_lasting_change_does() -> None:
     speed = Speed()
     for nth in range(5):
         one_round(speed, 10.0 * nth, 8, 0.1)

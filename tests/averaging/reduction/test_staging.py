@@ -5,12 +5,14 @@ averaged.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from averaging.reduction.averages import Averages, ResultBuffer
-from averaging.reduction.partition import plan_parts
+from averaging.reduction.partition import plan_chunks
 from averaging.reduction.staging import Staging
 from averaging.reduction.vector import FlatVector
 from swarm.compression import Codec, find
@@ -20,13 +22,13 @@ from tests.averaging.optim.allocations import Allocations
 FLOAT32 = find("float32")
 
 
-def averages_of(vector: torch.Tensor, codec: Codec = FLOAT32, part_bytes: int = 4096) -> Averages:
+def averages_of(vector: torch.Tensor, codec: Codec = FLOAT32, chunk_bytes: int = 4096) -> Averages:
     """As a round would leave them, had its average been `vector`."""
-    plan = plan_parts(vector.numel(), [1.0, 2.0], codec, part_bytes)
+    plan = plan_chunks(vector.numel(), [1.0, 2.0], codec, chunk_bytes)
     averages = Averages(plan, codec, ResultBuffer())
-    for part in plan.parts:
-        scratch = torch.empty(codec.encoded_bytes(part.numel), dtype=torch.uint8)
-        averages.keep(part, codec.encode(vector[part.start : part.stop], scratch))
+    for chunk in plan.chunks:
+        scratch = torch.empty(codec.encoded_bytes(chunk.numel), dtype=torch.uint8)
+        averages.keep(chunk, codec.encode(vector[chunk.start : chunk.stop], scratch))
     return averages
 
 
@@ -51,12 +53,12 @@ def every_kind() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("lent", [True, False])
-def test_every_float_type_stride_and_shape_goes_in_and_comes_back(lent: bool) -> None:
+@pytest.mark.parametrize("read_in_place", [True, False])
+def test_tensors_of_every_float_type_stride_and_shape_are_staged_and_restored(read_in_place: bool) -> None:
     tensors = every_kind()
     before = [tensor.detach().clone() for tensor in tensors]
     staging = Staging(tensors)
-    vector = whole(staging.take(lent=lent))
+    vector = whole(staging.take(read_in_place=read_in_place))
     assert torch.equal(vector, torch.cat([tensor.float().reshape(-1) for tensor in before]))
     staging.put(averages_of(vector * 2))
     for tensor, was in zip(tensors, before, strict=True):
@@ -64,11 +66,11 @@ def test_every_float_type_stride_and_shape_goes_in_and_comes_back(lent: bool) ->
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16"])
-def test_tensors_that_are_lent_are_read_in_place_and_written_without_a_buffer(codec: str) -> None:
+def test_unchanging_tensors_are_read_in_place_and_written_without_a_buffer(codec: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = [torch.randn(shape, generator=generator) for shape in [(7,), (40, 50), (), (0,), (3000,), (1,)]]
     staging = Staging(tensors)
-    vector = staging.take(lent=True)
+    vector = staging.take(read_in_place=True)
     assert vector.numel == staging.layout.numel
     assert {piece.data_ptr() for _, piece in vector.pieces(0, vector.numel)} == {
         t.data_ptr() for t in tensors if t.numel()
@@ -84,21 +86,21 @@ def test_tensors_that_are_lent_are_read_in_place_and_written_without_a_buffer(co
     assert vector.element(2007) == tensors[2].item()
 
 
-def test_a_copy_does_not_follow_the_tensors_and_what_is_lent_does() -> None:
+def test_a_copy_does_not_follow_the_tensors_and_a_view_does() -> None:
     tensor = torch.zeros(3)
     staging = Staging([tensor])
-    copied, lent = staging.take(lent=False), staging.take(lent=True)
+    copied, read_in_place = staging.take(read_in_place=False), staging.take(read_in_place=True)
     tensor += 1.0
     assert whole(copied).tolist() == [0.0] * 3
-    assert whole(lent).tolist() == [1.0] * 3
+    assert whole(read_in_place).tolist() == [1.0] * 3
     assert staging.nothing().numel == 3
     assert Staging([]).nothing().numel == 0
 
 
-def test_a_difference_is_added_to_what_the_tensors_have_become() -> None:
+def test_a_difference_is_added_to_the_current_tensors() -> None:
     tensor, other = torch.tensor([1.0, 2.0]), torch.tensor([5.0], dtype=torch.float64)
     staging = Staging([tensor, other])
-    staging.take(lent=False)
+    staging.take(read_in_place=False)
     tensor += 10.0  # training went on
     other += 1.0
     staging.add_difference(averages_of(torch.tensor([3.0, 3.0, 6.0])))
@@ -106,13 +108,52 @@ def test_a_difference_is_added_to_what_the_tensors_have_become() -> None:
     assert other.item() == 7.0
 
 
+class NoMemoryAt(TorchDispatchMode):
+    """A context in which the operation of torch that makes the nth tensor of this thread has no memory for
+    it.
+    """
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self.remaining = nth
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with Allocations() as made:
+            found = func(*args, **(kwargs or {}))
+        self.remaining -= len(made.sizes)
+        if made.sizes and self.remaining < 0:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_difference_is_added_to_all_tensors_or_to_none_wherever_memory_runs_out(dtype: torch.dtype) -> None:
+    codec, failures = find("float16"), 0
+    for nth in range(1000):
+        tensors = [torch.zeros(300, dtype=dtype), torch.zeros(9), torch.zeros(20, 30, dtype=dtype).t()]
+        staging = Staging(tensors)
+        staging.take(read_in_place=False)
+        averages = averages_of(torch.ones(909), codec, 1024)
+        try:
+            with NoMemoryAt(nth):
+                staging.add_difference(averages)
+        except torch.cuda.OutOfMemoryError:
+            failures += 1
+            assert not averages.written
+            assert all(not bool(tensor.any()) for tensor in tensors)
+            continue
+        assert all(bool((tensor == 1.0).all()) for tensor in tensors)
+        break
+    assert failures >= 2
+
+
 def test_the_buffer_is_made_once() -> None:
     staging = Staging([torch.zeros(4)])
-    one, other = (staging.take(lent=False).read(0, 4).data_ptr() for _ in range(2))
+    one, other = (staging.take(read_in_place=False).read(0, 4).data_ptr() for _ in range(2))
     assert one == other
 
 
-def test_only_what_is_copied_takes_memory() -> None:
+def test_only_copied_tensors_take_memory() -> None:
     """A few tensors of another type among many that are read where they are."""
     tensors = [
         torch.zeros(1_000_000),
@@ -122,19 +163,19 @@ def test_only_what_is_copied_takes_memory() -> None:
     ]
     staging = Staging(tensors)
     with Allocations() as allocated:
-        vector = staging.take(lent=True)
+        vector = staging.take(read_in_place=True)
     assert sum(allocated.sizes) == 4 * 10
     assert vector.numel == 1_000_020
     with Allocations() as allocated:
-        staging.take(lent=False)
-        staging.take(lent=True)
-        staging.take(lent=False)
+        staging.take(read_in_place=False)
+        staging.take(read_in_place=True)
+        staging.take(read_in_place=False)
     # what goes on changing is copied whole, into memory that is made once
     assert sum(allocated.sizes) == 4 * 1_000_020
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rounds_with_and_without_loans_may_follow_one_another(seed: int) -> None:
+def test_rounds_with_and_without_copies_may_alternate(seed: int) -> None:
     """The copies lie elsewhere in each kind: a difference is still that of its own round."""
     chance = random.Random(seed)
     tensors, moved = every_kind(), 0.0
@@ -142,10 +183,10 @@ def test_rounds_with_and_without_loans_may_follow_one_another(seed: int) -> None
     before = [tensor.detach().to(torch.float64, copy=True) for tensor in tensors]
     for _ in range(6):
         if chance.random() < 0.5:
-            vector = whole(staging.take(lent=True))
+            vector = whole(staging.take(read_in_place=True))
             staging.put(averages_of(vector + 1.0))
         else:
-            vector = whole(staging.take(lent=False)).clone()
+            vector = whole(staging.take(read_in_place=False)).clone()
             staging.add_difference(averages_of(vector + 1.0))
         moved += 1.0
     for tensor, was in zip(tensors, before, strict=True):
@@ -165,7 +206,7 @@ def test_rounds_with_and_without_loans_may_follow_one_another(seed: int) -> None
         (["no tensor"], "tensor 0 is a str"),
     ],
 )
-def test_what_cannot_be_averaged_is_named(tensors: list[torch.Tensor], words: str) -> None:
+def test_a_tensor_that_cannot_be_averaged_is_named(tensors: list[torch.Tensor], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Staging(tensors)
 
@@ -189,6 +230,6 @@ def test_a_tensor_that_changed_its_shape_is_named() -> None:
     staging = Staging([tensor])
     tensor.resize_(4)
     with pytest.raises(UsageError, match="tensor 0"):
-        staging.take(lent=True)
+        staging.take(read_in_place=True)
     with pytest.raises(UsageError, match="tensor 0"):
         staging.put(averages_of(torch.zeros(3)))

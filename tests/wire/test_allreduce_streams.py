@@ -1,4 +1,6 @@
-"""Lanes over real sockets: a client with several streams to each reducer, as it should be and not."""
+"""The stream from a member to a reducer, over real sockets: its contributions come in order, and there is one
+only.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import torch
 from averaging.allreduce.commit import digest_payload, digest_round
 from averaging.allreduce.config import EXCHANGE, VOTE
 from averaging.matchmaking.logic.group import Group
-from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.framing import pack, unpack
 from averaging.reduction.partition import Plan
 from swarm.compression import find
 from swarm.core.errors import PeerError
-from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
+from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
 from tests.wire.test_allreduce import (
     SMALL,
     RoundPeer,
@@ -31,78 +33,82 @@ from tests.wire.test_allreduce import (
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        ([[0, 2, 4], [1, 3]], ""),
-        ([[2, 0, 4], [1, 3]], "a chunk of part {2} where part {0} was to come"),
-        ([[1, 2, 4], [1, 3]], "a chunk of part {1} where part {0} was to come"),
-        ([[0, 2, 4], [1, 3, 3]], "a chunk of part {3} where nothing more was to come"),
-        ([[0, 2], [1, 3]], "1 of 3 parts unsent"),
+        ([0, 1, 2, 3, 4], ""),
+        ([2, 0, 1, 3, 4], "a contribution to chunk {2} where chunk {0} was to come"),
+        ([0, 1, 3, 4], "a contribution to chunk {3} where chunk {2} was to come"),
+        ([0, 1, 2, 3, 4, 4], "a contribution to chunk {4} where nothing more was to come"),
+        ([0, 1, 2, 3], "1 of 5 chunks unsent"),
     ],
 )
-def test_every_lane_carries_its_own_parts_in_order(sent: list[list[int]], words: str) -> None:
-    """A client with two lanes to each reducer: what the lanes carry must be theirs, in order; then both bring
-    their averages back.
+def test_a_sender_is_left_out_unless_its_chunks_come_in_order_and_complete(
+    sent: list[int], words: str
+) -> None:
+    """A client sends the contributions at `sent` to each reducer, and takes the averages on the
+    same stream.
     """
 
     async def main() -> None:
         async with peers(4) as members:
             numel = 3 * 5 * 4096
             group = make_group(members, bandwidths=[1.0, 1.0, 1.0, 0.0])
-            plan = plan_of(group, numel, SMALL.part_bytes)
-            assert [len(plan.of_reducer(place)) for place in plan.reducers] == [5, 5, 5]
+            plan = plan_of(group, numel, SMALL.chunk_bytes)
+            assert [len(plan.shard(place)) for place in plan.reducers] == [5, 5, 5]
             vectors = vectors_of(4, numel)
             async with asyncio.TaskGroup() as tasks:
                 honest = tasks.create_task(run_round(members[:3], group, vectors[:3], config=SMALL))
-                digest = tasks.create_task(_in_lanes(members[3], group, plan, vectors[3], sent))
+                digest = tasks.create_task(_send_in_this_order(members[3], group, plan, vectors[3], sent))
             client = members[3].contact.peer_id
             for place, outcome in enumerate(honest.result()):
                 assert outcome.reason is None
                 assert outcome.digest == digest.result()
                 if words:
-                    indices = [part.index for part in plan.of_reducer(place)]
+                    indices = [chunk.index for chunk in plan.shard(place)]
                     assert words.format(*indices) in outcome.left_out[client]
                 else:
                     assert outcome.vector is not None
-                    assert torch.equal(outcome.vector, oracle(group, vectors, SMALL.part_bytes))
+                    assert torch.equal(outcome.vector, oracle(group, vectors, SMALL.chunk_bytes))
                     assert not outcome.left_out
 
     asyncio.run(main())
 
 
-async def _in_lanes(
-    peer: RoundPeer, group: Group, plan: Plan, vector: torch.Tensor, sent: list[list[int]]
+async def _send_in_this_order(
+    peer: RoundPeer, group: Group, plan: Plan, vector: torch.Tensor, sent: list[int]
 ) -> str:
-    """A client member with a stream per element of `sent`: places in the span of the parts that it carries."""
+    """Take chunk as a client that sends every reducer the contributions at the indices `sent` of its shard;
+    return the digest of the averages that came back.
+    """
     codec = find(group.codec)
     got: dict[int, tuple[bytes, bytes]] = {}
 
-    async def one(place: int, lane: int) -> None:
+    async def exchange(place: int) -> None:
         opening = ExchangeOpen(
             group_id=group.group_id,
             codec=codec.wire_id,
             codec_version=codec.version,
             plan_digest=plan.digest(codec),
         )
-        opening.lane, opening.lanes = lane, len(sent)
-        parts = plan.of_reducer(place)
+        chunks = plan.shard(place)
         async with peer.channels.open_stream(
-            group.members[place].contact, EXCHANGE, timeout_s=20, lane=1 + lane
+            group.members[place].contact, EXCHANGE, timeout_s=20, connection=1
         ) as stream:
             await stream.send(pack(ExchangeHeader(open=opening)))
-            for nth in sent[lane]:
-                values = vector[parts[nth].start : parts[nth].stop].numpy().tobytes()
-                await stream.send(pack(ExchangeHeader(chunk=ExchangeChunk(part=parts[nth].index)), values))
+            for nth in sent:
+                values = vector[chunks[nth].start : chunks[nth].stop].numpy().tobytes()
+                await stream.send(
+                    pack(ExchangeHeader(contribution=ExchangeContribution(chunk=chunks[nth].index)), values)
+                )
             await stream.finish()
             while (received := await stream.receive()) is not None:
                 header, payload = unpack(received)
                 if header.HasField("average"):
-                    assert header.average.part in [part.index for part in parts[lane :: len(sent)]]
-                    got[header.average.part] = (digest_payload(payload), header.average.contributors)
+                    assert header.average.chunk in [chunk.index for chunk in chunks]
+                    got[header.average.chunk] = (digest_payload(payload), header.average.contributors)
 
     async with asyncio.TaskGroup() as tasks:
         for place in plan.reducers:
-            for lane in range(len(sent)):
-                tasks.create_task(one(place, lane))
-    digest = digest_round(got[index] for index in range(len(plan.parts)))
+            tasks.create_task(exchange(place))
+    digest = digest_round(got[index] for index in range(len(plan.chunks)))
     request = VoteRequest(group_id=group.group_id, vote=Vote(place=3, digest=digest))
     async with asyncio.TaskGroup() as tasks:
         for member in group.members[:3]:
@@ -110,36 +116,28 @@ async def _in_lanes(
     return digest.hex()
 
 
-@pytest.mark.parametrize(
-    ("openings", "words"),
-    [
-        ([(2, 2)], "lane 2 of 2"),
-        ([(0, 17)], "lane 0 of 17"),
-        ([(0, 2), (0, 2)], "a second stream"),
-        ([(0, 2), (1, 3)], "a second stream"),
-    ],
-)
-def test_lanes_that_cannot_be_are_refused(openings: list[tuple[int, int]], words: str) -> None:
+def test_a_second_stream_of_a_member_in_one_round_is_refused() -> None:
     async def main() -> None:
         async with peers(3) as members:
             group = make_group(members, bandwidths=[1.0, 1.0, 0.0])
             codec, numel = find(group.codec), 20_000
-            plan = plan_of(group, numel, SMALL.part_bytes)
+            opening = ExchangeOpen(
+                group_id=group.group_id,
+                codec=codec.wire_id,
+                codec_version=codec.version,
+                plan_digest=plan_of(group, numel, SMALL.chunk_bytes).digest(codec),
+            )
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(run_round(members[:2], group, vectors_of(2, numel), config=SMALL))
                 async with contextlib.AsyncExitStack() as stack:
-                    for lane, lanes in openings:
+                    for _ in range(2):
                         stream = await stack.enter_async_context(
                             members[2].channels.open_stream(
-                                members[0].contact, EXCHANGE, timeout_s=20, lane=1
+                                members[0].contact, EXCHANGE, timeout_s=20, connection=1
                             )
                         )
-                        opening = ExchangeOpen(
-                            group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version
-                        )
-                        opening.plan_digest, opening.lane, opening.lanes = plan.digest(codec), lane, lanes
                         await stream.send(pack(ExchangeHeader(open=opening)))
-                    with pytest.raises(PeerError, match=words):
+                    with pytest.raises(PeerError, match="a second stream"):
                         await stream.receive()
                 running.cancel()
 

@@ -1,7 +1,7 @@
-"""The framing of bulk messages: `4 bytes of header length | protobuf header | payload`, read in place.
+"""The framing of bulk messages: `4 bytes of header length | protobuf header | payload`, read without a copy.
 
 A payload of a megabyte inside a protobuf field would be copied twice more at each end. Here it is copied
-once, into the message, and the receiver works on a view of what the transport delivered.
+once, into the message, and the receiver works on a view of the bytes that the transport delivered.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PADDING_OVERHEAD = 2  # tag and length of the padding field
 
 
 def pack(header: ExchangeHeader, *payload: Buffer) -> bytes:
-    """One message, its payload given in any number of pieces. Sets the header's padding, so that the payload
-    begins aligned.
+    """Return one message, with the payload given in any number of pieces. Sets the header's padding so that
+    the payload begins aligned.
     """
     if not payload:
         raw = header.SerializeToString()
@@ -36,8 +36,8 @@ def pack(header: ExchangeHeader, *payload: Buffer) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[ExchangeHeader, memoryview]:
-    """The header and a view of the payload (empty when there is none). PeerError when it is not such a
-    message.
+    """Return the header and a view of the payload (empty when there is none). Raises PeerError when `message`
+    has no valid header.
     """
     if len(message) < _LENGTH.size:
         raise PeerError(f"a message of {len(message)} bytes has no header")
