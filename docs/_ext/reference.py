@@ -105,8 +105,11 @@ class Commands(SphinxDirective):
         from swarm.cli.commands import swarm as group
 
         made: list[nodes.Node] = [*self._one("swarm", group)]
-        for name in sorted(group.commands):
-            made += self._one(f"swarm {name}", group.commands[name])
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            assert command is not None
+            made += self._one(f"swarm {name}", command)
         return made
 
     def _one(self, name: str, command: click.Command) -> list[nodes.Node]:

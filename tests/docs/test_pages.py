@@ -49,7 +49,7 @@ def test_every_command_shown_exists_with_its_options(block: Block) -> None:
     shown = block.text.replace("\\\n", " ").splitlines()
     for line in (one[2:] for one in shown if one.startswith("$ swarm ")):
         words = [word for word in shlex.split(line, comments=True) if word not in (">", "demo.jsonl")]
-        command = swarm.commands.get(words[1])
+        command = swarm.get_command(click.Context(swarm), words[1])
         if command is None:
             assert words[1].startswith("-"), f"{block.name}: there is no command `swarm {words[1]}`"
             continue
