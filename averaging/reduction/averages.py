@@ -183,9 +183,9 @@ class Averages:
     def write(self, target: FlatVector) -> None:
         """Write the averages to `target`, leaving elements without an average as they are.
 
-        On a device this is queued like any call of torch on this thread's current stream: nothing waits.
-        What was decoded first passes through scratch memory: if decoding runs out of memory, then before
-        `written`.
+        Each block is decoded directly into `target`, unless it crosses a border between tensors. On a device
+        this is queued on the current stream of this thread, like any call of torch, without waiting. The
+        first chunk passes through scratch memory: if decoding runs out of memory there, `written` is false.
         """
         scratch = self._scratch(target)
         for chunk, payload in self._uploaded(target):
@@ -211,7 +211,9 @@ class Averages:
                 piece.copy_(values[first - start : first - start + piece.numel()])
 
     def subtract(self, target: FlatVector) -> None:
-        """target[:] = the averages - target; 0 where there is no average. On a device as `write`."""
+        """Replace `target` by averages - target, and by 0 where there is no average. On a device
+        as `write`.
+        """
         there = self._scratch(target)
         for chunk in (self.plan.chunks[index] for index in self._empty):
             for _, piece in target.pieces(chunk.start, chunk.stop):
@@ -251,9 +253,9 @@ class Averages:
                 yield chunk, queue
 
     def _scratch(self, target: FlatVector) -> dict[torch.device, torch.Tensor]:
-        """Memory for the values of one chunk on each device.
+        """Allocate memory for the decoded values of one chunk on each device.
 
-        It is allocated before anything is written, so that running out of memory leaves the target as it was.
+        It is allocated before anything is written, so that running out of memory leaves the target unchanged.
         """
         if not self._ahead:
             self._reserve(target.queues)

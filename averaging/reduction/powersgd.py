@@ -16,9 +16,9 @@ Matrices are processed on their own device, and only factors leave it. Matrices 
 own `exact_device` (MPS) are processed on the host, and their residuals lie there. No clock, no I/O; one round
 at a time.
 
-`take`, `put` and `add_difference` run in the trainer's thread and wait for no device: what they ask of one is
-queued on its current stream, and the host memory that averages are copied from is kept from round to round.
-`first`, `second` and `commit` may wait, and run in threads of the pool where there are devices.
+`take`, `put` and `add_difference` run in the trainer's thread and wait for no device: their work on a device is
+queued on its current stream, and the host memory from which averages are copied is kept from round to round.
+`first`, `second` and `commit` may wait; they run in threads of the pool if there are devices.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from swarm.core.errors import UsageError
 CODECS = ("float32", "float16", "bfloat16")
 START_DIGEST_BYTES = 8
 _FORMAT = 1
-_WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not made in the tensor itself
-_SLOTS = 4  # of averages on their way to a device: two factors are read together, and the next two are copied
+_WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not written directly into the tensor
+_SLOTS = 4  # of averages on their way to a device: two factors are read while the next two are copied
 
 
 @dataclass(slots=True)
@@ -62,12 +62,12 @@ class _Step:
     """The data of one step."""
 
     gives: bool  # this member contributes
-    # M of each matrix, float32, where it is worked on; empty for a member that contributes nothing
+    # M of each matrix, float32, on its processing device; empty for a member that contributes nothing
     given: list[torch.Tensor]
-    # copies on devices of the tensors that are no matrices, flat float32, and where they go on the host
+    # copies on devices of the tensors that are no matrices, flat float32, with their targets on the host
     others: list[tuple[torch.Tensor, torch.Tensor]]
     before: list[torch.Tensor] | None  # every tensor's values, for a difference
-    first: FlatVector | None = None  # once it was computed
+    first: FlatVector | None = None  # of the first all-reduce, once it was computed
     basis: list[torch.Tensor] = field(default_factory=list)  # p of each matrix, on the host
     sent: list[torch.Tensor] = field(default_factory=list)  # q of each matrix as this member gave it
     mean: torch.Tensor | None = None  # of the second vector
@@ -103,8 +103,8 @@ class LowRank:
         # for the averages of the two all-reduces
         self.result_buffers = (ResultBuffer(), ResultBuffer())
         self.queues = Queues(tensor.device for tensor in tensors) if queues is None else queues
-        self.written = False  # the tensors are not what they were when the step began
-        # what this member gives to the two all-reduces, and, for devices, what they gave back
+        self.written = False  # the tensors have changed since the step began
+        # what this member gives to the two all-reduces, and, for devices, their averages
         self._p, self._second = (
             self.queues.host_memory(numel) for numel in (self.layout.first_numel, self.layout.second_numel)
         )
@@ -149,7 +149,7 @@ class LowRank:
                     target.view(tensor.shape).copy_(tensor)
                 else:  # a copy: the trainer may write to the tensor before it has reached the host
                     others.append((tensor.reshape(-1).to(torch.float32, copy=True), target))
-        self.queues.fork()  # the round comes after what this thread has asked of the devices
+        self.queues.fork()  # the round runs after the calls of this thread so far
         self.written = False
         self._step = _Step(gives, given, others, before)
 
@@ -222,10 +222,10 @@ class LowRank:
             renewed(mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), self._seed, matrix)
             for matrix in self.layout.matrices
         ]
-        step.mean = self._stay(step, mean) if self.queues else mean
+        step.mean = self._keep_for_devices(step, mean) if self.queues else mean
 
-    def _stay(self, step: _Step, mean: torch.Tensor) -> torch.Tensor:
-        """Copy the averages to the memory that devices copy from, where they stay until the next round."""
+    def _keep_for_devices(self, step: _Step, mean: torch.Tensor) -> torch.Tensor:
+        """Copy the averages to the memory that devices read, where they stay until the next ones come."""
         self.queues.finish_uploads()
         for nth, matrix in enumerate(self.layout.matrices):
             place = self._basis[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank)
@@ -287,7 +287,7 @@ class LowRank:
                 )
 
     def _reserve(self) -> None:
-        """Reserve memory on the devices for the copies that `_there` makes."""
+        """Allocate memory on the devices for what `_there` copies to them."""
         factors = [max(matrix.n, matrix.m) * matrix.rank for matrix in self.layout.matrices]
         others = [stop - start for _, start, stop in self._other_places()]
         slot_bytes = 4 * max([*factors, *others], default=0)
@@ -296,8 +296,8 @@ class LowRank:
 
     @contextmanager
     def _there(self, values: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
-        """Provide averaged values on a device, for calls to this thread's current stream within the context;
-        on the host where that computes for the device. The host does not wait for a CUDA device.
+        """Yield averaged values on their processing device, for calls on the current stream of this thread
+        within the context. This thread does not wait for a CUDA device.
         """
         queue = self.queues.of(device)
         if queue is None or exact_device(device) != device or not values.numel():
@@ -386,7 +386,7 @@ class LowRank:
         return self._step
 
     def _residuals(self, *, gives: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the current residuals and the memory for the next ones; empty lists unless this member
+        """Return the current residuals, and the memory for the next ones; nothing unless this member
         `gives`.
         """
         if not gives:
@@ -399,21 +399,21 @@ class LowRank:
         return self._held, self._spare
 
     def _other_places(self) -> list[tuple[int, int, int]]:
-        """Return, for each tensor that is no matrix, its place and its range in the second vector."""
+        """Return, for each tensor that is no matrix, its place and its range in the second vector, in
+        elements.
+        """
         starts = self.layout.other_starts
         stops = [*starts[1:], self.layout.second_numel]
         return [*zip(self.layout.others, starts, stops, strict=True)] if starts else []
 
 
 def _to_device_of(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """Return a factor, which lies on the host, on the device of `to`. The copy is queued: the host does not
-    wait.
-    """
+    """Return a factor, which lies on the host, on the device of `to`."""
     return factor.to(to.device, non_blocking=True)
 
 
 def _move(tensor: torch.Tensor, average: torch.Tensor, before: torch.Tensor | None) -> None:
-    """Write the average to the tensor, or add average - before. The average of a tensor on MPS is on the
+    """Write the average to the tensor, or add average - before; for a tensor on MPS, the average is on the
     host.
     """
     if before is None:

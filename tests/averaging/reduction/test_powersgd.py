@@ -423,7 +423,7 @@ def test_the_trainer_neither_waits_for_its_device_nor_pins_memory_and_may_go_on_
     assert queue.waits
     assert all(name.startswith("pool") for name in queue.waits)
     assert not queue.host_allocations
-    assert len(queue.brought) == 6, "both factors of two matrices, and two other tensors, of the last round"
+    assert len(queue.uploaded) == 6, "both factors of two matrices, and two other tensors, of the last round"
     queue.finish_uploads()  # none of this memory was written while it was being copied
 
 
