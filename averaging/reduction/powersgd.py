@@ -413,7 +413,7 @@ def _to_device_of(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
 
 
 def _move(tensor: torch.Tensor, average: torch.Tensor, before: torch.Tensor | None) -> None:
-    """Write the average to the tensor, or add average - before. The average of a tensor on MPS is on the host."""
+    """Write the average to the tensor, or add average - before. For an MPS tensor, it is on the host."""
     if before is None:
         tensor.copy_(average)
     else:
