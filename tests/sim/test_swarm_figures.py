@@ -1,5 +1,5 @@
-"""Tests of the measurements of `benchmarks.simulated_dht` on a small scale: they run, count correctly, and
-stay within their bounds.
+"""The measurements of `benchmarks.simulated_dht` at a small scale: they run, count correctly, and meet
+bounds.
 """
 
 from __future__ import annotations
