@@ -22,13 +22,13 @@ from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.twophase import TwoPhase
 from averaging.matchmaking.logic.group import Member
 from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
-from averaging.matchmaking.logic.messages import AveragerName, VectorSchema
+from averaging.matchmaking.logic.messages import AveragerName
 from averaging.matchmaking.service.matchmaking_service import GroupService, GroupServiceConfig
 from averaging.matchmaking.service.presence import DhtPresence, PresenceConfig
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.devices import describe_out_of_memory
 from averaging.reduction.feedback import Feedback
-from averaging.reduction.layout import schema_hash
+from averaging.reduction.layout import vector_schema
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import LowRank
 from averaging.reduction.robust import MEAN, Aggregation
@@ -154,7 +154,6 @@ class Averager:
         self.min_fraction = min_fraction
         self._names = tuple(tensors) if isinstance(tensors, Mapping) else ()
         self._staging = Staging(list(tensors.values() if isinstance(tensors, Mapping) else tensors))
-        layout = self._staging.layout
         # The smaller min_fraction counts: a config may be shared by many averagers.
         self._round = replace(
             self.config.round,
@@ -171,13 +170,7 @@ class Averager:
         if strategy is not None:
             settings += f", {strategy.compatibility_tag}"
         settings += f", for {self.config.compatibility_tag}" if self.config.compatibility_tag else ""
-        tag = f"{settings} {self._round.chunk_bytes}".encode()
-        digest = hashlib.sha256(schema_hash(layout, find(codec)) + tag).digest()
-        text = (
-            f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {settings} "
-            f"(#{digest.hex()[:8]})"
-        )
-        self.schema = VectorSchema(digest=digest, text=text, codec=find(codec).name)
+        self.schema = vector_schema(self._staging.layout, self._codec, settings, self._round.chunk_bytes)
         run = self.config.run or hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
         self._full_name = AveragerName(run=run, averager=name)
         matchmaking = replace(
@@ -185,7 +178,7 @@ class Averager:
         )
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
-        self._landing = ResultBuffer(self._staging.queues)
+        self._result_buffer = ResultBuffer(self._staging.queues)
         self._averages: Averages | None = None  # result of the pending round, until it is written back
         self._last_round_s = 0.0
         self._closed = False
@@ -340,7 +333,7 @@ class Averager:
         return WholeVector(
             all_reduce=self._service.all_reduce,
             vector=vector,
-            result_buffer=self._landing,
+            result_buffer=self._result_buffer,
             config=self._round,
             feedback=self.feedback,
         )

@@ -1,3 +1,5 @@
-"""The project's figures: ratios to hivemind, gloo and a bare transport, from one run on one machine. `python
--m benchmarks --help`.
+"""Benchmarks of the project: ratios to hivemind, gloo and a bare transport, measured in one run on one
+machine.
+
+Run them with `python -m benchmarks`; `--help` lists the options.
 """

@@ -1,4 +1,6 @@
-"""The command: runs the workloads, prints the table, keeps benchmarks/figures and writes docs/benchmarks."""
+"""The command `python -m benchmarks`: run workloads, print the table, save the figures, write
+docs/benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import churn, quick, report, simulated
+from benchmarks import churn, quick, report, simulated_dht
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine
+from benchmarks.interleaving import Plan
 from benchmarks.launch import ROOT
 from benchmarks.pages import write as write_pages
 from benchmarks.results import Row
-from benchmarks.sections import SECTIONS, Asked, measure
-from benchmarks.turns import Plan
+from benchmarks.sections import SECTIONS, Request, measure
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # so that every launch ends what it started
+    raise KeyboardInterrupt  # every launch then ends its processes
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,9 +40,9 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 @click.option(
     "--sizes", default="64,256", show_default=True, help="All-reduce: MiB per peer, comma-separated."
 )
-@click.option("--passes", default=2, show_default=True, help="All-reduce: fresh launches of every contender.")
+@click.option("--passes", default=2, show_default=True, help="All-reduce: new launches of every system.")
 @click.option(
-    "--rounds", default=3, show_default=True, help="All-reduce: measured rounds per contender and pass."
+    "--rounds", default=3, show_default=True, help="All-reduce: measured rounds per system and pass."
 )
 @click.option("--no-hivemind", is_flag=True, help="Leave hivemind out (nothing is kept: the page compares).")
 @click.option(
@@ -48,13 +50,14 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     "is_quick",
     is_flag=True,
     help="Small sizes, ours and the bare transport only, results checked, nothing kept: under a minute. "
-    "With --only simulated: all but the swarm of 10,000 peers. With --only churn: three peers, twenty seconds.",
+    "With --only simulated: all but the swarm of 10,000 peers. With --only churn: three peers, twenty "
+    "seconds.",
 )
 @click.option(
     "--figure",
     "figures",
     multiple=True,
-    type=click.Choice(simulated.figures(simulated.Plan())),
+    type=click.Choice(simulated_dht.figures(simulated_dht.Plan())),
     help="With --only simulated: this one of the DHT's figures. Repeatable.",
 )
 @click.option(
@@ -115,7 +118,7 @@ def main(
         sizes_mib = tuple(int(size) for size in sizes.split(","))
         sections = measure(
             only,
-            Asked(
+            Request(
                 setting=setting,
                 sizes_mib=sizes_mib,
                 figures=frozenset(figures),
@@ -124,7 +127,7 @@ def main(
         )
     book = report.load(folder / "measured.json") if keep else report.load(Path("nothing kept"))
     rows: list[Row] = []
-    for section in sections:  # kept as they come: who interrupts a long run has what was measured
+    for section in sections:  # stored one by one, so that an interrupted run keeps its results
         rows += section
         about = {
             "machine": under,
@@ -146,23 +149,24 @@ def main(
     for row in rows:
         if row.ours.failed or row.ours.launches_failed:
             say(
-                f"{row.workload}: ours failed {row.ours.failed} rounds, {row.ours.launches_failed} launches: {'; '.join(row.ours.reasons)}"
+                f"{row.workload}: ours failed {row.ours.failed} rounds, {row.ours.launches_failed} "
+                f"launches: {'; '.join(row.ours.reasons)}"
             )
-    # a loss that is not reached is a finding
+    # a loss that is never reached is a result, not an error
     reaching = [row for row in rows if not row.identifier.startswith("convergence-bytes")]
     if any(row.ours.median is None or row.ours.wrong for row in reaching):
         raise SystemExit(1)
 
 
 def _quickly(only: tuple[str, ...], say: Callable[[str], None]) -> Iterable[list[Row]]:
-    # all of it but the swarm of 10,000, which takes gigabytes and most of the time
+    # without the swarm of 10,000 peers, which takes gigabytes and most of the time
     if only == ("simulated",):
-        return simulated.rows(say, simulated.Plan(sizes=simulated.SMALL))
+        return simulated_dht.rows(say, simulated_dht.Plan(sizes=simulated_dht.SMALL))
     return [churn.rows(say, churn.QUICK) if only == ("churn",) else quick.rows(say)]
 
 
 def _measurable(only: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:
-    """The sections asked for; if none were, all that this machine can measure."""
+    """Return the sections asked for; without any, all sections that this machine can measure."""
     found = []
     for name in only or SECTIONS:
         try:
@@ -176,7 +180,7 @@ def _measurable(only: tuple[str, ...], say: Callable[[str], None]) -> tuple[str,
 
 
 def _command(arguments: list[str]) -> str:
-    """As typed, less where the page went."""
+    """Return the command line as typed, without the options that name output folders."""
     kept = [
         argument
         for before, argument in zip(["", *arguments], arguments, strict=False)

@@ -1,4 +1,4 @@
-"""All-reduce of four peers on loopback: ours beside hivemind, gloo and the bare transport."""
+"""All-reduce of four peers on loopback: swarm beside hivemind, gloo and the bare transport."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.contenders import Bare, Contender, Round, Workers, Workload
 from benchmarks.environments import HIVEMIND_VERSION, OWN_PYTHON
+from benchmarks.interleaving import Plan, Tally, interleave
+from benchmarks.measured_systems import Bare, MeasuredSystem, Round, Workers, Workload
 from benchmarks.results import Aim, Row, Series
-from benchmarks.turns import Plan, Tally, take_turns
 
 MIB = 1 << 20
 TENSORS = 16
@@ -21,10 +21,10 @@ HIVEMIND = f"hivemind {HIVEMIND_VERSION}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the workloads of this run share."""
+    """Settings that all workloads of one run share."""
 
     plan: Plan
-    hivemind: Path | None  # its interpreter; None: leave it out
+    hivemind: Path | None  # its interpreter; None leaves hivemind out
     copy_bytes_per_s: float
     say: Callable[[str], None]
 
@@ -42,16 +42,16 @@ def ours(workload: Workload) -> Workers:
 
 
 def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
-    """The rows of one vector size. Contenders that a ratio joins are measured in turn, open at the same time."""
+    """Measure one vector size and return its rows. Systems that share a ratio take turns."""
     elements = vector_mib * MIB // 4
 
     def load(codec: str) -> Workload:
         return Workload(elements=elements, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=codec)
 
-    def own(codec: str) -> Callable[[], Contender]:
+    def own(codec: str) -> Callable[[], MeasuredSystem]:
         return partial(ours, load(codec))
 
-    def theirs(codec: str) -> Callable[[], Contender]:
+    def theirs(codec: str) -> Callable[[], MeasuredSystem]:
         assert setting.hivemind is not None
         return partial(
             Workers,
@@ -64,9 +64,9 @@ def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
     gloo = partial(Workers, "gloo", python=OWN_PYTHON, module="gloo", workload=load("float32"))
     bare = partial(Bare, load("float32"))
 
-    def turns(names: Sequence[str], makers: Sequence[Callable[[], Contender]]) -> list[Tally]:
+    def turns(names: Sequence[str], makers: Sequence[Callable[[], MeasuredSystem]]) -> list[Tally]:
         setting.say(f"all-reduce, {PEERS} × {vector_mib} MiB: {', '.join(names)}")
-        return take_turns(makers, names, setting.plan, setting.say)
+        return interleave(makers, names, setting.plan, setting.say)
 
     float32, bare_tally, gloo_tally = turns(
         ["swarm float32", "bare grpc.aio with TLS", "gloo float32"], [own("float32"), bare, gloo]
@@ -101,12 +101,12 @@ def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
     half, bfloat, their_half = turns(
         [*names, f"{HIVEMIND} float16"], [own("float16"), own("bfloat16"), theirs("float16")]
     )
-    # alone: four contenders' memory is too much for some machines
+    # not in turn with others: four systems need more memory than some machines have
     (their_full,) = turns([f"{HIVEMIND} uncompressed"], [theirs("float32")])
     aim = Aim(of="peer / ours", sense="at least", value=4.0)
     for name, quantity in (("hivemind", "reduce"), ("hivemind-whole", "whole")):
         found.append(_row(setting, half, their_half, vector_mib, "float16", name, aim, quantity))
-        # it has no bfloat16: the same bytes
+        # hivemind has no bfloat16; float16 has the same size
         found.append(_row(setting, bfloat, their_half, vector_mib, "bfloat16", name, None, quantity))
         found.append(_row(setting, float32, their_full, vector_mib, "float32", name, None, quantity))
     return found
@@ -146,8 +146,11 @@ def _row(
 
 
 def memory_limit(copy_bytes_per_s: float, elements: int, codec: str) -> str:
-    """On loopback: every byte a peer sends is copied into the kernel and out of it, and no copy is faster
-    than memory.
+    """Return the physical limit on loopback in words: every sent byte is copied into the kernel and out of
+    it, and no copy is faster than memory.
     """
     moved = 2 * (PEERS - 1) * elements * CODEC_BYTES[codec]
-    return f"{2 * moved / copy_bytes_per_s:.3f} s: {moved / 1e6:.0f} MB through the kernel, two copies at {copy_bytes_per_s / 1e9:.1f} GB/s"
+    return (
+        f"{2 * moved / copy_bytes_per_s:.3f} s: {moved / 1e6:.0f} MB through the kernel, two copies at "
+        f"{copy_bytes_per_s / 1e9:.1f} GB/s"
+    )

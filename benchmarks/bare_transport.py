@@ -1,16 +1,15 @@
-"""The floor of an all-reduce: `grpc.aio` moving a butterfly's bytes over TLS between processes on loopback,
-and nothing else.
+"""The lower bound of an all-reduce: `grpc.aio` moves a butterfly's bytes over TLS between local processes.
 
-Every process cuts its vector into one span per process, streams each span to its owner in messages of
-`message_bytes`, and gets as many bytes back on the same stream. Messages are made before the clock starts,
-from as many different bytes as the vector has; what comes is dropped. Nothing is encoded, added, checked or
-decoded: what remains is what gRPC, TLS, the kernel and the event loop cost. `averaging.allreduce.allreduce`
-is measured beside it, in turn, in the same run.
+Every process cuts its vector into one shard per process, streams each shard to its owner in messages of
+`message_bytes`, and receives as many bytes on the same stream. Messages are made before the clock starts,
+from as many different bytes as the vector has; received bytes are dropped. Nothing is encoded, added, checked
+or decoded. What remains is the cost of gRPC, TLS, the kernel and the event loop.
+`averaging.allreduce.allreduce` is measured beside it, in turn, in the same run.
 
     with BareButterfly(vector_bytes=64 << 20) as bare:
         seconds = bare.round()
 
-Run as a program it prints the seconds of a few rounds as JSON.
+Run as a program, it prints the seconds of a few rounds as JSON.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from types import TracebackType
 from typing import Any
 
 METHOD = "/bare.Butterfly/Exchange"
-SPLIT_BYTES_MAX = 4 << 20  # larger messages than the round's parts would be another transport
+SPLIT_BYTES_MAX = 4 << 20  # a round of swarm sends no larger messages
 
 
 class BareButterfly:
-    """Worker processes that stand ready, so that rounds can be taken in turn with other measurements; idle
-    between rounds.
+    """Worker processes that idle between rounds, so that rounds can take turns with other measurements.
 
     Raises RuntimeError when a worker dies. Workers end with their parent.
     """
@@ -70,12 +68,12 @@ class BareButterfly:
                         start_new_session=True,
                     )
                 )
-                self._tell(self._workers[rank], {**self._setup, "rank": rank, "processes": self._processes})
-            ports = [self._hear(worker)["port"] for worker in self._workers]
+                self._send(self._workers[rank], {**self._setup, "rank": rank, "processes": self._processes})
+            ports = [self._receive(worker)["port"] for worker in self._workers]
             for worker in self._workers:
-                self._tell(worker, {"ports": ports})
+                self._send(worker, {"ports": ports})
             for worker in self._workers:
-                self._hear(worker)
+                self._receive(worker)
         except BaseException:
             self._stop()
             raise
@@ -87,18 +85,18 @@ class BareButterfly:
         self._stop()
 
     def round(self) -> float:
-        """One butterfly; returns its seconds, from the word "go" to the last process's end."""
+        """Run one butterfly. Return its seconds, from the start message to the end of the last process."""
         return self.round_detail()[0]
 
     def round_detail(self) -> tuple[float, float]:
-        """One butterfly: (wall seconds, processor seconds of all processes together)."""
+        """Run one butterfly. Return (wall seconds, processor seconds of all processes together)."""
         started_s = time.perf_counter()
         for worker in self._workers:
-            self._tell(worker, {"go": True})
-        replies = [self._hear(worker) for worker in self._workers]
+            self._send(worker, {"go": True})
+        replies = [self._receive(worker) for worker in self._workers]
         return time.perf_counter() - started_s, sum(reply["processor_s"] for reply in replies)
 
-    def _tell(self, worker: subprocess.Popen[str], message: dict[str, Any]) -> None:
+    def _send(self, worker: subprocess.Popen[str], message: dict[str, Any]) -> None:
         assert worker.stdin is not None
         try:
             worker.stdin.write(json.dumps(message) + "\n")
@@ -106,7 +104,7 @@ class BareButterfly:
         except BrokenPipeError as error:
             raise RuntimeError(f"a bare transport worker died (exit code {worker.poll()})") from error
 
-    def _hear(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
+    def _receive(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
         assert worker.stdout is not None
         line = worker.stdout.readline()
         if not line:
@@ -128,14 +126,14 @@ class BareButterfly:
 def seconds_per_round(
     *, vector_bytes: int, processes: int = 4, rounds: int = 5, message_bytes: int = 1 << 20
 ) -> list[float]:
-    """The seconds of `rounds` rounds after one to warm up."""
+    """Return the seconds of `rounds` rounds, after one warm-up round."""
     with BareButterfly(vector_bytes=vector_bytes, processes=processes, message_bytes=message_bytes) as bare:
         bare.round()
         return [bare.round() for _ in range(rounds)]
 
 
 def _self_signed() -> tuple[str, str]:
-    """A certificate and key for `localhost`, as PEM text."""
+    """Return a certificate and its key for `localhost`, as PEM text."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -160,13 +158,13 @@ def _self_signed() -> tuple[str, str]:
     return certificate.public_bytes(serialization.Encoding.PEM).decode(), private.decode()
 
 
-def span_messages(vector_bytes: int, processes: int, message_bytes: int) -> list[list[int]]:
-    """For each process the sizes of the messages that carry its span to it."""
+def shard_messages(vector_bytes: int, processes: int, message_bytes: int) -> list[list[int]]:
+    """Return, for each process, the sizes of the messages that carry its shard to it."""
     edges = [vector_bytes * rank // processes for rank in range(processes + 1)]
-    spans = itertools.pairwise(edges)
+    shards = itertools.pairwise(edges)
     return [
         [min(message_bytes, end - offset) for offset in range(start, end, message_bytes)]
-        for start, end in spans
+        for start, end in shards
     ]
 
 
@@ -190,25 +188,25 @@ async def _work(lines: asyncio.StreamReader) -> None:
     import grpc
     import grpc.aio
 
-    async def hear() -> dict[str, Any]:
-        message = json.loads(await lines.readline() or "{}")  # no line: the parent is gone
+    async def receive() -> dict[str, Any]:
+        message = json.loads(await lines.readline() or "{}")  # no line: the parent has ended
         assert isinstance(message, dict)
         return message
 
-    def tell(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
-    setup = await hear()
+    setup = await receive()
     rank, processes, certificate, key = (
         setup["rank"],
         setup["processes"],
         setup["certificate"].encode(),
         setup["key"].encode(),
     )
-    spans = span_messages(setup["vector_bytes"], processes, setup["message_bytes"])
-    # the parts of the vector; our own span's stand for averages
-    payloads = [[os.urandom(size) for size in sizes] for sizes in spans]
+    shards = shard_messages(setup["vector_bytes"], processes, setup["message_bytes"])
+    # the parts of the vector; those of the own shard stand for averages
+    payloads = [[os.urandom(size) for size in sizes] for sizes in shards]
     served: asyncio.Queue[None] = asyncio.Queue()
 
     async def echo(_request: Any, context: Any) -> None:
@@ -229,8 +227,8 @@ async def _work(lines: asyncio.StreamReader) -> None:
     )
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
     await server.start()
-    tell({"port": port})
-    ports = (await hear())["ports"]
+    send({"port": port})
+    ports = (await receive())["ports"]
     trust = grpc.ssl_channel_credentials(certificate)
     options = [
         *options,
@@ -244,8 +242,8 @@ async def _work(lines: asyncio.StreamReader) -> None:
     }
     for channel in channels.values():
         await channel.channel_ready()
-    tell({"ready": True})
-    while "go" in await hear():
+    send({"ready": True})
+    while "go" in await receive():
         before = resource.getrusage(resource.RUSAGE_SELF)
         async with asyncio.TaskGroup() as group:
             for other, channel in channels.items():
@@ -253,7 +251,7 @@ async def _work(lines: asyncio.StreamReader) -> None:
         for _ in channels:
             await served.get()
         after = resource.getrusage(resource.RUSAGE_SELF)
-        tell(
+        send(
             {
                 "processor_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
                 "page_faults": after.ru_minflt - before.ru_minflt,

@@ -1,4 +1,4 @@
-"""Charts as SVG, readable on a light and on a dark page. Drawn by the commands that measure."""
+"""Bar charts as SVG, readable on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WIDTH, _BAR, _GAP, _RIGHT, _TOP = 860, 18, 10, 90, 52
-_CHARACTER = 6.6  # the mean width of a character, in units of the picture
+_CHARACTER = 6.6  # mean width of a character, in units of the picture
 _BLUE, _RED, _INK, _PALE = "#2f81f7", "#cf222e", "#1f2328", "#57606a"
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: what it is about, how long it is, and what stands at its end. `marked`: it is below its aim."""
+    """One bar: its label, its length, and the text at its end. `marked` bars are below their aim."""
 
     label: str
     value: float
@@ -44,7 +44,8 @@ def bars(title: str, axis: str, found: Sequence[Bar]) -> str:
         x = one + power * scale
         lines.append(f'<line x1="{x:.1f}" y1="44" x2="{x:.1f}" y2="{height - 10}" stroke="#d0d7de"/>')
         lines.append(
-            f'<text x="{x:.1f}" y="40" fill="{_PALE}" font-size="11" text-anchor="middle">{10.0**power:g}</text>'
+            f'<text x="{x:.1f}" y="40" fill="{_PALE}" font-size="11" text-anchor="middle">'
+            f"{10.0**power:g}</text>"
         )
     for number, bar in enumerate(found):
         y = _TOP + number * (_BAR + _GAP)
@@ -53,8 +54,10 @@ def bars(title: str, axis: str, found: Sequence[Bar]) -> str:
         middle = y + _BAR * 0.72
         colour = _RED if bar.marked else _BLUE
         lines += [
-            f'<text x="{left - 10}" y="{middle:.1f}" fill="{_INK}" text-anchor="end">{html.escape(bar.label)}</text>',
+            f'<text x="{left - 10}" y="{middle:.1f}" fill="{_INK}" text-anchor="end">'
+            f"{html.escape(bar.label)}</text>",
             f'<rect x="{begin:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="3" fill="{colour}"/>',
-            f'<text x="{max(end, one) + 8:.1f}" y="{middle:.1f}" fill="{_INK}">{html.escape(bar.text)}</text>',
+            f'<text x="{max(end, one) + 8:.1f}" y="{middle:.1f}" fill="{_INK}">'
+            f"{html.escape(bar.text)}</text>",
         ]
     return "\n".join([*lines, "</svg>", ""])

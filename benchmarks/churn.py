@@ -1,9 +1,8 @@
-"""Four volunteers of one run, each killed and started again at random: what of their work counts, and where
-it leaves the loss.
+"""Four volunteers of one run, each killed and restarted at random: goodput and final loss.
 
-The volunteers are the real commands, `swarm start` and `swarm join`, beside a `swarm bootstrap` that is left
-alone. A step takes each of them equally long (`benchmarks.paced`). The same five minutes without a kill are
-what it is compared with.
+The volunteers are the real commands, `swarm start` and `swarm join`, beside a `swarm bootstrap` that is never
+killed. A training step takes the same time on each of them (`benchmarks.paced_task`). The baseline is the
+same five minutes without kills.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import paced
+from benchmarks import paced_task
 from benchmarks.launch import LaunchFailed
-from benchmarks.lives import PHASES, STATE, Kill, Life, Sums, kills, sums
+from benchmarks.lifetimes import PHASES, STATE, ChurnSummary, Kill, ProcessLifetime, draw_kills, summarize
 from benchmarks.results import Row, Series
 from swarm.cli.children import Children
 
@@ -53,19 +52,21 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
     peers: int = 4
-    mean_s: float = 60.0  # of each peer, from one kill to the next
+    mean_s: float = 60.0  # mean time of a peer from one kill to the next
     seconds: float = 300.0
     seed: int = 1
-    step_s: float = 0.1  # of one peer; what it computes in it takes a tenth of that
-    batch: int = 16  # samples of a step
-    epoch_s: float = 1.0  # the target batch is what all peers together compute in this time
+    step_s: float = 0.1  # minimum of one peer; its computation takes a tenth of that
+    batch: int = 16  # samples per step
+    epoch_s: float = 1.0  # the target batch is the work of all peers in this time
 
     @property
     def samples_per_s_max(self) -> float:
         return self.peers * self.batch / self.step_s
 
     def kills(self) -> list[Kill]:
-        return kills(random.Random(self.seed), peers=self.peers, mean_s=self.mean_s, seconds=self.seconds)
+        return draw_kills(
+            random.Random(self.seed), peers=self.peers, mean_s=self.mean_s, seconds=self.seconds
+        )
 
 
 QUICK = Churn(peers=3, mean_s=15.0, seconds=20.0)
@@ -73,8 +74,8 @@ QUICK = Churn(peers=3, mean_s=15.0, seconds=20.0)
 
 @contextlib.contextmanager
 def _task_installed(folder: Path) -> Iterator[None]:
-    """For the processes that this one starts: they inherit where Python looks for packages."""
-    paced.install(folder)
+    """Install the paced task for child processes, which inherit Python's search path, then undo it."""
+    paced_task.install(folder)
     before = os.environ.get(_PATH)
     os.environ[_PATH] = os.pathsep.join(filter(None, (str(folder), before)))
     try:
@@ -86,7 +87,9 @@ def _task_installed(folder: Path) -> Iterator[None]:
 
 
 class _Swarm:
-    """The processes, and what each told. A process is one life of a peer, and has a name of its own."""
+    """The processes and the events that each reported. Every restart of a peer is a process with its own
+    name.
+    """
 
     def __init__(self, children: Children, folder: Path, churn: Churn) -> None:
         self._children, self._folder = children, folder
@@ -94,38 +97,40 @@ class _Swarm:
         self._run_file = folder / "run.toml"
         target = round(churn.samples_per_s_max * churn.epoch_s)
         self._run_file.write_text(
-            _RUN.format(target=target, batch=churn.batch, step_s=churn.step_s, task=paced.NAME),
+            _RUN.format(target=target, batch=churn.batch, step_s=churn.step_s, task=paced_task.NAME),
             encoding="utf-8",
         )
         self._names: dict[int, str] = {}
-        self.lives: dict[str, Life] = {}
+        self.lifetimes: dict[str, ProcessLifetime] = {}
 
     def open(self, peers: int) -> None:
-        """All peers train. LaunchFailed: they do not."""
+        """Start all peers and wait until each trains. Raises LaunchFailed when one does not in time."""
         deadline_s = time.monotonic() + READY_S
         self._children.start(_BOOTSTRAP, "bootstrap", "--identity", "new", *_LISTEN)
         while not self._address:
             self._look(deadline_s)
         self.begin(0)
-        while "run" not in self.lives[self._names[0]].moments_s:
+        while "run" not in self.lifetimes[self._names[0]].moments_s:
             self._look(deadline_s)
         for peer in range(1, peers):
             self.begin(peer)
-        while not all("contributing" in life.moments_s for life in self.lives.values()):
+        while not all("contributing" in lifetime.moments_s for lifetime in self.lifetimes.values()):
             self._look(deadline_s)
 
     def begin(self, peer: int) -> None:
-        """The founder starts again by the command that founded the run: with the same identity, it takes part
-        in what is there.
+        """Start or restart a peer.
+
+        The creator restarts with the command that created the run: with the same identity it joins the
+        existing run.
         """
-        lived = sum(life.peer == peer for life in self.lives.values())
-        name = self._names[peer] = f"peer {peer}, life {lived}"
+        lived = sum(lifetime.peer == peer for lifetime in self.lifetimes.values())
+        name = self._names[peer] = f"peer {peer}, lifetime {lived}"
         role = (
             ("start", str(self._run_file), "--bootstrap", self._address)
             if peer == 0
             else ("join", self._address, "--yes")
         )
-        self.lives[name] = Life(peer, time.monotonic(), again=lived > 0)
+        self.lifetimes[name] = ProcessLifetime(peer, time.monotonic(), restarted=lived > 0)
         identity = str(self._folder / f"{peer}.identity")
         self._children.start(
             name, *role, "--device", "cpu", "--identity", identity, "--name", f"peer {peer}", *_LISTEN
@@ -134,21 +139,22 @@ class _Swarm:
     def kill(self, peer: int) -> None:
         name = self._names[peer]
         self._children[name].kill()
-        self.lives[name].ended_s = time.monotonic()
+        self.lifetimes[name].ended_s = time.monotonic()
         self._children[name].process.wait()
 
     def listen(self, until_s: float) -> None:
         while time.monotonic() < until_s:
-            self._hear(min(LOOK_S, until_s - time.monotonic()))
+            self._receive(min(LOOK_S, until_s - time.monotonic()))
 
     def _look(self, deadline_s: float) -> None:
-        self._hear(LOOK_S)
+        self._receive(LOOK_S)
         if time.monotonic() > deadline_s:
             raise LaunchFailed(
-                f"not everybody trained within {READY_S:g} s: { {n: [*life.moments_s] for n, life in self.lives.items()} }"
+                f"not everybody trained within {READY_S:g} s: "
+                f"{ {n: [*lifetime.moments_s] for n, lifetime in self.lifetimes.items()} }"
             )
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> None:
         line = self._children.next_line(timeout_s)
         if line is None:
             return
@@ -157,16 +163,17 @@ class _Swarm:
             if event is not None and event["event"] == "listening":
                 self._address = event["addresses"][0]
             return
-        life = self.lives[name]
+        lifetime = self.lifetimes[name]
         if event is not None:
-            life.take(event, time.monotonic())
-        elif life.ended_s is None:
+            lifetime.take(event, time.monotonic())
+        elif lifetime.ended_s is None:
             raise LaunchFailed(f"{name} ended by itself: {self._children[name].error_text()}")
 
 
-def train(churn: Churn, say: Say, *, killed: bool) -> tuple[list[Life], Sums]:
-    """`seconds` of training, from the moment at which every peer has contributed. LaunchFailed: the swarm did
-    not come about, or a process ended by itself.
+def train(churn: Churn, say: Say, *, killed: bool) -> tuple[list[ProcessLifetime], ChurnSummary]:
+    """Train for `seconds`, counted from the moment at which every peer has contributed.
+
+    Raises LaunchFailed when the peers do not all start to train, or when a process ends by itself.
     """
     with (
         tempfile.TemporaryDirectory(prefix="swarm-churn-") as name,
@@ -183,41 +190,53 @@ def train(churn: Churn, say: Say, *, killed: bool) -> tuple[list[Life], Sums]:
             swarm.begin(kill.peer)
         until_s = since_s + churn.seconds
         swarm.listen(until_s)
-    lives = list(swarm.lives.values())
-    return lives, sums(lives, peers=churn.peers, since_s=since_s, until_s=until_s)
+    lifetimes = list(swarm.lifetimes.values())
+    return lifetimes, summarize(lifetimes, peers=churn.peers, since_s=since_s, until_s=until_s)
 
 
 def rows(say: Say, churn: Churn | None = None) -> list[Row]:
-    """The section."""
+    """Measure the section and return its rows."""
     churn = churn or Churn()
     say(f"{churn.peers} volunteers, {churn.seconds:g} s without a kill")
     _, calm = train(churn, say, killed=False)
     say(_told(calm))
     say(f"{churn.peers} volunteers, {churn.seconds:g} s, each killed every {churn.mean_s:g} s on average")
-    lives, stormy = train(churn, say, killed=True)
+    lifetimes, stormy = train(churn, say, killed=True)
     say(_told(stormy))
-    return _rows(churn, calm, stormy, lives)
+    return rows_of(churn, calm, stormy, lifetimes)
 
 
-def _told(found: Sums) -> str:
+def _told(found: ChurnSummary) -> str:
     loss = "no loss" if found.loss is None else f"loss {found.loss:.3f}"
     restarts = f", back after {statistics.median(found.restarts_s):.1f} s" if found.restarts_s else ""
     return f"  {found.samples_per_s:.0f} samples/s, {loss}, {found.trained:.1%} of the time trained{restarts}"
 
 
-def _rows(churn: Churn, calm: Sums, stormy: Sums, lives: list[Life]) -> list[Row]:
-    deaths = sum(life.again for life in lives)
-    workload = f"{churn.peers} volunteers, {churn.seconds:g} s, each killed (SIGKILL) and started again after {churn.mean_s:g} s on average"
+def rows_of(
+    churn: Churn, calm: ChurnSummary, stormy: ChurnSummary, lifetimes: list[ProcessLifetime]
+) -> list[Row]:
+    deaths = sum(lifetime.restarted for lifetime in lifetimes)
+    workload = (
+        f"{churn.peers} volunteers, {churn.seconds:g} s, each killed (SIGKILL) and started again after "
+        f"{churn.mean_s:g} s on average"
+    )
     note = (
-        f"{deaths} kills, seed {churn.seed}; the peers trained {stormy.trained:.1%} of the time; failed rounds that peers told of: "
-        f"{stormy.failed_rounds} (without kills {calm.failed_rounds}); states fetched anew by peers that were not killed: "
+        f"{deaths} kills, seed {churn.seed}; the peers trained {stormy.trained:.1%} of the time; failed "
+        "rounds that peers reported: "
+        f"{stormy.failed_rounds} (without kills {calm.failed_rounds}); states downloaded again by peers that "
+        "were not killed: "
         f"{stormy.resynchronised} ({calm.resynchronised})"
     )
 
     def row(
-        kind: str, quantity: str, unit: str, of: Callable[[Sums], float | None], limit: str, *notes: str
+        kind: str,
+        quantity: str,
+        unit: str,
+        of: Callable[[ChurnSummary], float | None],
+        limit: str,
+        *notes: str,
     ) -> Row:
-        def series(name: str, sums: Sums) -> Series:
+        def series(name: str, sums: ChurnSummary) -> Series:
             value = of(sums)
             return Series(name=f"{name}: {kind}", unit=unit, samples=() if value is None else (value,))
 
@@ -259,12 +278,14 @@ def _rows(churn: Churn, calm: Sums, stormy: Sums, lives: list[Life]) -> list[Row
             lambda found: found.loss,
             "fewer samples in the same time",
         ),
-        *_restarts(workload, stormy, lives),
+        *_restarts(workload, stormy, lifetimes),
     ]
 
 
-def _restarts(workload: str, stormy: Sums, lives: list[Life]) -> list[Row]:
-    starts = [phases for life in lives if life.again and (phases := life.phases_s) is not None]
+def _restarts(workload: str, stormy: ChurnSummary, lifetimes: list[ProcessLifetime]) -> list[Row]:
+    starts = [
+        phases for lifetime in lifetimes if lifetime.restarted and (phases := lifetime.phases_s) is not None
+    ]
 
     def series(name: str, samples: list[float]) -> Series:
         return Series(name=f"swarm: {name}", unit="s", samples=tuple(samples))

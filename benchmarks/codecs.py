@@ -1,8 +1,8 @@
-"""The codecs, one thread: bits per element, throughput beside a memory copy's, and the error on normal and on
-heavy-tailed values.
+"""Codecs on one thread: bits per element, throughput beside a memory copy, and the error on two
+distributions.
 
-A part of a round is encoded and decoded as a reducer does it, block by block. hivemind's counterpart, where
-it has one, works on the same values in a process of its own, in turn with ours.
+A part is encoded and decoded block by block, as a reducer does it. hivemind's counterpart, where one exists,
+works on the same values in another process, in turn with the codec of swarm.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from benchmarks.launch import Launch
 from benchmarks.results import Aim, Row, Series
 from swarm.compression import Codec, find
 
-ELEMENTS = 1 << 20  # a part: 4 MiB in float32
+ELEMENTS = 1 << 20  # one part: 4 MiB in float32
 ROUNDS = 15
 TIMEOUT_S = 60.0
 CODECS = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk")
-# its blockwise codec needs a package for GPUs
+# hivemind's blockwise codec needs a package for GPUs
 COUNTERPARTS = {"float32": "NONE", "float16": "FLOAT16", "int8": "UNIFORM_8BIT"}
 ENCODE_AIMS = {"int8": 1.0, "int4": 1.0}  # GB/s of float32
 
 
 @dataclass(slots=True)
 class Measured:
-    """One contender's codec."""
+    """The measurements of one codec of one system."""
 
     encode: list[float] = field(default_factory=list)  # GB/s of float32
     decode: list[float] = field(default_factory=list)
@@ -47,8 +47,8 @@ class Measured:
         self.decode.append(4e-9 * elements / decode_s)
 
 
-class Own:
-    """A codec of ours at work on a part."""
+class SwarmCodec:
+    """A codec of swarm that encodes and decodes one part."""
 
     def __init__(self, codec: Codec, elements: int) -> None:
         self._codec = codec
@@ -68,7 +68,7 @@ class Own:
         self.measured.add(values.numel(), encoded_s - started_s, time.perf_counter() - encoded_s)
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The part's bytes, in one piece as they travel: what a codec hands out as it is, is copied there."""
+        """Return the encoded part as one contiguous tensor. Codecs that return a view are copied into it."""
         for block in self._blocks:
             place = self._encoded[block.first_byte : block.end_byte]
             view = self._codec.encode(values[block.start : block.stop], place)
@@ -96,7 +96,7 @@ def rows(
     elements: int = ELEMENTS,
     rounds: int = ROUNDS,
 ) -> list[Row]:
-    """All of the section; `hivemind`: its interpreter, None for ours alone."""
+    """Measure the section and return its rows. `hivemind` is its interpreter; None measures swarm alone."""
     found: list[Row] = []
     with one_thread(), contextlib.ExitStack() as stack:
         launch = None
@@ -108,15 +108,15 @@ def rows(
                 configurations=[{"elements": elements}],
             )
             launch = stack.enter_context(worker)
-            launch.hear("ready", TIMEOUT_S)
+            launch.receive("ready", TIMEOUT_S)
         limit = f"memory copy {_copy_gb_per_s(elements):.3g} GB/s"
         for name in names:
-            own, theirs = Own(find(name), elements), Measured()
+            own, theirs = SwarmCodec(find(name), elements), Measured()
             for nth in range(rounds + 1):
                 own.round()
                 if launch is not None and name in COUNTERPARTS:
                     _their_round(launch, COUNTERPARTS[name], theirs, elements, errors=nth == 0)
-                if nth == 0:  # it warms up
+                if nth == 0:  # warm-up
                     for samples in (own.measured.encode, own.measured.decode, theirs.encode, theirs.decode):
                         samples.clear()
             new = _rows_of(name, own.measured, theirs if theirs.encode else None, limit)
@@ -129,8 +129,8 @@ def rows(
 
 
 def _their_round(launch: Launch, codec: str, measured: Measured, elements: int, *, errors: bool) -> None:
-    launch.tell("round", codec=codec, errors=errors)
-    (answer,) = launch.hear("done", TIMEOUT_S)
+    launch.send("round", codec=codec, errors=errors)
+    (answer,) = launch.receive("done", TIMEOUT_S)
     measured.add(elements, answer["encode_s"], answer["decode_s"])
     measured.bits = answer["bits"]
     measured.errors |= answer["errors"]
@@ -180,7 +180,7 @@ def _rows_of(name: str, ours: Measured, theirs: Measured | None, limit: str) -> 
 
 
 def _copy_gb_per_s(elements: int) -> float:
-    """One thread, from one part to another of the same size: the best of a few."""
+    """Return the best GB/s of a few copies on one thread, from one part to another of the same size."""
     source, target = torch.ones(elements), torch.zeros(elements)
     best_s = float("inf")
     for _ in range(ROUNDS):

@@ -1,9 +1,8 @@
-"""What a mode and its codec cost in loss, and save in bytes: four peers and real text, against one machine
-and synchronous float32.
+"""The convergence section: loss and bytes of every mode and codec with four peers.
 
-Every training is kept in `convergence.json` beside the figures as soon as it is over: who interrupts the section
-goes on where it stopped, by the same command. Trainings of another scale, or of a way whose settings have
-changed, are made anew.
+They are compared with one machine and with synchronous float32. Every finished training is stored in
+`convergence.json` beside the figures, so an interrupted section continues with the same command. A training
+is repeated when the scale or the settings of its setup have changed.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import fourpeers
+from benchmarks import four_peers
 from benchmarks.environments import OWN_PYTHON
-from benchmarks.fourpeers import PEERS, Begun, Course, Data, RoundsFailed
+from benchmarks.four_peers import PEERS, Data, PeerHistory, RoundsFailed, StartingPoint
 from benchmarks.hostile import one_thread
 from benchmarks.launch import Launch, LaunchFailed, Worker
 from benchmarks.results import Aim, Row, Series
-from benchmarks.ways import SEEDS, SYNCHRONOUS, WAYS, Outcome, Say, Scale, Way
+from benchmarks.training_setups import SEEDS, SETUPS, SYNCHRONOUS, Outcome, Say, Scale, TrainingSetup
 
-WITHIN = 1.02  # of the synchronous run's final loss counts as reached
+WITHIN = 1.02  # a loss within this factor of the synchronous run's final loss counts as reached
 WHOLE = "one machine, the batches of all four"
 QUARTER = "one machine, its own batches only"
 READY_S = 180.0
@@ -37,28 +36,29 @@ TRAINING_S_MAX = 3600.0
 _ALONE = {WHOLE: PEERS, QUARTER: 1}
 
 
-class Kept:
-    """Outcomes on disk, one file, replaced at once."""
+class OutcomeStore:
+    """Outcomes on disk, in one file that is replaced atomically. Without a path nothing is stored."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._found: list[Outcome] = []
+        self.outcomes: list[Outcome] = []
         if path is not None and path.exists():
-            self._found = [_read(one) for one in json.loads(path.read_text(encoding="utf-8"))]
+            self.outcomes = [_read(one) for one in json.loads(path.read_text(encoding="utf-8"))]
 
     def get(self, name: str, seed: int, settings: dict[str, Any]) -> Outcome | None:
         return next(
-            (one for one in self._found if (one.way, one.seed, one.settings) == (name, seed, settings)), None
+            (one for one in self.outcomes if (one.setup, one.seed, one.settings) == (name, seed, settings)),
+            None,
         )
 
     def add(self, outcome: Outcome) -> None:
-        self._found = [one for one in self._found if (one.way, one.seed) != (outcome.way, outcome.seed)] + [
-            outcome
-        ]
+        self.outcomes = [
+            one for one in self.outcomes if (one.setup, one.seed) != (outcome.setup, outcome.seed)
+        ] + [outcome]
         if self._path is not None:
             partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             partial.write_text(
-                json.dumps([dataclasses.asdict(one) for one in self._found], indent=1) + "\n",
+                json.dumps([dataclasses.asdict(one) for one in self.outcomes], indent=1) + "\n",
                 encoding="utf-8",
             )
             partial.replace(self._path)
@@ -71,8 +71,8 @@ def _read(record: dict[str, Any]) -> Outcome:
 
 
 class FourProcesses:
-    """Four peers, each a process of its own, who make one training after the other. A context manager;
-    started when needed first.
+    """Four peers, each in a process, that run one training after the other. A context manager; starts them on
+    first use.
     """
 
     def __init__(self, scale: Scale, text: Path | None = None) -> None:
@@ -87,31 +87,34 @@ class FourProcesses:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def __call__(self, way: Way, begun: Begun, seed: int) -> list[Course]:
-        """RoundsFailed: and whoever comes next finds new processes."""
+    def __call__(self, setup: TrainingSetup, start: StartingPoint, seed: int) -> list[PeerHistory]:
+        """Run one training and return the history of each peer.
+
+        Raises RoundsFailed when the peers fail; the next call then starts new processes.
+        """
         self._trained += 1
         try:
             with tempfile.TemporaryDirectory(prefix="swarm-four-") as folder:
-                path = Path(folder) / "begun"
-                torch.save({"model": begun.model, "inner": begun.inner}, path)
+                path = Path(folder) / "start"
+                torch.save({"model": start.model, "inner": start.inner}, path)
                 launch = self._open()
-                launch.tell(
-                    "train", way=way.name, seed=seed, run=f"convergence {self._trained}", begun=str(path)
+                launch.send(
+                    "train", setup=setup.name, seed=seed, run=f"convergence {self._trained}", start=str(path)
                 )
-                launch.hear("open", READY_S)
-                launch.tell("go")
-                told = [_trained(worker) for worker in launch.workers]
+                launch.receive("open", READY_S)
+                launch.send("go")
+                replies = [_trained(worker) for worker in launch.workers]
         except (RoundsFailed, LaunchFailed) as failure:
             self._stack.close()
             self._launch = None
             raise RoundsFailed(str(failure)) from failure
         return [
-            Course(
+            PeerHistory(
                 rounds=one["rounds"],
                 missing=one["missing"],
                 curve=[(step, loss, sent) for step, loss, sent in one["curve"]],
             )
-            for one in told
+            for one in replies
         ]
 
     def _open(self) -> Launch:
@@ -120,42 +123,52 @@ class FourProcesses:
             launch = Launch(
                 "four peers",
                 python=OWN_PYTHON,
-                module="benchmarks.workers.swarm_four",
+                module="benchmarks.workers.swarm_convergence",
                 configurations=[shape] * PEERS,
             )
             self._launch = self._stack.enter_context(launch)
-            launch.hear("ready", READY_S)
+            launch.receive("ready", READY_S)
         return self._launch
 
 
 def _trained(worker: Worker) -> dict[str, Any]:
-    told = worker.hear("trained", time.monotonic() + TRAINING_S_MAX)
-    if told["failed"]:
-        raise RoundsFailed(told["failed"])
-    return told
+    replies = worker.receive("trained", time.monotonic() + TRAINING_S_MAX)
+    if replies["failed"]:
+        raise RoundsFailed(replies["failed"])
+    return replies
 
 
-Four = Callable[[Way, Begun, int], list[Course]]
+Four = Callable[[TrainingSetup, StartingPoint, int], list[PeerHistory]]
 
 
 class Section:
-    """All trainings of one scale. `four`: makes the four peers train."""
+    """All trainings of one scale."""
 
-    def __init__(self, kept: Kept, data: Data, scale: Scale, say: Say, ways: Sequence[Way] = WAYS) -> None:
-        self._kept, self._scale, self._say, self._ways, self._data = kept, scale, say, ways, data
-        self._begun: dict[int, Begun] = {}
+    def __init__(
+        self,
+        store: OutcomeStore,
+        data: Data,
+        scale: Scale,
+        say: Say,
+        setups: Sequence[TrainingSetup] = SETUPS,
+    ) -> None:
+        self._store, self._scale, self._say, self._setups, self._data = store, scale, say, setups, data
+        self._begun: dict[int, StartingPoint] = {}
 
     def rows(self, four: Four) -> Iterator[list[Row]]:
-        """Rows as they are measured: everything with its first seed, then the headlines' other seeds."""
+        """Yield rows as they are measured: every setup with its first seed, then the headlines' other seeds.
+
+        `four` makes the four peers train.
+        """
         with one_thread():
             yield from self._rows(four)
 
     def _rows(self, four: Four) -> Iterator[list[Row]]:
-        def together(way: Way) -> Callable[[int], Outcome]:
-            return lambda seed: self._together(four, way, seed)
+        def together(setup: TrainingSetup) -> Callable[[int], Outcome]:
+            return lambda seed: self.train_together(four, setup, seed)
 
         settings = {**self._scale.settings, **SYNCHRONOUS.settings}
-        for seeds_max in sorted({1, *(len(way.seeds) for way in self._ways)}):
+        for seeds_max in sorted({1, *(len(setup.seeds) for setup in self._setups)}):
             seeds = SYNCHRONOUS.seeds[:seeds_max]
             reference, reasons = self._measured(SYNCHRONOUS.name, seeds, settings, together(SYNCHRONOUS))
             if not reference:
@@ -163,60 +176,61 @@ class Section:
                     f"the synchronous run failed, and everything is held against it: {'; '.join(reasons)}"
                 )
             yield [self._loss_row(SYNCHRONOUS.name, reference, reference, reasons)]
-            for way in self._ways:
-                if way is not SYNCHRONOUS and (seeds_max == 1 or len(way.seeds) > 1):
+            for setup in self._setups:
+                if setup is not SYNCHRONOUS and (seeds_max == 1 or len(setup.seeds) > 1):
                     found, reasons = self._measured(
-                        way.name,
-                        way.seeds[:seeds_max],
-                        {**self._scale.settings, **way.settings},
-                        together(way),
+                        setup.name,
+                        setup.seeds[:seeds_max],
+                        {**self._scale.settings, **setup.settings},
+                        together(setup),
                     )
                     yield [
-                        self._loss_row(way.name, found, reference, reasons),
-                        self._bytes_row(way, found, reference),
+                        self._loss_row(setup.name, found, reference, reasons),
+                        self._bytes_row(setup, found, reference),
                     ]
             if seeds_max == 1:
                 for name in _ALONE:
-                    alone = functools.partial(self._alone, name)
+                    alone = functools.partial(self.train_alone, name)
                     found, _ = self._measured(name, SEEDS[:1], self._scale.settings, alone)
                     yield [self._loss_row(name, found, reference, ())]
 
-    def _from(self, seed: int) -> Begun:
+    def _from(self, seed: int) -> StartingPoint:
         if seed not in self._begun:
-            self._begun[seed] = fourpeers.begin(self._data, self._scale, seed)
+            self._begun[seed] = four_peers.common_start(self._data, self._scale, seed)
         return self._begun[seed]
 
-    def _together(self, four: Four, way: Way, seed: int) -> Outcome:
-        begun, began_s = self._from(seed), time.monotonic()
-        courses = four(way, begun, seed)
+    def train_together(self, four: Four, setup: TrainingSetup, seed: int) -> Outcome:
+        start, began_s = self._from(seed), time.monotonic()
+        histories = four(setup, start, seed)
         return Outcome(
-            way=way.name,
+            setup=setup.name,
             seed=seed,
-            settings={**self._scale.settings, **way.settings},
-            parameters=sum(tensor.numel() for tensor in begun.model.values()),
-            rounds=courses[0].rounds,
-            missing=max(course.missing for course in courses),
+            settings={**self._scale.settings, **setup.settings},
+            parameters=sum(tensor.numel() for tensor in start.model.values()),
+            rounds=histories[0].rounds,
+            missing=max(history.missing for history in histories),
             seconds=time.monotonic() - began_s,
-            curve=fourpeers.together(courses),
+            curve=four_peers.mean_curve(histories),
         )
 
     def _measured(
         self, name: str, seeds: Sequence[int], settings: dict[str, Any], train: Callable[[int], Outcome]
     ) -> tuple[list[Outcome], list[str]]:
-        """What is kept, and what is not yet."""
+        """Return the stored outcomes, training the missing ones, and the reasons of failed trainings."""
         found, reasons = [], []
         for seed in seeds:
-            outcome = self._kept.get(name, seed, settings)
+            outcome = self._store.get(name, seed, settings)
             if outcome is None:
                 try:
                     outcome = train(seed)
                 except RoundsFailed as failure:
                     reasons.append(str(failure))
                     self._say(
-                        f"convergence, {name}, seed {seed} failed, and is made again by the next call: {failure}"
+                        f"convergence, {name}, seed {seed} failed, and is made again by the next call: "
+                        f"{failure}"
                     )
                     continue
-                self._kept.add(outcome)
+                self._store.add(outcome)
                 sent = (
                     f", {outcome.sent_bytes / 1e6:.2f} MB sent by each in {outcome.rounds} rounds"
                     if outcome.rounds
@@ -226,16 +240,19 @@ class Section:
                     f", of one of which {outcome.missing:.3g} was missing" if outcome.missing > 1e-6 else ""
                 )
                 self._say(
-                    f"convergence, {name}, seed {seed}: {outcome.loss:.3f} nats per byte{sent}, {outcome.seconds:.0f} s"
+                    f"convergence, {name}, seed {seed}: {outcome.loss:.3f} nats per byte{sent}, "
+                    f"{outcome.seconds:.0f} s"
                 )
             found.append(outcome)
         return found, reasons
 
-    def _alone(self, name: str, seed: int) -> Outcome:
-        begun, began_s = self._from(seed), time.monotonic()
-        outcome = Outcome(way=name, seed=seed, settings=self._scale.settings)
-        look = lambda step, loss, sent: outcome.curve.append((step, loss, sent))  # noqa: E731
-        fourpeers.alone(self._data, begun, self._scale, seed, peers=_ALONE[name], look=look)
+    def train_alone(self, name: str, seed: int) -> Outcome:
+        start, began_s = self._from(seed), time.monotonic()
+        outcome = Outcome(setup=name, seed=seed, settings=self._scale.settings)
+        on_evaluation = lambda step, loss, sent: outcome.curve.append((step, loss, sent))  # noqa: E731
+        four_peers.train_alone(
+            self._data, start, self._scale, seed, peers=_ALONE[name], on_evaluation=on_evaluation
+        )
         outcome.seconds = time.monotonic() - began_s
         return outcome
 
@@ -243,10 +260,12 @@ class Section:
         self, name: str, found: Sequence[Outcome], reference: Sequence[Outcome], reasons: Sequence[str]
     ) -> Row:
         steps, samples = self._scale.steps, self._scale.samples
-        begun = f"of which the first {self._scale.common_steps} are one machine's"
+        common = f"of which the first {self._scale.common_steps} are one machine's"
         return Row(
-            identifier=f"convergence-loss-{_slug(name)}",
-            workload=f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each, {begun}: {name}",
+            identifier=f"convergence-loss-{slug(name)}",
+            workload=(
+                f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each, {common}: {name}"
+            ),
             quantity="held-out loss at the end",
             ours=Series(
                 name=f"{name}: loss",
@@ -260,11 +279,13 @@ class Section:
             ),
             aim=None,
             shown="ours / peer",
-            limit=next((repr(way.mode) for way in (SYNCHRONOUS, *self._ways) if way.name == name), ""),
+            limit=next(
+                (repr(setup.mode) for setup in (SYNCHRONOUS, *self._setups) if setup.name == name), ""
+            ),
             notes=_missing(found),
         )
 
-    def _bytes_row(self, way: Way, found: Sequence[Outcome], reference: Sequence[Outcome]) -> Row:
+    def _bytes_row(self, setup: TrainingSetup, found: Sequence[Outcome], reference: Sequence[Outcome]) -> Row:
         targets = {one.seed: WITHIN * one.loss for one in reference}
         reached = [one.bytes_to(targets[one.seed]) for one in found if one.seed in targets]
         theirs = [
@@ -274,11 +295,11 @@ class Section:
         ]
         missed = reached.count(None)
         return Row(
-            identifier=f"convergence-bytes-{_slug(way.name)}",
-            workload=f"byte-level model, {PEERS} peers: {way.name}",
+            identifier=f"convergence-bytes-{slug(setup.name)}",
+            workload=f"byte-level model, {PEERS} peers: {setup.name}",
             quantity="bytes that one peer sends until the loss is within 2 % of the synchronous run's last",
             ours=Series(
-                name=f"{way.name}: bytes",
+                name=f"{setup.name}: bytes",
                 unit="bytes sent",
                 samples=tuple(sent for sent in reached if sent is not None),
                 failed=missed,
@@ -290,10 +311,10 @@ class Section:
                 samples=tuple(sent for sent in theirs if sent is not None),
             ),
             aim=None
-            if way.fewer_bytes_min is None
-            else Aim(of="peer / ours", sense="at least", value=way.fewer_bytes_min),
+            if setup.fewer_bytes_min is None
+            else Aim(of="peer / ours", sense="at least", value=setup.fewer_bytes_min),
             shown="peer / ours",
-            limit=f"steps between rounds ({way.span}) × bits per element",
+            limit=f"steps between rounds ({setup.local_steps}) × bits per element",
         )
 
 
@@ -312,14 +333,14 @@ def _of_same_seeds(reference: Sequence[Outcome], found: Sequence[Outcome]) -> tu
     return tuple(one.loss for one in reference if one.seed in seeds)
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     return "-".join("".join(character if character.isalnum() else " " for character in name).split())
 
 
 def rows(say: Say, folder: Path | None) -> Iterator[list[Row]]:
-    """The section; `folder` keeps the trainings (None: nothing does)."""
+    """Measure the section and yield its rows. `folder` stores the trainings; None stores nothing."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    kept, scale = Kept(None if folder is None else folder / "convergence.json"), Scale()
+    store, scale = OutcomeStore(None if folder is None else folder / "convergence.json"), Scale()
     with FourProcesses(scale) as four:
-        yield from Section(kept, Data(scale), scale, say).rows(four)
+        yield from Section(store, Data(scale), scale, say).rows(four)

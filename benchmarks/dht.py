@@ -1,5 +1,5 @@
-"""The DHT, a process a peer on loopback: stores and gets from all peers at once, and one operation alone,
-ours beside hivemind.
+"""The DHT on loopback, one process per peer: concurrent stores and gets, and single operations, beside
+hivemind.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce import HIVEMIND, Setting
-from benchmarks.contenders import READY_TIMEOUT_S, Contender, Round
 from benchmarks.environments import OWN_PYTHON
-from benchmarks.launched import Launched
+from benchmarks.interleaving import Tally, interleave
+from benchmarks.launched_system import LaunchedSystem
+from benchmarks.measured_systems import READY_TIMEOUT_S, MeasuredSystem, Round
 from benchmarks.results import Aim, Row, Series
-from benchmarks.turns import Tally, take_turns
 
 SIZES = (8, 16)
 TIMES_FASTER = {8: 3.0, 16: 5.0}
 HALF = 0.5
-OPERATIONS = {8: 100, 16: 30}  # stores, and as many gets, of each peer in a round
+OPERATIONS = {8: 100, 16: 30}  # stores, and equally many gets, of each peer in a round
 CONCURRENCY = 16
 ALONE = 25
-KEYS_FOR_ALONE = 128  # of all writers together: enough for ALONE that the reader does not hold
+KEYS_FOR_ALONE = 128  # all writers together: enough of them that the reader does not hold ALONE keys
 WARM_UP = 2
 START_AHEAD_S = 0.1
 ORDER_TIMEOUT_S = 90.0
@@ -38,19 +38,18 @@ ALONE_LIMIT = "one round trip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What every peer does in a round."""
+    """The operations of every peer in a round."""
 
     peers: int
-    operations: int  # stores, and as many gets
-    concurrency: int = CONCURRENCY  # operations that a peer has in flight
-    alone: int = ALONE  # operations of one peer while the others rest
-    # gets of what the reader does not hold: fewer, since a hivemind peer keeps all that it has read, and runs
-    # out of such keys
+    operations: int  # stores, and equally many gets
+    concurrency: int = CONCURRENCY  # operations in flight per peer
+    alone: int = ALONE  # operations of one peer while the others idle
+    # gets of keys that the reader does not hold: fewer, since a hivemind peer keeps all keys that it has read
     far_operations: int
 
 
-class Peers(Launched):
-    """A contender: processes that know `store` and `get`."""
+class Peers(LaunchedSystem):
+    """Processes that accept the orders `store` and `get`."""
 
     def __init__(self, name: str, *, python: Path, module: str, load: Load) -> None:
         super().__init__(
@@ -60,27 +59,30 @@ class Peers(Launched):
         self._batches = (f"{uuid.uuid4().hex[:8]}.{number}" for number in itertools.count())
 
     def round(self) -> Round:
-        """Stores from all, a pause in which everybody has finished, gets from all, and gets of what the
-        readers do not hold, each with `concurrency` calls of one key in flight; stores and gets again, all
-        keys of a peer in one bulk call; then one peer alone.
+        """Run one round: concurrent operations of all peers, then bulk operations, then those of one peer
+        alone.
+
+        All peers store, then all get, then all get keys that they do not hold, each with `concurrency` calls
+        of one key in flight. Then all peers store and get again, each with all keys in one bulk call. Finally
+        one peer performs one operation after the other.
         """
         load, batch = self._load, next(self._batches)
         before_s = self._launch.processor_s()
-        stores = self._together("store", "own", batch)
-        gets = self._together("get", "any", batch)
+        stores = self._run_concurrently("store", "own", batch)
+        gets = self._run_concurrently("get", "any", batch)
         processor_s = self._launch.processor_s() - before_s
-        far_gets = self._together("get", "elsewhere", batch, load.far_operations)
+        far_gets = self._run_concurrently("get", "elsewhere", batch, load.far_operations)
         batch = next(self._batches)
-        bulk_stores = self._together("store", "own", batch, bulk=True)
-        bulk_gets = self._together("get", "any", batch, bulk=True)
+        bulk_stores = self._run_concurrently("store", "own", batch, bulk=True)
+        bulk_gets = self._run_concurrently("get", "any", batch, bulk=True)
         phases = {"stores": stores.seconds, "gets": gets.seconds, "gets elsewhere": far_gets.seconds}
         phases |= {"bulk stores": bulk_stores.seconds, "bulk gets": bulk_gets.seconds}
         wrong = [*stores.wrong, *gets.wrong, *far_gets.wrong, *bulk_stores.wrong, *bulk_gets.wrong]
         if load.alone:
-            one_store = self._alone("store", "own", next(self._batches), rank=0)
+            one_store = self._run_one_by_one("store", "own", next(self._batches), rank=0)
             batch = next(self._batches)
-            self._together("store", "own", batch, KEYS_FOR_ALONE // load.peers)
-            one_get = self._alone(
+            self._run_concurrently("store", "own", batch, KEYS_FOR_ALONE // load.peers)
+            one_get = self._run_one_by_one(
                 "get", "elsewhere", batch, rank=load.peers - 1, stored=KEYS_FOR_ALONE // load.peers
             )
             phases |= {"one store": one_store.seconds, "one get": one_get.seconds}
@@ -94,37 +96,41 @@ class Peers(Launched):
         )
 
     def _prepare(self) -> None:
-        """Until every peer knows every other; not longer than JOIN_S_MAX: hivemind's peers meet the last ones
-        in the warm-up.
+        """Wait until every peer knows every other, at most JOIN_S_MAX: hivemind's peers meet the last ones in
+        the warm-up.
         """
         deadline_s = time.monotonic() + JOIN_S_MAX
         while True:
-            self._launch.tell("known")
-            known = [answer["peers"] for answer in self._launch.hear("known", READY_TIMEOUT_S)]
+            self._launch.send("known")
+            known = [answer["peers"] for answer in self._launch.receive("known", READY_TIMEOUT_S)]
             if min(known) >= self._load.peers - 1 or time.monotonic() > deadline_s:
                 return
             time.sleep(JOIN_POLL_S)
 
-    def _together(
+    def _run_concurrently(
         self, what: str, which: str, batch: str, count: int | None = None, *, bulk: bool = False
     ) -> _Phase:
-        """All peers at once; seconds from the aligned start to the slowest peer's end."""
+        """Let all peers work at once. The seconds count from the aligned start to the end of the slowest
+        peer.
+        """
         load, at_s = self._load, time.monotonic() + START_AHEAD_S
         count = load.operations if count is None else count
-        order = {"how": "bulk" if bulk else "together", "at_s": at_s, "concurrency": load.concurrency}
+        order = {"how": "bulk" if bulk else "concurrent", "at_s": at_s, "concurrency": load.concurrency}
         for rank, worker in enumerate(self._launch.workers):
-            worker.tell(self._order(what, which, batch, rank, count) | order)
-        done = self._launch.hear("done", ORDER_TIMEOUT_S)
-        return _Phase(max(report["end_s"] for report in done) - at_s, _faults(done, count))
+            worker.send(self._order(what, which, batch, rank, count) | order)
+        done = self._launch.receive("done", ORDER_TIMEOUT_S)
+        return _Phase(max(report["end_s"] for report in done) - at_s, faults_of(done, count))
 
-    def _alone(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
-        """One peer, one operation after the other, while the others only serve; the median of their seconds."""
+    def _run_one_by_one(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
+        """Let one peer perform one operation after the other while the others only serve. Return the median
+        seconds.
+        """
         worker = self._launch.workers[rank]
-        worker.tell(
-            self._order(what, which, batch, rank, self._load.alone) | {"how": "alone", "stored": stored}
+        worker.send(
+            self._order(what, which, batch, rank, self._load.alone) | {"how": "one by one", "stored": stored}
         )
-        done = worker.hear("done", time.monotonic() + ORDER_TIMEOUT_S)
-        return _Phase(statistics.median(done["seconds"]), _faults([done], self._load.alone))
+        done = worker.receive("done", time.monotonic() + ORDER_TIMEOUT_S)
+        return _Phase(statistics.median(done["seconds"]), faults_of([done], self._load.alone))
 
     def _order(self, what: str, which: str, batch: str, rank: int, count: int) -> dict[str, Any]:
         return {
@@ -144,7 +150,7 @@ class _Phase:
     wrong: list[str]
 
 
-def _faults(done: Sequence[dict[str, Any]], count: int) -> list[str]:
+def faults_of(done: Sequence[dict[str, Any]], count: int) -> list[str]:
     found = [f"{report['wrong']} operations: {reason}" for report in done for reason in report["reasons"]]
     return found + [
         f"{report['performed']} operations, not {count}" for report in done if report["performed"] != count
@@ -152,13 +158,13 @@ def _faults(done: Sequence[dict[str, Any]], count: int) -> list[str]:
 
 
 def rows(setting: Setting, *, peers: int) -> list[Row]:
-    """The rows of one size; all contenders are open at the same time."""
+    """Measure one number of peers and return its rows; all systems are open at the same time."""
     load = Load(peers=peers, operations=OPERATIONS[peers], far_operations=OPERATIONS[peers] // 2)
 
-    def own() -> Contender:
+    def own() -> MeasuredSystem:
         return Peers("swarm", python=OWN_PYTHON, module="swarm_dht", load=load)
 
-    def theirs() -> Contender:
+    def theirs() -> MeasuredSystem:
         assert setting.hivemind is not None
         return Peers(HIVEMIND, python=setting.hivemind, module="hivemind_dht", load=load)
 
@@ -167,12 +173,12 @@ def rows(setting: Setting, *, peers: int) -> list[Row]:
         names.append(HIVEMIND)
         makers.append(theirs)
     setting.say(f"DHT, {peers} peers: {', '.join(names)}")
-    plan = replace(setting.plan, warm_up=WARM_UP)  # connections are made in the first rounds
-    tallies = take_turns(makers, names, plan, setting.say)
-    return _rows(load, tallies[0], tallies[1] if len(tallies) == 2 else None)
+    plan = replace(setting.plan, warm_up=WARM_UP)  # the first rounds open connections
+    tallies = interleave(makers, names, plan, setting.say)
+    return rows_of(load, tallies[0], tallies[1] if len(tallies) == 2 else None)
 
 
-def _rows(load: Load, own: Tally, peer: Tally | None) -> list[Row]:
+def rows_of(load: Load, own: Tally, peer: Tally | None) -> list[Row]:
     faster = Aim(of="ours / peer", sense="at least", value=TIMES_FASTER[load.peers])
     half = Aim(of="ours / peer", sense="at most", value=HALF)
     title = f"DHT, {load.peers} peers"
@@ -218,7 +224,7 @@ def _rows(load: Load, own: Tally, peer: Tally | None) -> list[Row]:
 
 
 def _series(tally: Tally, load: Load, phases: tuple[str, ...]) -> Series:
-    """Operations a second over these phases together; of a lone operation its seconds."""
+    """Return operations per second over these phases together; for single operations, their seconds."""
     words = " and ".join(phases)
     if phases[0].startswith("one "):
         return tally.series(words, lambda outcome: outcome.phases.get(phases[0]))

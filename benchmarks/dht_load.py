@@ -1,4 +1,4 @@
-"""What a DHT is asked to do: who stores which keys, who reads them, and how they are timed. Standard library
+"""The load on a DHT: which peer stores and reads which keys, and how operations are timed. Standard library
 only.
 """
 
@@ -12,41 +12,43 @@ from dataclasses import dataclass
 from typing import Any
 
 VALUE_BYTES = 96
-TTL_S = 600.0  # of every record: none expires in a run
+TTL_S = 600.0  # no record expires in a run
 REASONS_MAX = 3
 
-# one operation on one key; "" when its result is right, else what was wrong
+# one operation on one key; returns "" when the result is right, else what is wrong
 Work = Callable[[str], Awaitable[str]]
-BulkWork = Callable[[Sequence[str]], Awaitable[list[str]]]  # one on many, with a word for each
+BulkWork = Callable[
+    [Sequence[str]], Awaitable[list[str]]
+]  # one operation on many keys, with a result for each
 
 
-def key(batch: str, writer: int, index: int) -> str:
-    """`batch` is never used twice, so that no peer has ever seen the key."""
+def key_of(batch: str, writer: int, index: int) -> str:
+    """Return the key of a writer's record. `batch` is never used twice, so every key is new."""
     return f"benchmark.{batch}.{writer}.{index}"
 
 
-def value(key: str) -> bytes:
-    """What is stored under a key: a reader knows it without having been told."""
+def value_of(key: str) -> bytes:
+    """Return the value stored under a key. Readers compute it themselves to check what they read."""
     return b"".join(hashlib.sha256(f"{key} {part}".encode()).digest() for part in range(VALUE_BYTES // 32))
 
 
 def own_keys(batch: str, rank: int, count: int) -> list[str]:
-    return [key(batch, rank, index) for index in range(count)]
+    return [key_of(batch, rank, index) for index in range(count)]
 
 
 def keys_of_others(batch: str, rank: int, count: int, peers: int) -> list[str]:
-    """`count` keys that other peers stored, from each other peer as many, and over all ranks every key once."""
-    return [key(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
+    """Return `count` keys stored by other peers, equally many of each; over all ranks each key once."""
+    return [key_of(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
 
 
 def keys_elsewhere(
     batch: str, rank: int, count: int, peers: int, stored: int, held: Callable[[str], bool]
 ) -> list[str]:
-    """`count` of the `stored` keys of each other peer that this peer does not hold itself: reading them takes
-    the network.
+    """Return up to `count` of the `stored` keys of each other peer that this peer does not hold: reading them
+    takes the network.
     """
     others = (
-        key(batch, (rank + 1 + turn) % peers, (index + rank) % stored)
+        key_of(batch, (rank + 1 + turn) % peers, (index + rank) % stored)
         for index in range(stored)
         for turn in range(peers - 1)
     )
@@ -54,7 +56,9 @@ def keys_elsewhere(
 
 
 def wanted(order: dict[str, Any], held: Callable[[str], bool]) -> list[str]:
-    """The keys of an order. `which`: "own" of a writer; of others, "any" or only those "elsewhere"."""
+    """Return the keys of an order. `which` is "own" for a writer; for a reader "any", or "elsewhere" for keys
+    that it does not hold.
+    """
     batch, rank, count = order["batch"], order["rank"], order["count"]
     if order["which"] == "own":
         return own_keys(batch, rank, count)
@@ -63,9 +67,11 @@ def wanted(order: dict[str, Any], held: Callable[[str], bool]) -> list[str]:
     return keys_elsewhere(batch, rank, count, order["peers"], order["stored"], held)
 
 
-async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency: int) -> dict[str, Any]:
-    """`concurrency` operations at a time from `at_s` (monotonic) on; when the last ended, how many went
-    wrong, and why.
+async def run_concurrently(
+    keys: Sequence[str], work: Work, *, at_s: float, concurrency: int
+) -> dict[str, Any]:
+    """Run `concurrency` operations at a time from `at_s` (monotonic) on. Return the end, the number of
+    failures and why.
     """
     await _sleep_until(at_s)
     left = iter(keys)
@@ -81,14 +87,14 @@ async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency:
     return _report(len(keys), wrong)
 
 
-async def in_bulk(keys: Sequence[str], work: BulkWork, *, at_s: float) -> dict[str, Any]:
-    """All keys in one call of the contender's own bulk operation."""
+async def run_in_bulk(keys: Sequence[str], work: BulkWork, *, at_s: float) -> dict[str, Any]:
+    """Handle all keys in one call of the system's own bulk operation."""
     await _sleep_until(at_s)
     return _report(len(keys), [fault for fault in await work(keys) if fault])
 
 
-async def alone(keys: Sequence[str], work: Work) -> dict[str, Any]:
-    """One operation after the other, each timed; "seconds" of each in the report."""
+async def run_one_by_one(keys: Sequence[str], work: Work) -> dict[str, Any]:
+    """Run one operation after the other. The report has "seconds" of each."""
     seconds: list[float] = []
     wrong: list[str] = []
     for one in keys:
@@ -102,7 +108,9 @@ async def alone(keys: Sequence[str], work: Work) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """What a contender's peer can do, each answering as `Work` does; `held`: whether it has a key itself."""
+    """The operations of a system's peer, each with the results of `Work`. `held(key)` returns whether the
+    peer holds a key.
+    """
 
     store: Work
     get: Work
@@ -111,14 +119,14 @@ class Operations:
     held: Callable[[str], bool]
 
     async def perform(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One order; the report on it."""
+        """Perform one order and return the report on it."""
         keys = wanted(order, self.held)
         one, many = (self.store, self.store_many) if order["do"] == "store" else (self.get, self.get_many)
-        if order["how"] == "alone":
-            return await alone(keys, one)
+        if order["how"] == "one by one":
+            return await run_one_by_one(keys, one)
         if order["how"] == "bulk":
-            return await in_bulk(keys, many, at_s=order["at_s"])
-        return await together(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
+            return await run_in_bulk(keys, many, at_s=order["at_s"])
+        return await run_concurrently(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
 
 
 def _report(performed: int, wrong: Sequence[str]) -> dict[str, Any]:
@@ -131,5 +139,7 @@ def _report(performed: int, wrong: Sequence[str]) -> dict[str, Any]:
 
 
 async def _sleep_until(monotonic_s: float) -> None:
-    """The peer serves others meanwhile, so it may not block. Late by a millisecond at most, which is counted."""
+    """Sleep without blocking the loop, since the peer serves others meanwhile. Late by at most a millisecond,
+    which counts.
+    """
     await asyncio.sleep(max(0.0, monotonic_s - time.monotonic()))

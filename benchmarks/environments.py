@@ -1,5 +1,5 @@
-"""Where contenders run: our own interpreter, hivemind's environment (made when missing), and the machine
-under them.
+"""The environments of measured systems: this interpreter, hivemind's environment (made when missing), and the
+machine.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from benchmarks.launch import ROOT, Launch
 OWN_PYTHON = Path(sys.executable)
 HIVEMIND_PYTHON_VARIABLE = "SWARM_BENCHMARK_HIVEMIND_PYTHON"
 HIVEMIND_VERSION = "1.1.12"
-# With a newer NumPy its 8-bit codecs fail silently; its imports need the setuptools of its time.
+# With a newer NumPy hivemind's 8-bit codecs fail silently; its imports need an old setuptools.
 HIVEMIND_REQUIREMENTS = ("torch==2.13.0", f"hivemind=={HIVEMIND_VERSION}", "numpy==2.2.6", "setuptools<81")
 INSTALL_TIMEOUT_S = 1800.0
 
 
 class NoEnvironment(Exception):
-    """A peer's environment cannot be used. The text says why and what to do."""
+    """The environment of another library cannot be used. The text says why and what to do."""
 
 
 def hivemind_python(say: Callable[[str], None]) -> Path:
-    """The interpreter of hivemind's environment; makes the environment when there is none."""
+    """Return the interpreter of hivemind's environment; make the environment when there is none."""
     chosen = os.environ.get(HIVEMIND_PYTHON_VARIABLE)
     python = Path(chosen) if chosen else ROOT / ".venv-hivemind" / "bin" / "python"
     if not chosen and not _has_hivemind(python):
@@ -81,11 +81,13 @@ def _run(command: list[str]) -> None:
 
 
 def machine() -> dict[str, str]:
-    """What a reader needs to judge the figures; nothing that names the machine."""
+    """Return what a reader needs to judge the figures, without anything that names the machine."""
     return {
         "processor": f"{os.cpu_count()} × {_processor_model()}",
         "memory": f"{psutil.virtual_memory().total / (1 << 30):.0f} GiB",
-        "system": f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}",
+        "system": (
+            f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}"
+        ),
         "versions": ", ".join(f"{name} {_version(name)}" for name in ("torch", "grpcio", "numpy", "uvloop")),
         "load at start": f"{os.getloadavg()[0]:.1f} (one-minute average)",
     }
@@ -107,7 +109,7 @@ def _version(name: str) -> str:
 
 
 def memory_copy_bytes_per_s() -> float:
-    """Bytes that all cores together copy in a second (each byte read once and written once)."""
+    """Return the bytes that all cores together copy in a second (each byte read once and written once)."""
     cores = os.cpu_count() or 1
     with Launch(
         "memory copy",
@@ -115,6 +117,6 @@ def memory_copy_bytes_per_s() -> float:
         module="benchmarks.workers.memory_copy",
         configurations=[{}] * min(cores, 8),
     ) as launch:
-        launch.hear("ready", 60.0)
-        launch.tell("copy", at_s=time.monotonic() + 0.1)
-        return float(sum(answer["bytes_per_s"] for answer in launch.hear("copied", 60.0)))
+        launch.receive("ready", 60.0)
+        launch.send("copy", at_s=time.monotonic() + 0.1)
+        return float(sum(answer["bytes_per_s"] for answer in launch.receive("copied", 60.0)))

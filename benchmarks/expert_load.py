@@ -1,5 +1,5 @@
-"""What callers of experts do in a round, for any library's remote experts. Imports torch alone: it runs in
-hivemind's environment, too.
+"""The calls of experts in a round, for the remote experts of any library. Imports torch alone, since
+hivemind's environment runs it, too.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversation import Conversation, wait_until
+from benchmarks.worker_channel import WorkerChannel, wait_until
 
 WIDTH = {"nop": 1024, "ffn": 256}
 BATCH = {"small": 1, "large": 2048, "train": 32}
 EXPERT = {"small": "nop", "large": "nop", "train": "ffn"}
-CLOSE = 1e-4  # of float32 sums that are taken in another order in a larger batch
+CLOSE = 1e-4  # tolerance for float32 sums in the other order of a larger batch
 SEED = 7
 
 
 def module_of(kind: str) -> torch.nn.Module:
-    """The same in every process. The no-op has an empty parameter: hivemind's backward wants an optimizer."""
+    """Return a module that is the same in every process. The no-op has an empty parameter, since hivemind's
+    backward wants an optimizer.
+    """
     if kind == "nop":
         return Nop()
     with torch.random.fork_rng():
@@ -32,7 +34,7 @@ def module_of(kind: str) -> torch.nn.Module:
 
 
 class Nop(torch.nn.Module):
-    """Gives a copy of what it gets, as hivemind's does."""
+    """Returns a copy of its input, as hivemind's no-op does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,28 +44,34 @@ class Nop(torch.nn.Module):
         return x.clone()
 
 
-def still(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer that does its work and changes nothing, so that every result can be checked."""
+def zero_rate_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that does its work and changes nothing, so that every result can be checked."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def answer(talk: Conversation, experts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
-    """A caller that has `experts`, by kind: does as it is told until the command is gone."""
-    talk.say("ready")
+def serve_orders(
+    channel: WorkerChannel, experts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+) -> None:
+    """Call `experts` (by kind) as the command orders, until it ends."""
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "calls":
-            talk.say("done", **perform(experts[EXPERT[order["what"]]], order, talk.configuration["rank"]))
+            channel.send(
+                "done", **perform(experts[EXPERT[order["what"]]], order, channel.configuration["rank"])
+            )
         elif order["do"] == "first":
             with torch.no_grad():
                 experts["ffn"](torch.zeros(1, WIDTH["ffn"]))
-            talk.say("answered", at_s=time.monotonic())
+            channel.send("answered", at_s=time.monotonic())
 
 
 def perform(
     expert: Callable[[torch.Tensor], torch.Tensor], order: dict[str, Any], rank: int
 ) -> dict[str, Any]:
-    """So many calls, one after the other, from the aligned start on; the results are checked behind the time."""
+    """Make the ordered number of calls one after the other from the aligned start on. Results are checked
+    after the clock has stopped.
+    """
     what = order["what"]
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(BATCH[what], WIDTH[EXPERT[what]], generator=generator)
@@ -78,7 +86,7 @@ def perform(
         try:
             y = _call(expert, x, gradient, train=what == "train")
             done += 1
-        except Exception as error:  # noqa: BLE001  any library's
+        except Exception as error:  # noqa: BLE001  errors of any library
             reasons.append(f"{type(error).__name__}: {error}"[:200])
         longest_s = max(longest_s, time.monotonic() - before_s)
     end_s = time.monotonic()

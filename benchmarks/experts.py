@@ -1,5 +1,5 @@
-"""Experts on loopback: calls of one server by four client processes, ours beside hivemind; more clients; how
-soon a server answers.
+"""Experts on loopback: calls by four clients beside hivemind, calls by more clients, and the time to the
+first answer.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.allreduce import HIVEMIND, Setting
-from benchmarks.contenders import READY_TIMEOUT_S, Contender, Round
 from benchmarks.environments import OWN_PYTHON
+from benchmarks.interleaving import Tally, interleave
 from benchmarks.launch import Launch, LaunchFailed, proportional_bytes
-from benchmarks.launched import Launched
+from benchmarks.launched_system import LaunchedSystem
+from benchmarks.measured_systems import READY_TIMEOUT_S, MeasuredSystem, Round
 from benchmarks.results import Aim, Row, Series
-from benchmarks.turns import Tally, take_turns
 
 CLIENTS = 4
-COUNTS = {"small": 150, "large": 6, "train": 40}  # calls of each client in a round
+COUNTS = {"small": 150, "large": 6, "train": 40}  # calls per client in a round
 TITLES = {
     "small": "expert call, no-op, batch 1 of 1024 float32",
     "large": "expert call, no-op, 2048 × 1024 float32 both ways",
@@ -30,7 +30,7 @@ LIMITS = {
     "large": "TLS and copies of 16 MiB a call on both ends",
     "train": "the module's own arithmetic on the server, and two calls",
 }
-HANDLERS = 2  # hivemind's connection handlers: as many processes as cores was its fastest here
+HANDLERS = 2  # hivemind's connection handlers: one process per core was its fastest
 CROWDS = (1, 4, 16, 64)
 HELD = 200
 CALLER_PROCESSES = 4
@@ -41,8 +41,8 @@ START_AHEAD_S = 0.1
 ORDER_TIMEOUT_S = 90.0
 
 
-class Callers(Launched):
-    """A contender: a server process, and clients that know `calls`."""
+class Callers(LaunchedSystem):
+    """A server process, and client processes that accept the order `calls`."""
 
     def __init__(self, name: str, *, python: Path, module: str) -> None:
         super().__init__(
@@ -50,7 +50,7 @@ class Callers(Launched):
         )
 
     def round(self) -> Round:
-        """Each workload once, from all clients."""
+        """Run each workload once, from all clients."""
         phases: dict[str, float] = {}
         wrong: list[str] = []
         before_s = self._launch.processor_s()
@@ -58,8 +58,8 @@ class Callers(Launched):
         for what, count in COUNTS.items():
             at_s = time.monotonic() + START_AHEAD_S
             for client in clients:
-                client.tell({"do": "calls", "what": what, "count": count, "at_s": at_s})
-            done = [client.hear("done", time.monotonic() + ORDER_TIMEOUT_S) for client in clients]
+                client.send({"do": "calls", "what": what, "count": count, "at_s": at_s})
+            done = [client.receive("done", time.monotonic() + ORDER_TIMEOUT_S) for client in clients]
             phases[what] = max(report["end_s"] for report in done) - at_s
             wrong += [f"{what}: {reason}" for report in done for reason in report["reasons"]]
             wrong += [
@@ -78,9 +78,9 @@ class Callers(Launched):
 
 
 def rows(setting: Setting) -> list[Row]:
-    """All of the section."""
+    """Measure the section and return its rows."""
     names: list[str] = ["swarm"]
-    makers: list[Callable[[], Contender]] = [
+    makers: list[Callable[[], MeasuredSystem]] = [
         lambda: Callers("swarm", python=OWN_PYTHON, module="swarm_experts")
     ]
     hivemind = setting.hivemind
@@ -88,7 +88,7 @@ def rows(setting: Setting) -> list[Row]:
         names.append(HIVEMIND)
         makers.append(lambda: Callers(HIVEMIND, python=hivemind, module="hivemind_experts"))
     setting.say(f"experts, {CLIENTS} clients: {', '.join(names)}")
-    tallies = take_turns(makers, names, replace(setting.plan, warm_up=1), setting.say)
+    tallies = interleave(makers, names, replace(setting.plan, warm_up=1), setting.say)
     own, peer = tallies[0], tallies[1] if len(tallies) == 2 else None
     return [*(_row(what, own, peer) for what in COUNTS), _first_answer(setting), *_crowds(setting)]
 
@@ -113,14 +113,14 @@ def _row(what: str, own: Tally, peer: Tally | None) -> Row:
 
 
 def _first_answer(setting: Setting) -> Row:
-    """From the start of both processes; torch's import is most of it."""
-    contenders = [("swarm", OWN_PYTHON, "swarm_experts")]
+    """Measure the time from the start of both processes; importing torch is most of it."""
+    systems = [("swarm", OWN_PYTHON, "swarm_experts")]
     if setting.hivemind is not None:
-        contenders.append((HIVEMIND, setting.hivemind, "hivemind_experts"))
-    samples: dict[str, list[float]] = {name: [] for name, _, _ in contenders}
-    reasons: dict[str, list[str]] = {name: [] for name, _, _ in contenders}
+        systems.append((HIVEMIND, setting.hivemind, "hivemind_experts"))
+    samples: dict[str, list[float]] = {name: [] for name, _, _ in systems}
+    reasons: dict[str, list[str]] = {name: [] for name, _, _ in systems}
     for _ in range(STARTS):
-        for name, python, module in contenders:
+        for name, python, module in systems:
             try:
                 samples[name].append(_start(name, python, module))
             except LaunchFailed as failure:
@@ -137,7 +137,7 @@ def _first_answer(setting: Setting) -> Row:
             launches_failed=len(reasons[name]),
             reasons=tuple(dict.fromkeys(reasons[name])),
         )
-        for name, _, _ in contenders
+        for name, _, _ in systems
     ]
     return Row(
         identifier="experts-first-answer",
@@ -158,13 +158,13 @@ def _start(name: str, python: Path, module: str) -> float:
         configurations=[{"handlers": HANDLERS}] * 2,
     ) as launch:
         caller = launch.workers[1]
-        caller.tell({"do": "first"})
-        answered = caller.hear("answered", time.monotonic() + READY_TIMEOUT_S)
+        caller.send({"do": "first"})
+        answered = caller.receive("answered", time.monotonic() + READY_TIMEOUT_S)
         return float(answered["at_s"]) - launch.workers[0].started_s
 
 
 def _crowds(setting: Setting) -> list[Row]:
-    """Ours alone: one call in flight of each client."""
+    """Measure swarm alone with more clients, each with one call in flight."""
     return [_crowd(setting, clients) for clients in (*CROWDS, HELD)]
 
 
@@ -177,30 +177,33 @@ def _crowd(setting: Setting, clients: int) -> Row:
         "swarm", python=OWN_PYTHON, module="benchmarks.workers.swarm_experts", configurations=[{}]
     ) as launch:
         server = launch.workers[0]
-        server.hear("ready", time.monotonic() + READY_TIMEOUT_S)
+        server.receive("ready", time.monotonic() + READY_TIMEOUT_S)
         alone_bytes = proportional_bytes(launch.processes(of=server))
         callers = [
             launch.add({"clients": clients // processes}, "benchmarks.workers.swarm_expert_callers")
             for _ in range(processes)
         ]
         for caller in callers:
-            caller.hear("ready", time.monotonic() + READY_TIMEOUT_S)
+            caller.receive("ready", time.monotonic() + READY_TIMEOUT_S)
         held_bytes = proportional_bytes(launch.processes(of=server))
         medians: list[float] = []
         slow: list[float] = []
         for _ in range(CROWD_READINGS):
             at_s = time.monotonic() + START_AHEAD_S
             for caller in callers:
-                caller.tell({"do": "calls", "seconds": CROWD_S, "at_s": at_s})
-            done = [caller.hear("done", time.monotonic() + ORDER_TIMEOUT_S) for caller in callers]
+                caller.send({"do": "calls", "seconds": CROWD_S, "at_s": at_s})
+            done = [caller.receive("done", time.monotonic() + ORDER_TIMEOUT_S) for caller in callers]
             rates.append(sum(report["performed"] / report["seconds"] for report in done))
             failed += sum(report["failed"] for report in done)
             reasons += [reason for report in done for reason in report["reasons"]]
             medians += [report["median_s"] for report in done if report["median_s"] is not None]
             slow += [report["slow_s"] for report in done if report["slow_s"] is not None]
     setting.say(f"  {clients} clients: {sorted(rates)[len(rates) // 2]:.0f} calls/s, {failed} failed")
-    latency = f"a call takes {sorted(medians)[len(medians) // 2] * 1e3:.1f} ms in the middle, {max(slow) * 1e3:.0f} ms one in a hundred"
-    # of few clients the difference is lost in pages of libraries that more processes share
+    latency = (
+        f"a call takes {sorted(medians)[len(medians) // 2] * 1e3:.1f} ms in the middle, "
+        f"{max(slow) * 1e3:.0f} ms one in a hundred"
+    )
+    # with few clients, pages of libraries that more processes share exceed the difference
     memory = (
         f"; the server took {(held_bytes - alone_bytes) / clients / 1e3:.0f} kB a client"
         if clients == HELD
@@ -208,7 +211,10 @@ def _crowd(setting: Setting, clients: int) -> Row:
     )
     return Row(
         identifier=f"experts-clients-{clients}",
-        workload=f"no-op expert, batch 1, {clients} connected client{'s' if clients > 1 else ''}, one call in flight each",
+        workload=(
+            f"no-op expert, batch 1, {clients} connected client{'s' if clients > 1 else ''}, one call in "
+            "flight each"
+        ),
         quantity="calls a second of all",
         ours=Series(
             name=f"swarm: {clients} clients",

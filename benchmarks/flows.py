@@ -1,7 +1,7 @@
-"""Counts what a reader passes who follows one operation through the source: files, classes and functions.
+"""Count the files, classes and functions that a reader passes who follows one operation through the source.
 
-`python -m benchmarks.flows` runs four operations under the interpreter's profiler and prints a table; with `--list FLOW`
-the files of one. Both ends of an operation run in one process, so the callee counts, too.
+`python -m benchmarks.flows` runs four operations under the interpreter's profiler and prints a table; with
+`--list FLOW` also the files of one. Both ends of an operation run in one process, so the callee counts, too.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _JOIN_S_MAX = 120.0
 
 
 @dataclass
-class Passed:
-    """The code of the project that was called while recording."""
+class CallRecorder:
+    """Records the code of the project that is called."""
 
     recording: bool = False
     codes: set[CodeType] = field(default_factory=set)
@@ -80,7 +80,7 @@ def counts(functions: set[tuple[str, str]]) -> tuple[int, int, int]:
     return len({file for file, _ in functions}), len(classes), len(functions)
 
 
-def step(passed: Passed) -> None:
+def step(recorder: CallRecorder) -> None:
     """Two peers of this process make six steps, the last of which averages."""
     import torch
 
@@ -105,13 +105,13 @@ def step(passed: Passed) -> None:
                 opt.step()
                 opt.zero_grad()
 
-        with passed.record():
-            _together([functools.partial(train, *pair) for pair in optimizers])
+        with recorder.record():
+            _run_concurrently([functools.partial(train, *pair) for pair in optimizers])
         for _, opt in optimizers:
             opt.close()
 
 
-def store(passed: Passed) -> None:
+def store(recorder: CallRecorder) -> None:
     """One node stores a record at another."""
     import swarm
 
@@ -121,11 +121,11 @@ def store(passed: Passed) -> None:
     ):
         second.wait_joined(10.0)
         second.dht.store("before", 1, ttl_s=60)
-        with passed.record():
+        with recorder.record():
             second.dht.store("flows", 2, ttl_s=60)
 
 
-def mixture(passed: Passed) -> None:
+def mixture(recorder: CallRecorder) -> None:
     """A mixture of two experts on another node, forward and backward."""
     import torch
 
@@ -143,11 +143,11 @@ def mixture(passed: Passed) -> None:
             guest.wait_joined(10.0)
             layer = swarm.RemoteMixtureOfExperts(guest, in_features=8, grid="ffn.[0:2]", k_best=2)
             layer(torch.randn(4, 8)).sum().backward()
-            with passed.record():
+            with recorder.record():
                 layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
 
 
-def join(_passed: Passed) -> set[tuple[str, str]]:
+def join(_passed: CallRecorder) -> set[tuple[str, str]]:
     """`swarm join` of a run that another process created, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "HOME": folder, "XDG_STATE_HOME": folder, "PYTHONPATH": str(ROOT)}
@@ -172,15 +172,15 @@ def join(_passed: Passed) -> set[tuple[str, str]]:
 
 
 def join_here(address: str) -> None:
-    """Join in this process, and print what was passed when the first step has begun."""
-    passed = Passed(recording=True)
+    """Join in this process, and print the recorded functions when the first step has begun."""
+    recorder = CallRecorder(recording=True)
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        passed.profile(frame, event, argument)
+        recorder.profile(frame, event, argument)
         code = frame.f_code
         if event == "return" and (Path(code.co_filename).name, code.co_qualname) == _FIRST_STEP:
-            passed.recording = False
-            print(json.dumps(sorted(passed.functions)), flush=True)
+            recorder.recording = False
+            print(json.dumps(sorted(recorder.functions)), flush=True)
             os._exit(0)
 
     threading.setprofile(profile)
@@ -194,19 +194,19 @@ def join_here(address: str) -> None:
 def measure(name: str) -> set[tuple[str, str]]:
     """Run one flow and return the functions that it passes, each as (file, qualified name)."""
     if name == "join":
-        return join(Passed())
-    passed = Passed()
-    threading.setprofile(passed.profile)
-    sys.setprofile(passed.profile)
+        return join(CallRecorder())
+    recorder = CallRecorder()
+    threading.setprofile(recorder.profile)
+    sys.setprofile(recorder.profile)
     try:
-        {"step": step, "store": store, "mixture": mixture}[name](passed)
+        {"step": step, "store": store, "mixture": mixture}[name](recorder)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return passed.functions
+    return recorder.functions
 
 
-def _together(calls: list[Callable[[], None]]) -> None:
+def _run_concurrently(calls: list[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
@@ -219,7 +219,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("flows", nargs="*", help=f"any of {', '.join(AIMS)}; none: all")
     parser.add_argument(
-        "--list", action="store_true", help="also print the files, with the functions passed in each"
+        "--list",
+        action="store_true",
+        help="also print the files, with the number of recorded functions in each",
     )
     parser.add_argument("--join", metavar="ADDRESS", help=argparse.SUPPRESS)
     asked = parser.parse_args()

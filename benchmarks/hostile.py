@@ -1,4 +1,4 @@
-"""A quarter of the peers lies: what a training loses under each aggregation, and what each aggregation takes.
+"""Training with a quarter of hostile peers: the loss under each aggregation, and the time that each takes.
 
 Eight peers train the byte-level model, each on its own draw of the text; gradients are encoded, cut into
 chunks and reduced by the very code of a round, in this process: no network lies in between, since none of it
@@ -42,7 +42,7 @@ STEPS = 100
 COST_ELEMENTS = 1_000_000
 COST_ROUNDS = 9
 LOSS_OVER_HONEST_MAX = 1.05
-LOSS_MAX = 100.0  # nats per byte: a training that is worse, or computes nothing but NaN, is shown as this
+LOSS_MAX = 100.0  # nats per byte: a worse training, or one that ends in NaN, is shown as this
 
 RULES: dict[str, Aggregation] = {
     "mean": MEAN,
@@ -72,12 +72,12 @@ def _corpus_of(data_bytes: int) -> ByteData:
 
 
 class Diverged(Exception):
-    """The gradients of an honest peer are no numbers any more."""
+    """The gradients of an honest peer are not finite any more."""
 
 
 def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.Tensor:
-    """What a round makes of these: each chunk reduced by the first peer, the others' values encoded as they
-    travel.
+    """Return the average of a round: the first peer reduces each chunk, and the others' values are encoded as
+    in transit.
     """
     codec, numel = find(CODEC), vectors[0].numel()
     plan = plan_chunks(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)
@@ -109,7 +109,9 @@ def train(
     samples: int = SAMPLES,
     data_bytes: int = 4 << 20,
 ) -> float:
-    """The loss on held-out text (nats per byte) after `steps` steps; the last `LIARS` of the peers lie."""
+    """Return the loss on held-out text (nats per byte) after `steps` steps. The last `LIARS` peers send `lie`
+    of their gradient.
+    """
     model = ByteTransformer(width=32, layers=1, heads=4, context=CONTEXT, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     data = _corpus_of(data_bytes)
@@ -134,11 +136,11 @@ def train(
             offset += parameter.numel()
         optimizer.step()
     loss = data.validation_loss(model)
-    return loss if loss < LOSS_MAX else LOSS_MAX  # NaN, too
+    return loss if loss < LOSS_MAX else LOSS_MAX  # also for NaN
 
 
 def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
-    """Every lie under every aggregation, beside the training in which nobody lies."""
+    """Measure every kind of false gradient under every aggregation, beside the training of honest peers."""
     honest = train(MEAN, None, steps=steps)
     say(f"nobody lies: {honest:.3f} nats per byte after {steps} steps")
     found = []
@@ -201,7 +203,7 @@ def costs(
         for name, function in work.items():
             started_s = time.perf_counter()
             function()
-            if nth:  # the first warms up
+            if nth:  # the first is a warm-up
                 taken[name].append(time.perf_counter() - started_s)
     workload = f"reduce {PEERS} × {elements / 1e6:g} M parameters, {CODEC}, one thread"
     mean = Series(name="the mean: reduce", unit="s", samples=tuple(taken["mean"]))
@@ -221,7 +223,7 @@ def costs(
 
 
 def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
-    """What audits cost in every round, whether anything is drawn or not: senders sign, the reducer checks."""
+    """Do what audits cost in every round, even without a draw: sign chunks and check them."""
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
     group = Group(group_id=bytes(32), members=(member,), codec=CODEC, gathered=(b"",))
@@ -237,14 +239,14 @@ def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:
-    """All of the section."""
+    """Measure the section and return its rows."""
     with one_thread():
         return [*costs(say), *losses(say)]
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside of it torch works on the calling thread alone."""
+    """Restrict torch to the calling thread within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

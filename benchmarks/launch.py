@@ -1,5 +1,6 @@
-"""Starts the workers of one contender, each in a session of its own, talks with them under deadlines, and
-leaves nothing of them behind.
+"""Start the workers of one system, talk with them under deadlines, and leave nothing of them behind.
+
+Each worker has a session of its own, in which all its processes can be found and ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parent.parent
-MARK = "SWARM_BENCHMARK_LAUNCH"  # in the environment of everything a launch starts, however far removed
+MARK = "SWARM_BENCHMARK_LAUNCH"  # environment variable of all processes of a launch, descendants included
 GONE_TIMEOUT_S = 10.0
 LOG_LINES_SHOWN = 6
 
@@ -32,7 +33,7 @@ class LaunchFailed(Exception):
 
 
 class Worker:
-    """One process; its answers are read by a thread of its own, so that waiting can have a deadline."""
+    """One process. A thread reads its answers, so that waiting for one can have a deadline."""
 
     def __init__(self, *, name: str, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self.name, self._log = name, log
@@ -56,7 +57,7 @@ class Worker:
             self._answers.put(json.loads(line))
         self._answers.put(None)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -64,8 +65,10 @@ class Worker:
         except OSError as error:
             raise LaunchFailed(f"{self.name} is gone{self._last_words()}") from error
 
-    def hear(self, kind: str, deadline_s: float) -> dict[str, Any]:
-        """The next answer of this kind; others are passed over."""
+    def receive(self, kind: str, deadline_s: float) -> dict[str, Any]:
+        """Return the next answer of this kind and drop others. Raises LaunchFailed when the worker ends or
+        `deadline_s` passes.
+        """
         while True:
             try:
                 answer = self._answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
@@ -82,8 +85,8 @@ class Worker:
 
 
 class Launch:
-    """Workers of one contender as a context manager. All they start carries a mark, is counted with them, and
-    is ended with them.
+    """The workers of one system, as a context manager. All processes that they start carry a mark, are
+    counted with them, and are ended with them.
     """
 
     def __init__(
@@ -95,8 +98,8 @@ class Launch:
         configurations: Iterable[dict[str, Any]],
         within: Callable[[int, Sequence[str]], Sequence[str]] = lambda number, command: command,
     ) -> None:
-        """`within(number, command)`: the command by which a worker runs somewhere else, in a network of its
-        own for instance.
+        """`within(number, command)` returns the command that runs a worker elsewhere, for instance in another
+        network namespace.
         """
         self.name, self._python, self._module, self._within = name, python, module, within
         self._configurations = list(configurations)
@@ -121,7 +124,7 @@ class Launch:
         self._end()
 
     def add(self, configuration: dict[str, Any], module: str | None = None) -> Worker:
-        """One more worker; `module`: another program than the launch's."""
+        """Start one more worker. `module` is its program, if it differs from the launch's."""
         number = len(self.workers) + len(self._ended)
         full = {"rank": number, "rendezvous": str(self._folder), **configuration}
         environment = {
@@ -144,21 +147,23 @@ class Launch:
         self.workers.append(worker)
         return worker
 
-    def tell(self, do: str, **fields: Any) -> None:
+    def send(self, do: str, **fields: Any) -> None:
         for worker in self.workers:
-            worker.tell({"do": do, **fields})
+            worker.send({"do": do, **fields})
 
-    def hear(self, kind: str, timeout_s: float) -> list[dict[str, Any]]:
+    def receive(self, kind: str, timeout_s: float) -> list[dict[str, Any]]:
         deadline_s = time.monotonic() + timeout_s
-        return [worker.hear(kind, deadline_s) for worker in self.workers]
+        return [worker.receive(kind, deadline_s) for worker in self.workers]
 
     def processes(self, of: Worker | None = None) -> list[psutil.Process]:
-        """Everything alive that this launch started; `of`: only one worker's tree, known by its session."""
+        """Return all live processes that this launch started; with `of`, those of one worker, known by its
+        session.
+        """
         found = _marked(self._mark)
         return [process for process in found if of is None or _session(process.pid) == of.process.pid]
 
     def processor_s(self) -> float:
-        """Processor seconds so far of all that is alive."""
+        """Return the processor seconds so far of all live processes."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -167,7 +172,7 @@ class Launch:
         return total
 
     def end(self, worker: Worker) -> None:
-        """Kills one worker and all in its session; the others go on."""
+        """Kill one worker and all processes of its session; the others continue."""
         for process in self.processes(of=worker):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -193,7 +198,7 @@ class Launch:
             worker.process.wait()
             for pipe in (worker.process.stdin, worker.process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(OSError):  # something unsent to a worker that is gone
+                    with contextlib.suppress(OSError):  # a message was not sent to a worker that has ended
                         pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         _free_shared_memory(self._since_s)
@@ -221,8 +226,8 @@ def _session(pid: int) -> int:
 
 
 def _remove_dead_sockets(since_s: float) -> None:
-    """hivemind's daemons, when killed, leave socket files in /tmp: those made since then that nobody listens
-    on any more go.
+    """Remove socket files in /tmp that were made since then and have no listener. Killed daemons of hivemind
+    leave them.
     """
     listened = Path("/proc/net/unix").read_text(errors="replace")
     for path in Path("/tmp").glob("hivemind-p2p*.sock"):
@@ -232,7 +237,7 @@ def _remove_dead_sockets(since_s: float) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Not ended; a zombie that nobody has waited for yet has."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -240,8 +245,8 @@ def _alive(pid: int) -> bool:
 
 
 def _free_shared_memory(since_s: float) -> None:
-    """hivemind's tensors outlive killed processes in shared memory: files made since then and named after a
-    dead process go.
+    """Remove shared memory made since then and named after a dead process. hivemind's tensors outlive killed
+    processes there.
     """
     for path in Path("/dev/shm").glob("torch_*"):
         owner = path.name.split("_")[1]
@@ -251,7 +256,7 @@ def _free_shared_memory(since_s: float) -> None:
 
 
 def proportional_bytes(processes: Iterable[psutil.Process]) -> int:
-    """Memory of these processes, pages that several share counted by share (proportional set size)."""
+    """Return the proportional set size of these processes: shared pages count in equal parts."""
     total = 0
     for process in processes:
         try:

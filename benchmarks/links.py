@@ -1,5 +1,5 @@
-"""All-reduce of four peers over emulated long, slow and unequal links: time, per cent of the link's capacity,
-bytes on the wire.
+"""All-reduce of four peers over emulated slow, distant and unequal links: time, use of the link's capacity,
+and bytes.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from functools import partial
 
 from averaging.reduction.balance import ReducerLoad, shares
 from benchmarks.allreduce import HIVEMIND, MIB, PEERS, TENSORS, Setting, reduction
-from benchmarks.contenders import Contender, Round, Workers, Workload
 from benchmarks.environments import OWN_PYTHON
+from benchmarks.interleaving import Plan, Tally, interleave
 from benchmarks.launch import LaunchFailed
+from benchmarks.measured_systems import MeasuredSystem, Round, Workers, Workload
 from benchmarks.results import Aim, Row
-from benchmarks.turns import Plan, Tally, take_turns
 from swarm.compression import find
 from swarm.testing.links import Link, Links, why_not
 
 CODECS = ("float32", "float16", "int8", "int4")
 AIMED = ("float32", "float16")
-TOTAL_S = 420.0  # after this only our own rounds are measured, so that the section stays within ten minutes
-# the first rounds dial, and find out how far the others are and how fast the own link is
+TOTAL_S = 420.0  # afterwards only swarm is measured, so that the section takes at most ten minutes
+# the first rounds dial, and measure distances and link speeds
 PLAN = Plan(passes=1, rounds=3, warm_up=2)
 TCP, GLOO = "bare TCP", "gloo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class LinkScenario:
     """How the peers are connected, and what they average."""
 
     identifier: str
     words: str
     links: tuple[Link, ...]
     vector_mib: float
-    beside: dict[str, tuple[str, ...]]  # who is measured in turn with ours, by codec
+    beside: dict[str, tuple[str, ...]]  # systems measured in turn with swarm, by codec
     aim_per_cent: float | None = None
     plan: Plan = PLAN
 
@@ -45,8 +45,8 @@ def _alike(mbit_per_s: float, round_trip_s: float) -> tuple[Link, ...]:
     return (Link.of(mbit_per_s=mbit_per_s, round_trip_s=round_trip_s),) * PEERS
 
 
-SCENES = (
-    Scene(
+SCENARIOS = (
+    LinkScenario(
         identifier="100mbit-50ms",
         words="100 Mbit/s, 50 ms",
         links=_alike(100, 0.05),
@@ -54,21 +54,21 @@ SCENES = (
         beside={"float32": (TCP, GLOO, HIVEMIND), "float16": (TCP, HIVEMIND)},
         aim_per_cent=85.0,
     ),
-    Scene(
+    LinkScenario(
         identifier="1gbit-20ms",
         words="1 Gbit/s, 20 ms",
         links=_alike(1000, 0.02),
         vector_mib=16,
         beside={"float32": (TCP, GLOO), "float16": (TCP, HIVEMIND)},
     ),
-    Scene(
+    LinkScenario(
         identifier="20mbit-100ms",
         words="20 Mbit/s, 100 ms",
         links=_alike(20, 0.1),
         vector_mib=4,
         beside={"float32": (TCP, GLOO), "float16": (TCP,)},
     ),
-    Scene(
+    LinkScenario(
         identifier="one-slow",
         words="100 Mbit/s, 50 ms, one of them 1 Mbit/s up",
         links=(*_alike(100, 0.05)[1:], Link.of(mbit_per_s=100, up_mbit_per_s=1, round_trip_s=0.05)),
@@ -80,38 +80,38 @@ SCENES = (
 
 
 def rows(setting: Setting) -> Iterator[list[Row]]:
-    """All scenes, codec by codec; none, and the reason said, where links cannot be emulated."""
+    """Measure all scenarios, codec by codec. Where links cannot be emulated, print why and yield nothing."""
     problem = why_not()
     if problem is not None:
         setting.say(f"links: left out: {problem}")
         return
     until_s = time.monotonic() + TOTAL_S
-    gone = set() if setting.hivemind is not None else {HIVEMIND}  # who has not got through a round
-    for scene in SCENES:
+    gone = set() if setting.hivemind is not None else {HIVEMIND}  # systems that completed no round
+    for scenario in SCENARIOS:
         for codec in CODECS:
-            others = [name for name in scene.beside.get(codec, ()) if name not in gone]
+            others = [name for name in scenario.beside.get(codec, ()) if name not in gone]
             if others and time.monotonic() > until_s:
                 setting.say(
-                    f"links, {scene.words}, {codec}: beside nobody, for want of time: {', '.join(others)}"
+                    f"links, {scenario.words}, {codec}: no comparison, for lack of time: {', '.join(others)}"
                 )
                 others = []
-            found, failed = _rows(setting, scene, codec, others)
+            found, failed = _rows(setting, scenario, codec, others)
             gone |= failed
             yield found
 
 
-def _rows(setting: Setting, scene: Scene, codec: str, others: list[str]) -> tuple[list[Row], set[str]]:
-    """Ours beside each of the others, which were measured in turn with it, and which of them had no round;
-    alone when there is nobody.
-    """
+def _rows(
+    setting: Setting, scenario: LinkScenario, codec: str, others: list[str]
+) -> tuple[list[Row], set[str]]:
+    """Return the rows of swarm beside each other system, and the names of systems that completed no round."""
     names = [f"swarm {codec}", *(f"{name} {codec}" for name in others)]
-    setting.say(f"links, {PEERS} × {scene.vector_mib:g} MiB, {scene.words}: {', '.join(names)}")
-    makers = [_maker(name, setting, scene, codec) for name in ("swarm", *others)]
-    own, *tallies = take_turns(makers, names, scene.plan, setting.say)
+    setting.say(f"links, {PEERS} × {scenario.vector_mib:g} MiB, {scenario.words}: {', '.join(names)}")
+    makers = [_maker(name, setting, scenario, codec) for name in ("swarm", *others)]
+    own, *tallies = interleave(makers, names, scenario.plan, setting.say)
     if not tallies:
-        return [_row(scene, codec, own, None, "alone")], set()
+        return [_row(scenario, codec, own, None, "alone")], set()
     found = [
-        _row(scene, codec, own, tally, name.split()[-1].lower())
+        _row(scenario, codec, own, tally, name.split()[-1].lower())
         for name, tally in zip(_short(others), tallies, strict=True)
     ]
     return found, {name for name, tally in zip(others, tallies, strict=True) if not tally.rounds}
@@ -121,28 +121,28 @@ def _short(others: list[str]) -> list[str]:
     return ["hivemind" if name == HIVEMIND else name for name in others]
 
 
-def _maker(name: str, setting: Setting, scene: Scene, codec: str) -> Callable[[], Contender]:
-    elements = int(scene.vector_mib * MIB) // 4
+def _maker(name: str, setting: Setting, scenario: LinkScenario, codec: str) -> Callable[[], MeasuredSystem]:
+    elements = int(scenario.vector_mib * MIB) // 4
     workload = Workload(elements=elements, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=codec)
     module = {TCP: "bare_tcp", GLOO: "gloo", HIVEMIND: "hivemind_averager"}.get(name, "swarm_averager")
     python = setting.hivemind if name == HIVEMIND and setting.hivemind is not None else OWN_PYTHON
     launched = False
 
-    def make() -> Contender:
+    def make() -> MeasuredSystem:
         nonlocal launched
         if launched and name != "swarm":
-            raise LaunchFailed("not launched a second time, for want of time")
+            raise LaunchFailed("not launched a second time, for lack of time")
         launched = True
         return Workers(
-            f"{name} {codec}", python=python, module=module, workload=workload, links=Links(scene.links)
+            f"{name} {codec}", python=python, module=module, workload=workload, links=Links(scenario.links)
         )
 
     return make
 
 
 def least_s(links: tuple[Link, ...], vector_bytes: float) -> float:
-    """The least time for a butterfly of this size over these links, delays left out: shares as good as can
-    be, payloads only.
+    """Return the least time of a butterfly of this size over these links: best shares, payload only, no
+    delays.
     """
     loads = [
         ReducerLoad(
@@ -158,38 +158,43 @@ def least_s(links: tuple[Link, ...], vector_bytes: float) -> float:
     )
 
 
-def _row(scene: Scene, codec: str, own: Tally, peer: Tally | None, against: str) -> Row:
-    elements = int(scene.vector_mib * MIB) // 4
+def _row(scenario: LinkScenario, codec: str, own: Tally, peer: Tally | None, against: str) -> Row:
+    elements = int(scenario.vector_mib * MIB) // 4
     payload = find(codec).encoded_bytes(elements)
-    ideal_s = least_s(scene.links, payload)
-    least_bytes = 2 * (PEERS - 1) * payload  # of all peers together, however the shares are
+    ideal_s = least_s(scenario.links, payload)
+    least_bytes = 2 * (PEERS - 1) * payload  # of all peers together, for any shares
 
     def filled(outcome: Round) -> float | None:
         return 100.0 * ideal_s / reduction(outcome)
 
     return Row(
-        identifier=f"links-{scene.identifier}-{codec}-{against}",
-        workload=f"all-reduce, {PEERS} peers × {scene.vector_mib:g} MiB, {codec}: {scene.words}",
+        identifier=f"links-{scenario.identifier}-{codec}-{against}",
+        workload=f"all-reduce, {PEERS} peers × {scenario.vector_mib:g} MiB, {codec}: {scenario.words}",
         quantity="per cent of the links' capacity, all-reduce alone",
         ours=own.series("", filled, unit="%"),
         peer=None if peer is None else peer.series("", filled, unit="%"),
         aim=None
-        if scene.aim_per_cent is None or codec not in AIMED
-        else Aim(of="ours", sense="at least", value=scene.aim_per_cent),
+        if scenario.aim_per_cent is None or codec not in AIMED
+        else Aim(of="ours", sense="at least", value=scenario.aim_per_cent),
         shown="ours / peer",
-        limit=f"{ideal_s:.3g} s for the payload at line rate; {100 * 1448 / 1500:.1f} % are left beside TCP's and IP's headers",
+        limit=(
+            f"{ideal_s:.3g} s for the payload at line rate; {100 * 1448 / 1500:.1f} % are left beside "
+            "TCP's and IP's headers"
+        ),
         notes=tuple(_spent(tally, elements, least_bytes) for tally in (own, peer) if tally is not None),
     )
 
 
 def _spent(tally: Tally, elements: int, least_bytes: int) -> str:
-    """Seconds, bytes per parameter and framing, medians."""
+    """Return the medians of seconds, bytes per parameter and framing in words."""
     if not tally.rounds:
         return f"{tally.name}: no round"
     median = partial(_median, tally)
     return (
-        f"{tally.name}: all-reduce {median('reduce_s'):.2f} s, {median('wire_bytes') / PEERS / elements:.3f} bytes a parameter and peer "
-        f"on the wire, framing (beneath it only TCP and IP) {100 * (median('carried_bytes') / least_bytes - 1):.2f} % of the payload"
+        f"{tally.name}: all-reduce {median('reduce_s'):.2f} s, "
+        f"{median('wire_bytes') / PEERS / elements:.3f} bytes a parameter and peer "
+        "on the wire, framing (beneath it only TCP and IP) "
+        f"{100 * (median('carried_bytes') / least_bytes - 1):.2f} % of the payload"
     )
 
 

@@ -1,5 +1,5 @@
-"""What a trainer with a mixture layer does in a round, for any library. Imports torch alone: it runs in
-hivemind's environment, too.
+"""The steps of a trainer with a mixture layer in a round, for any library. Imports torch alone, since
+hivemind's environment runs it, too.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversation import wait_until
+from benchmarks.worker_channel import wait_until
 
-ROWS = COLUMNS = 4  # of the grid; a server holds a row
+ROWS = COLUMNS = 4  # of the grid; each server hosts a row
 SERVERS = ROWS
 WIDTH = 256
 BATCH = 64
 K_BEST = 4
-CLOSE = 1e-4  # of float32 sums that are taken in another order in a larger batch
+CLOSE = 1e-4  # tolerance for float32 sums in the other order of a larger batch
 TIMEOUT_S = 60.0
 SEED = 11
 
 
 def module_of(row: int, column: int) -> torch.nn.Module:
-    """The same in every process."""
+    """Return the expert of a grid cell, the same in every process."""
     with torch.random.fork_rng():
         torch.manual_seed(SEED + ROWS * row + column)
         return torch.nn.Sequential(
@@ -31,13 +31,13 @@ def module_of(row: int, column: int) -> torch.nn.Module:
         )
 
 
-def still(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer that does its work and changes nothing, so that every result can be checked."""
+def zero_rate_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that does its work and changes nothing, so that every result can be checked."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
 def set_gate(linear: torch.nn.Linear) -> None:
-    """Of every library the same."""
+    """Give the gate the same parameters for every library."""
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) / WIDTH**0.5)
@@ -47,8 +47,8 @@ def set_gate(linear: torch.nn.Linear) -> None:
 def perform(
     layer: Callable[[torch.Tensor], torch.Tensor], linear: torch.nn.Linear, order: dict[str, Any]
 ) -> dict[str, Any]:
-    """So many steps, forward and backward, from the aligned start on; the last result is checked behind the
-    time.
+    """Make the ordered number of steps, forward and backward, from the aligned start on. The last result is
+    checked after the clock has stopped.
     """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, WIDTH, generator=generator).requires_grad_()
@@ -64,7 +64,7 @@ def perform(
             forward_s += time.monotonic() - before_s
             y.backward(gradient)  # type: ignore[no-untyped-call, unused-ignore]
             done += 1
-        except Exception as error:  # noqa: BLE001  any library's
+        except Exception as error:  # noqa: BLE001  errors of any library
             reasons.append(f"{type(error).__name__}: {error}"[:200])
     end_s = time.monotonic()
     if done:
@@ -73,7 +73,7 @@ def perform(
 
 
 def _faults(x: torch.Tensor, y: torch.Tensor, linear: torch.nn.Linear, gradient: torch.Tensor) -> list[str]:
-    """Against the same mixture computed here."""
+    """Compare with the same mixture computed locally and return what differs."""
     inputs = x.detach().clone().requires_grad_()
     scores = torch.nn.functional.linear(inputs, linear.weight.detach(), linear.bias.detach())
     logits = (scores[:, :ROWS, None] + scores[:, None, ROWS:]).flatten(1)

@@ -1,4 +1,4 @@
-"""Writes the pages of figures: an overview of at most 100 lines, and one page with a chart for each section."""
+"""Write the pages of figures: an overview of at most 100 lines, and a page with a chart for each section."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import Bar, bars
-from benchmarks.notes import LIMITED_BY
+from benchmarks.limiting_factors import LIMITED_BY
 from benchmarks.report import NOTHING, ORDER, bound, figure, ratio, replace_file
 
 Record = Mapping[str, Any]
@@ -18,7 +18,7 @@ LINE_CHARACTERS_MAX = 120
 _BARS_MAX = 24
 _REASON_CHARACTERS_MAX = 160
 
-# section -> its title, and what it compares
+# section -> title, and what is compared
 TITLES = {
     "allreduce": (
         "All-reduce",
@@ -48,10 +48,11 @@ TITLES = {
 }
 
 _METHOD = """
-Figures are medians. A ratio compares the medians of one run on one machine: the contenders take turns after a
-warm-up, each launch in processes of its own, with `OMP_NUM_THREADS=1`, over loopback. Every averaged vector is
-compared with the known mean: a round in which an element on any peer is wrong, or a peer is missing, counts as
-failed and is in no median. Rows of simulated swarms are of the production services in virtual time.
+Figures are medians. A ratio compares the medians of one run on one machine: the systems take turns after a
+warm-up, each launch in processes of its own, with `OMP_NUM_THREADS=1`, over loopback. Every averaged vector
+is compared with the known mean: a round in which an element on any peer is wrong, or a peer is missing,
+counts as failed and is in no median. Rows of simulated swarms are of the production services in virtual
+time.
 """
 
 
@@ -68,7 +69,7 @@ def write(book: Book, folder: Path) -> None:
 
 
 def sections(book: Book) -> dict[str, dict[str, Record]]:
-    """The rows of each section, in the order of the pages."""
+    """Return the rows of each section, in the order of the pages."""
     found: dict[str, dict[str, Record]] = {}
     for identifier, record in book["rows"].items():
         found.setdefault(identifier.partition("-")[0], {})[identifier] = record
@@ -76,7 +77,7 @@ def sections(book: Book) -> dict[str, dict[str, Record]]:
 
 
 def index_page(found: Mapping[str, Mapping[str, Record]]) -> str:
-    """The overview: what is compared, how, and which aims are met or missed."""
+    """Return the overview: what is compared, how, and which aims are met or missed."""
     lines = ["# Benchmarks", "", *_METHOD.strip().splitlines(), ""]
     lines += ["`make bench` measures, and writes these pages and charts from `benchmarks/figures/`.", ""]
     lines += _table(
@@ -101,7 +102,7 @@ def _summary(name: str, records: Mapping[str, Record]) -> list[str]:
 
 
 def section_page(name: str, records: Mapping[str, Record], runs: Mapping[str, Any], *, charted: bool) -> str:
-    """One section: its table, what limits what misses its aim, phases, samples, and what it was measured on."""
+    """Return the page of one section: table, limits of missed aims, phases, samples, and the machine."""
     title, what = TITLES[name]
     lines = [f"# {title}", "", what, ""]
     if charted:
@@ -146,7 +147,9 @@ def section_page(name: str, records: Mapping[str, Record], runs: Mapping[str, An
 
 
 def chart_of(name: str, records: Mapping[str, Record]) -> str:
-    """A chart of the rows that have a ratio, so that longer is better for us; "" when there is none."""
+    """Return a chart of the rows that have a ratio, in which longer is better for swarm; "" when there is
+    none.
+    """
     found = []
     for record in records.values():
         if record["ratio"]:
@@ -205,7 +208,7 @@ def _samples(records: Mapping[str, Record]) -> list[str]:
             rows.append([record["workload"], series["name"], str(len(values)), spread, failed, reasons])
     headings = [
         "workload",
-        "contender",
+        "system",
         "samples",
         "least … most",
         "failed rounds (unnoticed) / launches",

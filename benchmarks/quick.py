@@ -1,5 +1,6 @@
-"""The short form: do the benchmarks run, and are their results right? Small sizes, ours and the bare
-transport, no thresholds.
+"""The short form, which checks that the benchmarks run and that results are right.
+
+It takes small sizes, swarm and the bare transport only, and has no thresholds.
 """
 
 from __future__ import annotations
@@ -7,25 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks import groups
+from benchmarks import group_formation
 from benchmarks.allreduce import PEERS, Setting, ours, reduction
-from benchmarks.contenders import Bare, Contender, Workload
+from benchmarks.interleaving import Plan, interleave
+from benchmarks.measured_systems import Bare, MeasuredSystem, Workload
 from benchmarks.results import Row
-from benchmarks.turns import Plan, take_turns
 
 VECTOR_MIB = 4
 CODECS = ("float32", "float16", "bfloat16")
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:
-    # spans of unequal sizes
+    # 3 more elements give shards of unequal sizes
+    """Measure the short form and return its rows."""
     workloads = [Workload(elements=VECTOR_MIB * (1 << 18) + 3, tensors=5, codec=codec) for codec in CODECS]
     say(f"all-reduce, {PEERS} × {VECTOR_MIB} MiB: swarm {', '.join(CODECS)}, bare transport")
-    makers: list[Callable[[], Contender]] = [
+    makers: list[Callable[[], MeasuredSystem]] = [
         *(partial(ours, workload) for workload in workloads),
         partial(Bare, workloads[0]),
     ]
-    *own, bare = take_turns(
+    *own, bare = interleave(
         makers, [*(f"swarm {codec}" for codec in CODECS), Bare.name], Plan(passes=1, rounds=2), say
     )
     found = [
@@ -41,4 +43,4 @@ def rows(say: Callable[[str], None]) -> list[Row]:
         for codec, tally in zip(CODECS, own, strict=True)
     ]
     setting = Setting(plan=Plan(passes=1, rounds=2), hivemind=None, copy_bytes_per_s=1.0, say=say)
-    return [*found, groups.short(setting, rounds=3)]
+    return [*found, group_formation.short(setting, rounds=3)]

@@ -1,4 +1,4 @@
-"""Keeps figures in benchmarks/figures/measured.json, and makes the terminal's table of them.
+"""Store figures in benchmarks/figures/measured.json, and make the terminal's table of them.
 
 A partial run replaces its own rows and leaves the others alone.
 """
@@ -22,7 +22,7 @@ HEADINGS = ("workload", "measured", "peer", "peer's figure", "ours", "ratio", "a
 
 
 def figure(value: float | None, unit: str) -> str:
-    """Three significant digits, in the unit that reads best."""
+    """Return three significant digits, in the unit that reads best."""
     if value is None:
         return NOTHING
     if unit == "s":
@@ -41,7 +41,7 @@ def figure(value: float | None, unit: str) -> str:
 
 
 def as_record(row: Row, run: str) -> dict[str, Any]:
-    """A row as JSON: all samples stay, everything shown is worked out once, here."""
+    """Return a row as JSON: all samples, and every shown figure, which is computed here once."""
     aim = row.aim
     return {
         "run": run,
@@ -82,7 +82,7 @@ def _series_record(series: Series) -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The figures so far; an absent file or one of another format holds none."""
+    """Return the stored figures; an absent file, or one of another format, has none."""
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and content.get("format") == FORMAT:
@@ -93,7 +93,7 @@ def load(path: Path) -> dict[str, Any]:
 def merge(
     book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`book` with these rows replaced; runs that no row refers to any more are dropped."""
+    """Return `book` with these rows replaced, without runs that no row refers to any more."""
     records = {**book["rows"], **{row.identifier: as_record(row, run) for row in rows}}
     runs = {**book["runs"], run: dict(about)}
     used = {record["run"] for record in records.values()}
@@ -104,7 +104,7 @@ def merge(
     }
 
 
-# how the page's rows are ordered: by the first word of their identifiers
+# the order of the pages: the first word of a row's identifier
 ORDER = (
     *("allreduce", "links", "group", "killed", "frozen", "trainer", "start", "state", "dht", "experts"),
     *("slowdown", "speeds", "convergence", "churn", "codec", "cuda", "simulated", "monitor", "hostile"),
@@ -123,19 +123,19 @@ def _order(item: tuple[str, Any]) -> tuple[int, int, str]:
 
 
 def save(book: Mapping[str, Any], path: Path) -> None:
-    """Replaces the file at once, never a half of it."""
+    """Write the figures, replacing the file atomically."""
     replace_file(path, json.dumps(book, indent=1, ensure_ascii=False) + "\n")
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a whole file, or leave the old one: never half of it."""
+    """Write a whole file atomically, so that it never holds half of the text."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def bound(record: Mapping[str, Any]) -> str:
-    """A row's aim in words."""
+    """Return a row's aim in words."""
     aim = record["aim"]
     if aim is None:
         return NOTHING
@@ -145,12 +145,12 @@ def bound(record: Mapping[str, Any]) -> str:
 
 
 def ratio(record: Mapping[str, Any]) -> str:
-    """A row's ratio, and which figure over which."""
+    """Return a row's ratio, and which figure it divides by which."""
     return NOTHING if record["ratio"] is None else f"{record['ratio']:.2f}× ({record['ratio_kind']})"
 
 
 def cells(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """One record under HEADINGS."""
+    """Return the cells of one record under HEADINGS."""
     unknown = NOTHING if record["aim"] is None else "not measured"
     return (
         record["workload"],

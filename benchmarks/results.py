@@ -1,4 +1,4 @@
-"""Figures as values: what was sampled, how it compares, whether an aim is met. Pure."""
+"""Figures as values: samples, comparisons, and whether an aim is met. Free of I/O."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """All samples of one quantity of one contender."""
+    """All samples of one quantity of one system."""
 
     name: str  # "hivemind 1.1.12 float16, 64 MiB: whole step"
     unit: str
     samples: tuple[float, ...]
-    failed: int = 0  # rounds that ended without the right result everywhere; they are in no median
-    wrong: int = 0  # of the failed rounds those that the contender itself took for good ones
-    launches_failed: int = 0  # starts of the contender's processes that never got to a round, or died in one
-    reasons: tuple[str, ...] = ()  # why, each once
+    failed: int = 0  # rounds without the right result on every peer; they are in no median
+    wrong: int = 0  # failed rounds that the system itself reported as successful
+    launches_failed: int = 0  # launches that never completed a round, or died in one
+    reasons: tuple[str, ...] = ()  # reasons of failures, each once
 
     @property
     def median(self) -> float | None:
@@ -37,7 +37,7 @@ class Aim:
     value: float
 
     def met(self, ours: float | None, peer: float | None) -> bool | None:
-        """None: not measured."""
+        """Return whether the aim is met; None when a figure is missing."""
         figure = ours if self.of == "ours" else ratio(ours, peer, self.of)
         if figure is None:
             return None
@@ -48,14 +48,14 @@ class Aim:
 class Row:
     """One line of the table: our figure beside a peer's, measured in one run."""
 
-    identifier: str  # stable across runs: a later run replaces the row
+    identifier: str  # stable: a later run replaces the row of the same identifier
     workload: str
-    quantity: str  # which of a contender's times this is
+    quantity: str  # which quantity of a system this is
     ours: Series
     peer: Series | None
     aim: Aim | None
-    shown: Literal["peer / ours", "ours / peer"] | None = None  # which ratio is shown; None: the aim's
-    limit: str = ""  # the physical limit beside it
+    shown: Literal["peer / ours", "ours / peer"] | None = None  # which ratio is shown; None: that of the aim
+    limit: str = ""  # the physical limit
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -81,9 +81,7 @@ class Row:
 
 
 def ratio(ours: float | None, peer: float | None, kind: str) -> float | None:
-    """`kind` says which over which; None when either is missing, or not positive: a time saved has no ratio
-    to a time lost.
-    """
+    """Return the ratio that `kind` names; None when a figure is missing or not positive."""
     if ours is None or peer is None or min(ours, peer) <= 0.0:
         return None
     return peer / ours if kind == "peer / ours" else ours / peer

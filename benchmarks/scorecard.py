@@ -1,7 +1,7 @@
-"""The scorecard of the README: ten figures of benchmarks/figures/measured.json beside hivemind's, as a table and as a
-chart.
+"""The scorecard of the README: ten figures of benchmarks/figures/measured.json beside hivemind's, as table
+and chart.
 
-`python -m benchmarks.scorecard` writes README.md and docs/images/scorecard.svg; with `--check` it writes
+`python -m benchmarks.scorecard` writes README.md and docs/images/scorecard.svg. With `--check` it writes
 nothing, and its exit status is 1 when they do not follow from benchmarks/figures/measured.json.
 """
 
@@ -48,7 +48,7 @@ class Figure:
 
 
 def figures(document: dict[str, Any]) -> list[Figure]:
-    """The chosen rows, the largest ratio first. KeyError when a row is gone."""
+    """Return the chosen rows, the largest ratio first. Raises KeyError when a row is gone."""
     found = []
     for key, what in CHOSEN.items():
         row = document["rows"][key]
@@ -59,7 +59,7 @@ def figures(document: dict[str, Any]) -> list[Figure]:
 
 
 def shown(value: float, unit: str) -> str:
-    """A value with its unit, in three digits at most."""
+    """Return a value with its unit, in at most three digits."""
     if unit == "bytes":
         return f"{value / 1e6:.0f} MB"
     if unit == "s" and value < 1:
@@ -70,12 +70,12 @@ def shown(value: float, unit: str) -> str:
 
 
 def ratio(better: float) -> str:
-    """How many times better, in three digits at most."""
+    """Return how many times better a value is, in at most three digits."""
     return f"{better:,.0f}×" if better >= 100 else f"{better:.3g}×" if better >= 10 else f"{better:.2f}×"
 
 
 def table(found: list[Figure]) -> str:
-    """The table in Markdown, between its marks."""
+    """Return the table in Markdown, between its markers."""
     rows = [f"| {one.what} | {one.theirs} | {one.ours} | {ratio(one.better)} |" for one in found]
     return "\n".join([BEGIN, "| | hivemind 1.1.12 | swarm | |", "|---|--:|--:|--:|", *rows, END])
 
@@ -91,7 +91,7 @@ def chart(found: list[Figure]) -> str:
 
 
 def with_table(page: str, text: str) -> str:
-    """The page with the table between its marks replaced. ValueError when it has none."""
+    """Return the page with the table between its markers replaced. Raises ValueError when it has none."""
     before, _, rest = page.partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:

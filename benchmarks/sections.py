@@ -1,5 +1,6 @@
-"""The sections of the page, in its order: what each needs, and how its rows are measured. Another section is
-one entry here.
+"""The sections of the pages, in their order: what each needs, and how its rows are measured.
+
+A new section is one more entry here.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from benchmarks import (
     cuda,
     dht,
     experts,
-    grid,
-    groups,
+    group_formation,
     hostile,
     links,
-    losses,
     mixtures,
-    monitoring,
-    simulated,
+    peer_failures,
+    simulated_dht,
+    simulated_groups,
+    simulated_monitoring,
     simulated_progress,
     simulated_rounds,
     slowdown,
-    speeds,
-    trainers,
+    trainer_costs,
+    unequal_speeds,
 )
 from benchmarks import state as states
 from benchmarks.allreduce import Setting
@@ -37,13 +38,13 @@ from benchmarks.results import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is to be measured, and with what."""
+class Request:
+    """The figures to measure, and the settings to measure them with."""
 
     setting: Setting
-    sizes_mib: tuple[int, ...]  # of all-reduce
-    figures: frozenset[str] = frozenset()  # of the simulated DHT; none: all
-    # where a section that can be interrupted keeps what it needs to go on; None: nowhere
+    sizes_mib: tuple[int, ...]  # vectors of all-reduce
+    figures: frozenset[str] = frozenset()  # of the simulated DHT; empty: all
+    # where an interruptible section stores its progress; None: nowhere
     folder: Path | None = None
 
 
@@ -52,67 +53,76 @@ Rows = Iterator[list[Row]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    rows: Callable[[Asked], Rows]
-    compared: bool = False  # with hivemind, whose environment it needs
-    check: Callable[[], None] = lambda: None  # raises NoEnvironment where it cannot be measured
+    """How a section is measured."""
+
+    rows: Callable[[Request], Rows]
+    compared: bool = False  # with hivemind, whose environment it then needs
+    check: Callable[[], None] = lambda: None  # raises NoEnvironment on a machine that cannot measure it
 
 
-def _allreduce(asked: Asked) -> Rows:
-    for size_mib in asked.sizes_mib:
-        yield allreduce.rows(asked.setting, vector_mib=size_mib)
+def _allreduce(request: Request) -> Rows:
+    for size_mib in request.sizes_mib:
+        yield allreduce.rows(request.setting, vector_mib=size_mib)
 
 
-def _dht(asked: Asked) -> Rows:
+def _dht(request: Request) -> Rows:
     for peers in dht.SIZES:
-        yield dht.rows(asked.setting, peers=peers)
+        yield dht.rows(request.setting, peers=peers)
 
 
-def _simulated(asked: Asked) -> Rows:
-    say = asked.setting.say
-    if not asked.figures:
+def _simulated(request: Request) -> Rows:
+    say = request.setting.say
+    if not request.figures:
         yield from simulated_rounds.rows(say)
-        yield from grid.rows(say)
-    yield from simulated.rows(say, simulated.Plan(figures=asked.figures))
+        yield from simulated_groups.rows(say)
+    yield from simulated_dht.rows(say, simulated_dht.Plan(figures=request.figures))
 
 
-def _once(rows: Callable[[Asked], list[Row]]) -> Callable[[Asked], Rows]:
-    def measured(asked: Asked) -> Rows:
-        yield rows(asked)
+def _once(rows: Callable[[Request], list[Row]]) -> Callable[[Request], Rows]:
+    def measured(request: Request) -> Rows:
+        yield rows(request)
 
     return measured
 
 
 SECTIONS = {
     "allreduce": Section(rows=_allreduce, compared=True),
-    "links": Section(rows=lambda asked: links.rows(asked.setting), compared=True),
-    "groups": Section(rows=_once(lambda asked: groups.rows(asked.setting, rounds=5)), compared=True),
-    "losses": Section(rows=_once(lambda asked: losses.rows(asked.setting)), compared=True),
-    "trainers": Section(rows=_once(lambda asked: trainers.rows(asked.setting)), compared=True),
-    "state": Section(rows=_once(lambda asked: states.rows(asked.setting)), compared=True),
+    "links": Section(rows=lambda request: links.rows(request.setting), compared=True),
+    "groups": Section(
+        rows=_once(lambda request: group_formation.rows(request.setting, rounds=5)), compared=True
+    ),
+    "losses": Section(rows=_once(lambda request: peer_failures.rows(request.setting)), compared=True),
+    "trainers": Section(rows=_once(lambda request: trainer_costs.rows(request.setting)), compared=True),
+    "state": Section(rows=_once(lambda request: states.rows(request.setting)), compared=True),
     "dht": Section(rows=_dht, compared=True),
     "experts": Section(
-        rows=_once(lambda asked: [*experts.rows(asked.setting), *mixtures.rows(asked.setting)]), compared=True
+        rows=_once(lambda request: [*experts.rows(request.setting), *mixtures.rows(request.setting)]),
+        compared=True,
     ),
     "simulated": Section(rows=_simulated),
-    "progress": Section(rows=lambda asked: simulated_progress.rows(asked.setting.say)),
-    "monitor": Section(rows=lambda asked: monitoring.rows(asked.setting.say)),
-    "hostile": Section(rows=_once(lambda asked: hostile.rows(asked.setting.say))),
+    "progress": Section(rows=lambda request: simulated_progress.rows(request.setting.say)),
+    "monitor": Section(rows=lambda request: simulated_monitoring.rows(request.setting.say)),
+    "hostile": Section(rows=_once(lambda request: hostile.rows(request.setting.say))),
     "codecs": Section(
-        rows=_once(lambda asked: codecs.rows(asked.setting.say, asked.setting.hivemind)), compared=True
+        rows=_once(lambda request: codecs.rows(request.setting.say, request.setting.hivemind)), compared=True
     ),
     "slowdown": Section(
-        rows=_once(lambda asked: [*slowdown.rows(asked.setting.say), *speeds.rows(asked.setting.say)])
+        rows=_once(
+            lambda request: [*slowdown.rows(request.setting.say), *unequal_speeds.rows(request.setting.say)]
+        )
     ),
-    "convergence": Section(rows=lambda asked: convergence.rows(asked.setting.say, asked.folder)),
-    "churn": Section(rows=_once(lambda asked: churn.rows(asked.setting.say))),
-    "cuda": Section(rows=lambda asked: cuda.rows(asked.setting.say), check=cuda.check),
+    "convergence": Section(rows=lambda request: convergence.rows(request.setting.say, request.folder)),
+    "churn": Section(rows=_once(lambda request: churn.rows(request.setting.say))),
+    "cuda": Section(rows=lambda request: cuda.rows(request.setting.say), check=cuda.check),
 }
 
 
-def measure(names: tuple[str, ...], asked: Asked) -> Rows:
-    """The rows of these sections, as they are measured."""
+def measure(names: tuple[str, ...], request: Request) -> Rows:
+    """Measure these sections and yield rows as they come."""
     if any(SECTIONS[name].compared for name in names):
-        asked = replace(asked, setting=replace(asked.setting, copy_bytes_per_s=memory_copy_bytes_per_s()))
+        request = replace(
+            request, setting=replace(request.setting, copy_bytes_per_s=memory_copy_bytes_per_s())
+        )
     for name in SECTIONS:
         if name in names:
-            yield from SECTIONS[name].rows(asked)
+            yield from SECTIONS[name].rows(request)

@@ -1,9 +1,9 @@
-"""Rounds in simulated swarms of 16, 64 and 256 peers: the messages, bytes and virtual time of an all-reduce
-in groups of sixteen.
+"""All-reduce in simulated swarms of 16, 64 and 256 peers in groups of sixteen: messages, bytes and virtual
+time.
 
-The production services run on virtual time: the figures are properties of the protocol and of the link, not
-of the machine. A message takes the link's delay and its size over the link's bandwidth; messages do not wait
-for one another.
+The production services run on virtual time, so the figures are properties of the protocol and of the link,
+not of the machine. A message takes the link's delay and its size over the link's bandwidth; messages do not
+queue behind one another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from averaging.allreduce.allreduce import AllReduce, RoundOutcome
 from averaging.allreduce.config import RoundConfig
 from averaging.matchmaking.logic.group import Group, Member
 from benchmarks.results import Row, Series
-from benchmarks.simulated import simulated_row
+from benchmarks.simulated_dht import simulated_row
 from swarm.testing.chance import Chance
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
@@ -32,16 +32,16 @@ LINK_WORDS = "25 ms one way, 100 Mbit/s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFigures:
-    """What a round without faults costs a peer."""
+    """The cost of a round without faults for one peer."""
 
-    messages: float  # that a peer sends: requests, replies, messages of streams
-    size_bytes: float  # of these, protobuf and tensors without TLS and TCP
-    took_s: float  # virtual, until the last peer had committed
-    payload_bytes: float  # what the butterfly must send: the rest is framing, heartbeats and votes
+    messages: float  # sent by a peer: requests, replies, messages of streams
+    size_bytes: float  # their protobuf and tensor bytes, without TLS and TCP
+    took_s: float  # virtual time until the last peer had committed
+    payload_bytes: float  # the butterfly's payload: the rest is framing, heartbeats and votes
 
 
 def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
-    """One round of all groups at once. `lost`: so many peers of the first group crash in its middle."""
+    """Run one round of all groups at once. `lost` peers of the first group crash in the middle of it."""
 
     async def scenario() -> RoundFigures:
         network, chance = SimulatedNetwork(seed, LINK), Chance(seed, "rounds")
@@ -51,7 +51,7 @@ def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
                 handlers=peer.handlers,
                 channels=peer.caller,
                 own=peer.peer_id,
-                pool=None,  # type: ignore[arg-type]  # the virtual loop runs what a pool would
+                pool=None,  # type: ignore[arg-type]  # the virtual loop runs the work of a pool
                 clock=peer.clock,
             )
             for peer in members
@@ -113,7 +113,7 @@ def _group(peers: list[SimulatedPeer], chance: Chance) -> Group:
 
 
 def rows(say: Callable[[str], None], sizes: tuple[int, ...] = (16, 64, 256)) -> Iterator[list[Row]]:
-    """Every figure of the section, as soon as it is there."""
+    """Yield every figure of the section as soon as it is measured."""
     for peers in sizes:
         say(f"simulated, {peers} peers: a round of all-reduce in groups of {GROUP_SIZE}")
         yield _rows(peers, "", measure(peers))
@@ -122,7 +122,10 @@ def rows(say: Callable[[str], None], sizes: tuple[int, ...] = (16, 64, 256)) -> 
 
 
 def _rows(peers: int, what: str, figures: RoundFigures) -> list[Row]:
-    title = f"simulated round of {peers} peers in groups of {GROUP_SIZE}{what}, {4 * ELEMENTS // 1024} KiB each, float16, {LINK_WORDS}"
+    title = (
+        f"simulated round of {peers} peers in groups of {GROUP_SIZE}{what}, {4 * ELEMENTS // 1024} KiB "
+        f"each, float16, {LINK_WORDS}"
+    )
     name = f"round-{peers}" + ("-lost" if what else "")
     extra = figures.size_bytes / figures.payload_bytes - 1.0
 

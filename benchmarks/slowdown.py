@@ -1,5 +1,6 @@
-"""How much slower training steps get while averaging goes on behind them: a trainer, a partner that hardly
-computes, a core to spare.
+"""How much averaging in the background slows down training steps.
+
+A trainer averages with a partner that hardly computes, and a processor core is idle.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from benchmarks.launch import Launch, LaunchFailed
 from benchmarks.results import Aim, Row, Series
 from benchmarks.workers.background_averaging import FRAGMENTS, ROUND_EVERY_S, WINDOW_S
 
-PAIRS = 8  # windows without and with, in turns: what else the machine does falls on both alike
+PAIRS = 8  # windows without and with averaging in turns, so that other load affects both alike
 SLOWDOWN_MAX = 10.0  # per cent
 READY_S = 90.0
 LAUNCHES_MAX = 2
-WORDS = {
+VARIANTS = {
     "averager": f"a round of float16 every {ROUND_EVERY_S:g} s, averager.step(wait=False)",
     "streaming": f"diloco, streaming={FRAGMENTS}, int4",
 }
 
 
 def rows(say: Callable[[str], None], *, pairs: int = PAIRS) -> list[Row]:
-    """A row for each way of averaging behind a training loop."""
-    return [_row(way, pairs, say) for way in WORDS]
+    """Return a row for each way of averaging behind a training loop."""
+    return [_row(variant, pairs, say) for variant in VARIANTS]
 
 
-def _row(way: str, pairs: int, say: Callable[[str], None]) -> Row:
+def _row(variant: str, pairs: int, say: Callable[[str], None]) -> Row:
     found: list[dict[str, float]] = []
     reasons: list[str] = []
     while not found and len(reasons) < LAUNCHES_MAX:
         try:
-            found = _measure(way, pairs)
+            found = _measure(variant, pairs)
         except LaunchFailed as failure:
             reasons.append(str(failure))
     slower = [100.0 * (pair["with_s"] / pair["without_s"] - 1.0) for pair in found if pair["rounds"]]
@@ -42,14 +43,17 @@ def _row(way: str, pairs: int, say: Callable[[str], None]) -> Row:
         step_s = statistics.median(pair["without_s"] for pair in found)
         rounds_per_s = sum(pair["rounds"] for pair in found) / len(found) / WINDOW_S
         own = 100.0 * statistics.median(pair["more_cpu"] for pair in found)
-        note = f"a step takes {step_s * 1e3:.1f} ms without; {rounds_per_s:.1f} rounds/s with; {own:+.1f} % processor time in its thread"
-        say(f"slowdown, {way}: {statistics.median(slower) if slower else float('nan'):.1f} %; {note}")
+        note = (
+            f"a step takes {step_s * 1e3:.1f} ms without; {rounds_per_s:.1f} rounds/s with; {own:+.1f} % "
+            "processor time in its thread"
+        )
+        say(f"slowdown, {variant}: {statistics.median(slower) if slower else float('nan'):.1f} %; {note}")
     return Row(
-        identifier=f"slowdown-{way}",
-        workload=f"training steps, model of 4 MiB, one thread: {WORDS[way]}",
+        identifier=f"slowdown-{variant}",
+        workload=f"training steps, model of 4 MiB, one thread: {VARIANTS[variant]}",
         quantity="how much longer a step takes than without the swarm",
         ours=Series(
-            name=f"swarm {way}: slowdown",
+            name=f"swarm {variant}: slowdown",
             unit="%",
             samples=tuple(slower),
             failed=sum(not pair["rounds"] for pair in found),
@@ -63,14 +67,14 @@ def _row(way: str, pairs: int, say: Callable[[str], None]) -> Row:
     )
 
 
-def _measure(way: str, pairs: int) -> list[dict[str, float]]:
-    configurations = [{"way": way, "pairs": pairs}] * 2
+def _measure(variant: str, pairs: int) -> list[dict[str, float]]:
+    configurations = [{"variant": variant, "pairs": pairs}] * 2
     with Launch(
-        f"slowdown {way}",
+        f"slowdown {variant}",
         python=OWN_PYTHON,
         module="benchmarks.workers.background_averaging",
         configurations=configurations,
     ) as launch:
-        launch.hear("ready", READY_S)
+        launch.receive("ready", READY_S)
         deadline_s = time.monotonic() + READY_S + 2 * pairs * WINDOW_S
-        return [launch.workers[0].hear("pair", deadline_s) for _ in range(pairs)]
+        return [launch.workers[0].receive("pair", deadline_s) for _ in range(pairs)]

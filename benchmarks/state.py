@@ -1,5 +1,5 @@
-"""The download of a state of 256 MB from one donor and from three, from donors on slow links, and what it
-costs a donor that trains.
+"""Downloads of a state of 256 MB from one donor and from three, from slow donors, and their cost for a
+training donor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEADY_TIMEOUT_S = 90.0
 
 
 @dataclass(slots=True)
-class Found:
+class Downloads:
     """Downloads of one kind."""
 
     seconds: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Found:
 
 
 def rows(setting: Setting, state_bytes: int = STATE_BYTES) -> list[Row]:
-    """All of the section."""
+    """Measure the section and return its rows."""
     say, megabytes = setting.say, state_bytes // 1_000_000
     one, three = (download(say, donors, state_bytes=state_bytes) for donors in (1, 3))
     peer = (
@@ -54,7 +54,7 @@ def rows(setting: Setting, state_bytes: int = STATE_BYTES) -> list[Row]:
     slow_one, slow_three = (
         download(say, donors, state_bytes=state_bytes, slow=True, times=1) for donors in (1, 3)
     )
-    quiet, giving = stall(say, state_bytes)
+    quiet, giving = donor_steps(say, state_bytes)
     theirs = None if peer is None else peer.series(f"{HIVEMIND}: 1 donor")
     copy = f"{state_bytes / setting.copy_bytes_per_s:.2f} s to copy it once in memory"
 
@@ -114,30 +114,31 @@ def download(
     slow: bool = False,
     hivemind: Path | None = None,
     times: int = TIMES,
-) -> Found:
-    """So many newcomers one after the other, each a process of its own."""
+) -> Downloads:
+    """Let `times` newcomers download the state one after the other, each in a new process."""
     name = "swarm" if hivemind is None else HIVEMIND
     module = "benchmarks.workers.swarm_state" if hivemind is None else "benchmarks.workers.hivemind_state"
     common = {"elements": state_bytes // 4, "bytes_per_s": SLOW_BYTES_PER_S if slow else 0.0}
     giving = {**common, "gives": True}
-    # the others get the state from it; see below
+    # the other donors download the state from this one, which then leaves
     first = {**giving, "bytes_per_s": 0.0} if slow and donors > 1 else giving
     say(
-        f"state of {state_bytes / 1e6:.0f} MB from {donors} {'slow ' if slow else ''}donor{'s' if donors > 1 else ''}: {name}"
+        f"state of {state_bytes / 1e6:.0f} MB from {donors} "
+        f"{'slow ' if slow else ''}donor{'s' if donors > 1 else ''}: {name}"
     )
-    found = Found()
+    found = Downloads()
     try:
         with Launch(name, python=hivemind or OWN_PYTHON, module=module, configurations=[first]) as launch:
-            launch.hear("ready", STEADY_TIMEOUT_S)
+            launch.receive("ready", STEADY_TIMEOUT_S)
             for _ in range(donors - 1 + (first is not giving)):
-                launch.add(giving).hear("ready", time.monotonic() + STEADY_TIMEOUT_S)
-            if first is not giving:  # it was there to give the others the state quickly
+                launch.add(giving).receive("ready", time.monotonic() + STEADY_TIMEOUT_S)
+            if first is not giving:  # it only served the state to the other donors at full speed
                 launch.end(launch.workers[0])
             for _ in range(times):
                 newcomer = launch.add({**common, "gives": False})
-                newcomer.hear("ready", time.monotonic() + STEADY_TIMEOUT_S)
-                newcomer.tell({"do": "load"})
-                loaded = newcomer.hear("loaded", time.monotonic() + TIMEOUT_S)
+                newcomer.receive("ready", time.monotonic() + STEADY_TIMEOUT_S)
+                newcomer.send({"do": "load"})
+                loaded = newcomer.receive("loaded", time.monotonic() + TIMEOUT_S)
                 launch.end(newcomer)
                 if loaded["ok"]:
                     found.seconds.append(loaded["seconds"])
@@ -151,8 +152,8 @@ def download(
     return found
 
 
-def stall(say: Callable[[str], None], state_bytes: int) -> tuple[Series, Series]:
-    """Steps of a donor that trains: without a newcomer, and while one downloads slowly."""
+def donor_steps(say: Callable[[str], None], state_bytes: int) -> tuple[Series, Series]:
+    """Measure steps of a donor that trains: without a newcomer, and while one downloads slowly."""
     say("steps of a donor, without and with a download")
     common = {"elements": state_bytes // 4, "bytes_per_s": SLOW_BYTES_PER_S * 4}
     with Launch(
@@ -161,15 +162,15 @@ def stall(say: Callable[[str], None], state_bytes: int) -> tuple[Series, Series]
         module="benchmarks.workers.swarm_state",
         configurations=[{**common, "gives": True}],
     ) as launch:
-        launch.hear("ready", STEADY_TIMEOUT_S)
+        launch.receive("ready", STEADY_TIMEOUT_S)
         [donor] = launch.workers
-        donor.tell({"do": "train"})
-        quiet = donor.hear("trained", time.monotonic() + STEADY_TIMEOUT_S)["steps_s"][2:]
+        donor.send({"do": "train"})
+        quiet = donor.receive("trained", time.monotonic() + STEADY_TIMEOUT_S)["steps_s"][2:]
         newcomer = launch.add({**common, "gives": False})
-        newcomer.hear("ready", time.monotonic() + STEADY_TIMEOUT_S)
-        newcomer.tell({"do": "load"})
-        donor.tell({"do": "train"})
-        giving = donor.hear("trained", time.monotonic() + STEADY_TIMEOUT_S)["steps_s"][2:]
+        newcomer.receive("ready", time.monotonic() + STEADY_TIMEOUT_S)
+        newcomer.send({"do": "load"})
+        donor.send({"do": "train"})
+        giving = donor.receive("trained", time.monotonic() + STEADY_TIMEOUT_S)["steps_s"][2:]
     before_ms, during_ms = statistics.median(quiet) * 1e3, statistics.median(giving) * 1e3
     say(f"  {before_ms:.0f} ms, and {during_ms:.0f} ms (most {max(giving) * 1e3:.0f} ms) with a download")
     return (

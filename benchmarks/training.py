@@ -1,4 +1,4 @@
-"""The same small training job for every contender's trainer: model, batches, pace. Needs torch only."""
+"""The same small training job for the trainers of all systems: model, batches, pace. Needs torch only."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.conversation import Conversation
+from benchmarks.worker_channel import WorkerChannel
 
 WIDTH = 512
 LAYERS = 4
 BATCH_SAMPLES = 32
-STEP_S = 0.05  # a step is paced: two cores stay free enough for three trainers and a joiner
-TARGET_BATCH_SAMPLES = 640  # two trainers reach it twice a second
+STEP_S = 0.05  # paced, so that two cores suffice for three trainers and a joiner
+TARGET_BATCH_SAMPLES = 640  # two trainers reach this twice a second
 LEARNING_RATE = 1e-3
 
 
 class Marks:
-    """Seconds between the named moments of a start."""
+    """Seconds between named moments of a start."""
 
     def __init__(self, since_s: float) -> None:
         self.seconds: dict[str, float] = {}
@@ -35,7 +35,7 @@ class Marks:
 
 
 def build_model() -> nn.Module:
-    """About a million parameters: 4 MiB in float32."""
+    """Return a model of about a million parameters: 4 MiB in float32."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -44,19 +44,19 @@ def build_model() -> nn.Module:
 
 
 def backward(model: nn.Module, generator: torch.Generator) -> None:
-    """Gradients of one batch."""
+    """Compute the gradients of one batch."""
     samples = torch.randn(BATCH_SAMPLES, WIDTH, generator=generator)
     loss: torch.Tensor = nn.functional.mse_loss(model(samples), samples.roll(1, dims=1))
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def orders(talk: Conversation) -> Callable[[], dict[str, Any] | None]:
-    """Listens beside the training: the returned function gives the next order, or None at once."""
+def orders(channel: WorkerChannel) -> Callable[[], dict[str, Any] | None]:
+    """Listen for orders beside the training. The returned function gives the next order, or None at once."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def listen() -> None:
         while True:
-            waiting.put(talk.hear())
+            waiting.put(channel.receive())
 
     threading.Thread(target=listen, daemon=True, name="orders").start()
 
@@ -66,9 +66,9 @@ def orders(talk: Conversation) -> Callable[[], dict[str, Any] | None]:
     return pending
 
 
-def paced(talk: Conversation) -> Iterator[int]:
-    """Numbers of steps, one every STEP_S at most, until the order to stop."""
-    pending, step = orders(talk), 0
+def paced(channel: WorkerChannel) -> Iterator[int]:
+    """Yield step numbers, at most one every STEP_S, until the order to stop."""
+    pending, step = orders(channel), 0
     while True:
         due_s = time.monotonic() + STEP_S
         yield step

@@ -1,11 +1,11 @@
-"""Train a byte-level language model whose feed-forward layers are experts in other processes.
+"""Train a byte-level language model whose feed-forward layers are hosted and trained by other processes.
 
 Alone:              python examples/experts_bytelm.py                (hosts the experts itself)
 With servers:       swarm serve --expert-class ffn --hidden-dim 64 --lr 0.002 \\
                         --experts 'bytelm0.[0:2].[0:4]' --experts 'bytelm1.[0:2].[0:4]'
                     python examples/experts_bytelm.py ADDRESS        (the address that the server prints)
 
-The text is the source of the Python standard library, which every machine has.
+More servers can join with `swarm serve ADDRESS …`. The text is the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -58,14 +58,12 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """A byte-level language model: int64 [batch, length] -> float32 logits [batch, length, 256]."""
+    """A language model that maps int64 [batch, length] to logits [batch, length, 256]."""
 
     def __init__(self, make_mixture: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.embedding, self.position = (
-            nn.Embedding(256, WIDTH),
-            nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH)),
-        )
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(make_mixture(layer)) for layer in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
@@ -77,12 +75,10 @@ class ByteModel(nn.Module):
         return logits
 
 
-def train(
-    make_mixture: Callable[[int], nn.Module], steps: int, report: Callable[[str], None] = print
-) -> float:
-    """Train for `steps` steps and return the loss on held-out text in nats per byte.
+def train(make_mixture: Callable[[int], nn.Module], steps: int, log: Callable[[str], None] = print) -> float:
+    """Train for `steps` steps and return the loss on held-out text, in nats per byte.
 
-    `make_mixture(layer)` returns a module: float32 [samples, WIDTH] -> float32 [samples, WIDTH].
+    `make_mixture(layer)` makes the module of a layer, which maps float32 [samples, WIDTH] to the same shape.
     """
     torch.manual_seed(0)
     data = ByteData(
@@ -98,12 +94,12 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 20 == 0:
-            report(f"step {step}: loss {loss.item():.3f}")
+            log(f"step {step}: loss {loss.item():.3f}")
     return data.validation_loss(model)
 
 
 def make_expert() -> swarm.Expert:
-    """Return an expert like those of `swarm serve --expert-class ffn`."""
+    """Make an expert like those of `swarm serve --expert-class ffn`."""
     module = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     return swarm.Expert(module, (torch.zeros(1, WIDTH),), partial(torch.optim.Adam, lr=LEARNING_RATE))
 
@@ -123,7 +119,7 @@ def main() -> None:
         loss = train(
             lambda layer: swarm.RemoteMixtureOfExperts(node, WIDTH, grid=grid_of(layer), k_best=2), STEPS
         )
-        print(f"held out: {loss:.3f} nats per byte (5.545 is chance)")
+        print(f"held out: {loss:.3f} nats per byte (5.545 for a random guess)")
 
 
 if __name__ == "__main__":

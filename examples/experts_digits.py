@@ -1,8 +1,10 @@
-"""Learn to read handwritten digits with a mixture layer whose experts are in other processes.
+"""Learn to read handwritten digits with a layer whose experts are hosted and trained by other processes.
 
 Alone:              python examples/experts_digits.py                (hosts the experts itself)
 With servers:       swarm serve --expert-class ffn --hidden-dim 32 --experts 'digits.[0:2].[0:4]' --lr 0.003
                     python examples/experts_digits.py ADDRESS        (the address that the server prints)
+
+More servers can join with `swarm serve ADDRESS …`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ HELD_OUT = 297
 
 
 class Digits:
-    """Images, float32 [samples, 64] from 0 to 1, and their digits, int64 [samples]; the last are held out."""
+    """Images as float32 [samples, 64] from 0 to 1, and their digits. The last images are held out."""
 
     def __init__(self) -> None:
         with gzip.open(Path(__file__).parent / "data" / "digits.csv.gz", "rt") as lines:
@@ -40,7 +42,7 @@ class Digits:
 
 
 class Classifier(nn.Module):
-    """A linear layer, a residual mixture of remote experts, and another linear layer."""
+    """A linear layer, a mixture of experts with a residual connection, and another linear layer."""
 
     def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
@@ -53,11 +55,11 @@ class Classifier(nn.Module):
 
 
 def train(
-    make_mixture: Callable[[], nn.Module], steps: int, report: Callable[[str], None] = print
+    make_mixture: Callable[[], nn.Module], steps: int, log: Callable[[str], None] = print
 ) -> tuple[float, float]:
-    """Train for `steps` steps and return the loss and the accuracy on the held-out images.
+    """Train for `steps` steps and return (loss, accuracy) on the held-out images.
 
-    `make_mixture` returns a module: float32 [batch, WIDTH] -> float32 [batch, WIDTH].
+    `make_mixture` makes the module in the middle, which maps float32 [batch, WIDTH] to the same shape.
     """
     torch.manual_seed(0)
     digits, model = Digits(), Classifier(make_mixture())
@@ -70,17 +72,16 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 20 == 0:
-            report(f"step {step}: loss {loss.item():.3f}")
+            log(f"step {step}: loss {loss.item():.3f}")
     images, labels = digits.held_out
     with torch.no_grad():
         logits = model(images)
-    return functional.cross_entropy(logits, labels).item(), (
-        logits.argmax(dim=1) == labels
-    ).float().mean().item()
+    accuracy = (logits.argmax(dim=1) == labels).float().mean().item()
+    return functional.cross_entropy(logits, labels).item(), accuracy
 
 
 def make_expert() -> swarm.Expert:
-    """Return an expert like those of `swarm serve --expert-class ffn`."""
+    """Make an expert like those of `swarm serve --expert-class ffn`."""
     module = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     return swarm.Expert(module, (torch.zeros(1, WIDTH),), partial(torch.optim.Adam, lr=LEARNING_RATE))
 
@@ -93,7 +94,7 @@ def main() -> None:
             names = [f"digits.{row}.{column}" for row in range(2) for column in range(4)]
             stack.enter_context(swarm.ExpertServer(host, {name: make_expert() for name in names}))
         loss, accuracy = train(lambda: swarm.RemoteMixtureOfExperts(node, WIDTH, grid=GRID, k_best=2), STEPS)
-        print(f"held out: loss {loss:.3f}, {accuracy:.1%} recognised")
+        print(f"held out: loss {loss:.3f}, accuracy {accuracy:.1%}")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class Node:
 
     @property
     def reach(self) -> str:
-        """Whether others can call this peer, as far as it knows: "direct" or "none"."""
+        """Reachability of this peer by others, as far as it knows: "direct" or "none"."""
         return "direct" if self.contact.addresses else "none"
 
     @property

@@ -1,4 +1,4 @@
-"""The table of codecs in short: ours alone, on small vectors."""
+"""The table of codecs in short: swarm alone, on small vectors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from benchmarks import codecs
 from benchmarks.report import as_record
 
 
-def test_rows_can_be_kept() -> None:
-    said: list[str] = []
-    rows = codecs.rows(said.append, None, elements=20_000, rounds=2)
+def test_rows_can_be_stored() -> None:
+    messages: list[str] = []
+    rows = codecs.rows(messages.append, None, elements=20_000, rounds=2)
     assert len({row.identifier for row in rows}) == len(rows) == 4 * len(codecs.CODECS) - 2
     assert all(as_record(row, "run")["ours_value"] is not None for row in rows)
-    assert len(said) == len(codecs.CODECS)
+    assert len(messages) == len(codecs.CODECS)
 
 
-def test_errors_are_those_of_the_codecs() -> None:
+def test_errors_grow_with_fewer_bits() -> None:
     rows = codecs.rows(
         lambda _: None, None, names=("float16", "int8", "int4", "int2"), elements=100_000, rounds=1
     )

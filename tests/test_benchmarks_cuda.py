@@ -1,4 +1,4 @@
-"""The section about GPUs: its workloads at a tiny size on the host, and what it says where there is no GPU."""
+"""The section about GPUs: its workloads at a tiny size on the host, and its refusal where there is no GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from benchmarks.cuda.peers import recorded_waits
 from benchmarks.report import as_record
 
 
-def test_every_part_measures_something_that_can_be_kept() -> None:
-    said: list[str] = []
+def test_every_part_measures_rows_that_can_be_stored() -> None:
+    messages: list[str] = []
     rows = list(
-        itertools.chain.from_iterable(cuda.rows(said.append, device=torch.device("cpu"), size=cuda.TINY))
+        itertools.chain.from_iterable(cuda.rows(messages.append, device=torch.device("cpu"), size=cuda.TINY))
     )
     found = {row.identifier.removeprefix("cuda-"): as_record(row, "run") for row in rows}
     assert len(found) == len(rows)
@@ -37,10 +37,10 @@ def test_every_part_measures_something_that_can_be_kept() -> None:
     } <= set(found)
     on_the_device_alone = {name for name in found if "memory" in name or "pinned" in name}
     assert all(record["ours_value"] > 0 for name, record in found.items() if name not in on_the_device_alone)
-    assert len(said) >= len(rows)
+    assert len(messages) >= len(rows)
 
 
-def test_waits_are_recorded_on_the_threads_that_are_watched_and_on_no_others() -> None:
+def test_waits_are_recorded_on_watched_threads_only() -> None:
     def pin() -> None:
         with contextlib.suppress(RuntimeError):  # there is no CUDA device to page-lock memory for
             torch.zeros(3, pin_memory=True)
@@ -54,7 +54,7 @@ def test_waits_are_recorded_on_the_threads_that_are_watched_and_on_no_others() -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: nothing to refuse")
-def test_it_refuses_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_section_is_refused_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
     done = CliRunner().invoke(main, ["--only", "cuda", "--figures", str(tmp_path), "--pages", str(tmp_path)])
     assert done.exit_code == 1

@@ -1,13 +1,21 @@
-"""The DHT benchmark's bookkeeping: who reads what, what counts as wrong, and what a figure is made of."""
+"""The DHT benchmark: the keys of each reader, the count of wrong results, and the figures of a row."""
 
 from __future__ import annotations
 
 import asyncio
 
-from benchmarks.contenders import Round
-from benchmarks.dht import Load, _faults, _rows
-from benchmarks.dht_load import VALUE_BYTES, alone, keys_elsewhere, keys_of_others, own_keys, together, value
-from benchmarks.turns import Tally
+from benchmarks.dht import Load, faults_of, rows_of
+from benchmarks.dht_load import (
+    VALUE_BYTES,
+    keys_elsewhere,
+    keys_of_others,
+    own_keys,
+    run_concurrently,
+    run_one_by_one,
+    value_of,
+)
+from benchmarks.interleaving import Tally
+from benchmarks.measured_systems import Round
 
 PEERS, COUNT = 4, 6
 
@@ -18,18 +26,18 @@ def test_every_key_is_read_once_and_never_by_its_writer() -> None:
     assert sorted(read) == sorted(stored)
     for rank in range(PEERS):
         assert not set(keys_of_others("b", rank, COUNT, PEERS)) & set(own_keys("b", rank, COUNT))
-    assert len({value(one) for one in stored}) == len(stored)
-    assert {len(value(one)) for one in stored} == {VALUE_BYTES}
+    assert len({value_of(one) for one in stored}) == len(stored)
+    assert {len(value_of(one)) for one in stored} == {VALUE_BYTES}
 
 
-def test_keys_elsewhere_are_others_and_not_held() -> None:
+def test_keys_elsewhere_are_stored_by_others_and_not_held() -> None:
     held = set(own_keys("b", 1, COUNT))
     found = keys_elsewhere("b", 2, 2 * COUNT, PEERS, COUNT, held.__contains__)
     assert len(found) == len(set(found)) == 2 * COUNT
     assert set(found) == {*own_keys("b", 0, COUNT), *own_keys("b", 3, COUNT)}
 
 
-def test_every_key_is_worked_on_once_and_faults_are_counted() -> None:
+def test_every_key_is_handled_once_and_faults_are_counted() -> None:
     seen: list[str] = []
 
     async def work(key: str) -> str:
@@ -37,15 +45,15 @@ def test_every_key_is_worked_on_once_and_faults_are_counted() -> None:
         await asyncio.sleep(0)
         return "odd" if key in "13" else ""
 
-    report = asyncio.run(together("01234", work, at_s=0.0, concurrency=3))
+    report = asyncio.run(run_concurrently("01234", work, at_s=0.0, concurrency=3))
     assert sorted(seen) == list("01234")
     assert (report["performed"], report["wrong"], report["reasons"]) == (5, 2, ["odd"])
-    lone = asyncio.run(alone("024", work))
+    lone = asyncio.run(run_one_by_one("024", work))
     assert (len(lone["seconds"]), lone["wrong"]) == (3, 0)
-    assert _faults([report, lone], 5) == ["2 operations: odd", "3 operations, not 5"]
+    assert faults_of([report, lone], 5) == ["2 operations: odd", "3 operations, not 5"]
 
 
-def test_rows_count_operations_over_all_peers_and_hold_the_aims() -> None:
+def test_rows_count_operations_of_all_peers_and_have_the_aims() -> None:
     def tally(name: str, scale: float) -> Tally:
         phases = {
             "stores": 2.0 * scale,
@@ -59,7 +67,7 @@ def test_rows_count_operations_over_all_peers_and_hold_the_aims() -> None:
         return Tally(name, rounds=[Round(ok=True, phases=phases)])
 
     load = Load(peers=8, operations=30, far_operations=15)
-    found = {row.identifier: row for row in _rows(load, tally("ours", 1.0), tally("theirs", 3.5))}
+    found = {row.identifier: row for row in rows_of(load, tally("ours", 1.0), tally("theirs", 3.5))}
     assert found["dht-8-all"].ours.median == 2 * 8 * 30 / 3.0
     assert found["dht-8-far"].ours.median == 8 * 45 / 2.5
     assert (found["dht-8-all"].ratio, found["dht-8-all"].met) == (3.5, True)

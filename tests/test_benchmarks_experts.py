@@ -1,14 +1,14 @@
-"""The experts' benchmark: results are checked, and a figure is made of what was performed."""
+"""The experts' benchmark: results are checked, and figures count performed calls."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.contenders import Round
 from benchmarks.expert_load import EXPERT, WIDTH, module_of, perform
 from benchmarks.experts import AIMS, CLIENTS, COUNTS, _row
-from benchmarks.turns import Tally
+from benchmarks.interleaving import Tally
+from benchmarks.measured_systems import Round
 
 
 def order(what: str) -> dict[str, object]:
@@ -16,14 +16,14 @@ def order(what: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("what", ["small", "large", "train"])
-def test_right_results_pass_and_wrong_ones_do_not(what: str) -> None:
+def test_right_results_pass_and_wrong_results_fail(what: str) -> None:
     module = module_of(EXPERT[what])
     report = perform(module, order(what), rank=1)
     assert (report["performed"], report["reasons"]) == (2, [])
     assert perform(lambda x: module(x) * 1.01, order(what), rank=1)["reasons"] == ["an output is wrong"]
 
 
-def test_wrong_gradients_and_failures_are_seen() -> None:
+def test_wrong_gradients_and_failed_calls_are_reported() -> None:
     class Cut(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return module_of("ffn")(x) + 0.0 * x.sum() + (x - x.detach()) * 0.5
@@ -38,7 +38,7 @@ def test_wrong_gradients_and_failures_are_seen() -> None:
     assert report["reasons"] == ["OSError: gone"]
 
 
-def test_a_figure_is_calls_a_second_of_all_clients() -> None:
+def test_a_figure_counts_calls_per_second_of_all_clients() -> None:
     tally = Tally("ours")
     tally.rounds.append(Round(ok=True, phases={"small": 2.0, "large": 1.0, "train": 4.0}))
     peer = Tally("theirs")

@@ -1,6 +1,4 @@
-"""The benchmark of hostile peers in short: the plain mean is ruined by a few lies, the robust aggregations
-are not.
-"""
+"""The benchmark of hostile peers in short: a few false gradients ruin the mean, but no robust aggregation."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def train(rule: str, lie: str | None) -> float:
     )
 
 
-def test_a_quarter_that_lies_ruins_the_mean_and_nothing_else() -> None:
+def test_hostile_peers_ruin_the_mean_but_no_robust_aggregation() -> None:
     honest = train("mean", None)
     assert honest < 4.0  # it learns: 5.5 at the beginning
     assert train("mean", "sign-flipped ×10") > 2.0 * honest
@@ -35,7 +33,7 @@ def test_a_quarter_that_lies_ruins_the_mean_and_nothing_else() -> None:
         assert train(rule, "sign-flipped ×10") < 1.08 * honest
 
 
-def test_what_a_round_would_make_of_it_is_the_mean() -> None:
+def test_the_average_without_hostile_peers_is_the_mean() -> None:
     vectors = [torch.full((5000,), float(place)) for place in range(hostile.PEERS)]
     assert torch.equal(hostile.average(vectors, hostile.MEAN), torch.full((5000,), 3.5))
     vectors[0][7] = float("nan")
@@ -44,9 +42,12 @@ def test_what_a_round_would_make_of_it_is_the_mean() -> None:
         hostile.average(vectors, hostile.MEAN)
 
 
-def test_rows_can_be_kept() -> None:
-    said: list[str] = []
-    rows = [*hostile.costs(said.append, elements=5000, rounds=1), *hostile.losses(said.append, steps=0)]
+def test_rows_can_be_stored() -> None:
+    messages: list[str] = []
+    rows = [
+        *hostile.costs(messages.append, elements=5000, rounds=1),
+        *hostile.losses(messages.append, steps=0),
+    ]
     assert (
         len({row.identifier for row in rows})
         == len(rows)

@@ -1,6 +1,4 @@
-"""The rows of emulated links: what is measured beside ours, what is left out and when, and the least that a
-round can take.
-"""
+"""The rows of emulated links: comparisons, what is left out, and the least time of a round."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import pytest
 
 from benchmarks import links
 from benchmarks.allreduce import HIVEMIND, Setting
-from benchmarks.contenders import Contender, Round
-from benchmarks.turns import Plan, Tally
+from benchmarks.interleaving import Plan, Tally
+from benchmarks.measured_systems import MeasuredSystem, Round
 from swarm.testing.links import Link
 
 OUTCOME = Round(
@@ -20,26 +18,28 @@ OUTCOME = Round(
 )
 
 
-def setting(said: list[str]) -> Setting:
+def setting(messages: list[str]) -> Setting:
     return Setting(
         plan=Plan(passes=1, rounds=1),
         hivemind=Path("/hivemind/python"),
         copy_bytes_per_s=1.0,
-        say=said.append,
+        say=messages.append,
     )
 
 
 def play(
     monkeypatch: pytest.MonkeyPatch, *, round_s: float, broken: str = ""
 ) -> tuple[list[list[str]], list[str]]:
-    """Who was measured together, and the rows' identifiers; every row takes `round_s`, and `broken` never has
-    a round.
+    """Run the section with a fake clock and fake rounds. Return the systems measured together, and row
+    identifiers.
+
+    Every round takes `round_s`, and the system `broken` completes none.
     """
     measured: list[list[str]] = []
     clock = [0.0]
 
-    def take_turns(
-        makers: Sequence[Callable[[], Contender]],
+    def interleave(
+        makers: Sequence[Callable[[], MeasuredSystem]],
         names: Sequence[str],
         plan: Plan,
         say: Callable[[str], None],
@@ -49,31 +49,31 @@ def play(
         clock[0] += round_s
         return [Tally(name, rounds=[] if broken and name.startswith(broken) else [OUTCOME]) for name in names]
 
-    monkeypatch.setattr(links, "take_turns", take_turns)
+    monkeypatch.setattr(links, "interleave", interleave)
     monkeypatch.setattr(links, "why_not", lambda: None)
     monkeypatch.setattr(links.time, "monotonic", lambda: clock[0])
     rows = [row for found in links.rows(setting([])) for row in found]
     return measured, [row.identifier for row in rows]
 
 
-def test_every_codec_has_a_row_in_every_scene_and_all_have_names_of_their_own(
+def test_every_codec_has_a_row_in_every_scenario_with_a_unique_identifier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured, identifiers = play(monkeypatch, round_s=1.0)
     assert len(set(identifiers)) == len(identifiers)
-    assert len(measured) == len(links.SCENES) * len(links.CODECS)
+    assert len(measured) == len(links.SCENARIOS) * len(links.CODECS)
     assert {names[0] for names in measured} == {f"swarm {codec}" for codec in links.CODECS}
     assert any(HIVEMIND in name for names in measured for name in names)
 
 
-def test_who_has_had_no_round_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_a_round_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, _ = play(monkeypatch, round_s=1.0, broken=HIVEMIND)
     assert sum(HIVEMIND in name for names in measured for name in names) == 1
 
 
-def test_when_time_is_short_ours_alone_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swarm_alone_is_measured_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, identifiers = play(monkeypatch, round_s=links.TOTAL_S / 2)
-    assert len(measured) == len(links.SCENES) * len(links.CODECS)
+    assert len(measured) == len(links.SCENARIOS) * len(links.CODECS)
     assert all(len(names) == 1 for names in measured[3:])
     assert identifiers[-1].endswith("-alone")
 

@@ -1,5 +1,5 @@
-"""The mixture benchmark checks what a layer gives against the same mixture computed locally: a wrong layer is
-found out.
+"""The mixture benchmark: a layer is compared with the same mixture computed locally, and wrong ones are
+reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def order() -> dict[str, float]:
     return {"count": 1, "at_s": time.monotonic()}
 
 
-def test_a_right_layer_passes_and_wrong_ones_do_not() -> None:
+def test_a_right_layer_passes_and_wrong_layers_fail() -> None:
     gate = ProductKeyGate(load.WIDTH, (load.ROWS, load.COLUMNS))
     load.set_gate(gate.projection)
     right = load.perform(lambda x: layer(gate, x), gate.projection, order())
@@ -41,10 +41,10 @@ def test_a_right_layer_passes_and_wrong_ones_do_not() -> None:
     assert lossy["reasons"] == ["a gradient is wrong"]
 
 
-def test_a_layer_that_raises_is_told_of() -> None:
+def test_an_exception_of_a_layer_is_reported() -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no")
 
-    told = load.perform(broken, torch.nn.Linear(load.WIDTH, 8), order())
-    assert told["performed"] == 0
-    assert told["reasons"] == ["RuntimeError: no"]
+    report = load.perform(broken, torch.nn.Linear(load.WIDTH, 8), order())
+    assert report["performed"] == 0
+    assert report["reasons"] == ["RuntimeError: no"]

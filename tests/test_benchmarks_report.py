@@ -1,4 +1,4 @@
-"""The page and its figures: merging runs, wording, and launches that leave nothing behind."""
+"""The pages and their figures: merging runs, wording, and launches that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import notes, pages, report
+from benchmarks import limiting_factors, pages, report
 from benchmarks.launch import Launch, LaunchFailed
 from benchmarks.results import Aim, Row, Series
 
@@ -43,7 +43,7 @@ def row(identifier: str, *samples: float, peer: float | None = 2.0, failed: int 
         (None, "s", "–"),
     ],
 )
-def test_figures_read_well(value: float | None, unit: str, text: str) -> None:
+def test_figures_have_three_digits_and_a_fitting_unit(value: float | None, unit: str, text: str) -> None:
     assert report.figure(value, unit) == text
 
 
@@ -64,7 +64,7 @@ def test_a_partial_run_leaves_the_other_rows_and_drops_runs_without_rows(tmp_pat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_rows_keep_their_order_by_section_and_size() -> None:
+def test_rows_are_ordered_by_section_and_size() -> None:
     rows = [
         row(name, 1.0)
         for name in ("start-x", "group-short", "allreduce-256-a", "allreduce-64-a", "trainer-memory")
@@ -80,7 +80,7 @@ def test_rows_keep_their_order_by_section_and_size() -> None:
 
 
 def test_the_pages_name_aims_misses_and_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(notes.LIMITED_BY, "allreduce-64-slow", "copies.")
+    monkeypatch.setitem(limiting_factors.LIMITED_BY, "allreduce-64-slow", "copies.")
     rows = [
         row("allreduce-64-fast", 0.4),
         row("allreduce-64-slow", 1.0, failed=2),
@@ -104,7 +104,7 @@ def test_the_pages_name_aims_misses_and_failures(monkeypatch: pytest.MonkeyPatch
     assert "2×" in chart
 
 
-def test_the_overview_of_what_is_kept_has_at_most_100_lines_and_names_no_place_on_this_machine() -> None:
+def test_the_overview_of_stored_figures_is_short_and_names_no_path() -> None:
     book = report.load(Path("benchmarks/figures/measured.json"))
     found = pages.sections(book)
     assert len(pages.index_page(found).splitlines()) <= 100
@@ -134,10 +134,10 @@ def gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
-def test_a_launch_ends_everything_it_started_even_in_another_session(tmp_path: Path) -> None:
+def test_a_launch_ends_all_its_processes_even_in_another_session(tmp_path: Path) -> None:
     python = fake_python(tmp_path, 'setsid sleep 100 & echo \'{"kind": "ready"}\'; exec sleep 100')
     with Launch("fake", python=python, module="none", configurations=[{}]) as launch:
-        launch.hear("ready", 10.0)
+        launch.receive("ready", 10.0)
         deadline_s = time.monotonic() + 10.0
         while len(started := launch.processes()) < 2 and time.monotonic() < deadline_s:
             pass
@@ -145,16 +145,16 @@ def test_a_launch_ends_everything_it_started_even_in_another_session(tmp_path: P
     assert all(gone(process.pid) for process in started)
 
 
-def test_a_worker_that_hangs_or_dies_is_told_by_its_log(tmp_path: Path) -> None:
+def test_the_error_of_a_worker_that_hangs_or_dies_quotes_its_log(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "echo 'no memory' >&2; exit 3")
     with (
         Launch("fake", python=python, module="none", configurations=[{}]) as launch,
         pytest.raises(LaunchFailed, match="no memory"),
     ):
-        launch.hear("ready", 10.0)
+        launch.receive("ready", 10.0)
     python = fake_python(tmp_path, "exec sleep 100")
     with (
         Launch("fake", python=python, module="none", configurations=[{}]) as launch,
         pytest.raises(LaunchFailed, match="'ready' in time"),
     ):
-        launch.hear("ready", 0.05)
+        launch.receive("ready", 0.05)

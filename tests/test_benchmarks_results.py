@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks: medians, ratios, aims, judged rounds, turns, and the known values."""
+"""The arithmetic of the benchmarks: medians, ratios, aims, judged rounds, interleaving, reference vectors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks.allreduce import memory_limit
-from benchmarks.contenders import Round, judge
-from benchmarks.known_values import TOLERANCE, delivered, fill, tensors_of
+from benchmarks.interleaving import FAILED_ROUNDS_MAX, LAUNCHES_MAX, Plan, interleave
 from benchmarks.launch import LaunchFailed
+from benchmarks.measured_systems import Round, judge
+from benchmarks.reference_vectors import TOLERANCE, delivered, fill, tensors_of
 from benchmarks.results import Aim, Row, Series, ratio
-from benchmarks.turns import FAILED_ROUNDS_MAX, LAUNCHES_MAX, Plan, take_turns
 from swarm.compression import find
 
 
@@ -28,7 +28,7 @@ def test_a_median_ignores_the_outlier_and_needs_a_sample() -> None:
     assert series().median is None
 
 
-def test_a_ratio_says_which_over_which() -> None:
+def test_a_ratio_names_its_direction() -> None:
     assert ratio(0.5, 2.0, "peer / ours") == 4.0
     assert ratio(0.5, 2.0, "ours / peer") == 0.25
     assert ratio(None, 2.0, "peer / ours") is None
@@ -47,7 +47,9 @@ def test_a_ratio_says_which_over_which() -> None:
         (Aim(of="peer / ours", sense="at least", value=4.0), 0.5, None, None),
     ],
 )
-def test_aims(aim: Aim, ours: float | None, peer: float | None, met: bool | None) -> None:
+def test_an_aim_is_met_missed_or_not_measured(
+    aim: Aim, ours: float | None, peer: float | None, met: bool | None
+) -> None:
     assert aim.met(ours, peer) is met
 
 
@@ -118,7 +120,7 @@ def _travelled(tensor: torch.Tensor, codec: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("codec", sorted(TOLERANCE))
-def test_known_values_tell_an_average_from_what_a_peer_began_with(codec: str) -> None:
+def test_reference_vectors_distinguish_an_average_from_the_initial_values(codec: str) -> None:
     peers, elements = 4, (1 << 20) * 2 + 17
     mean = tensors_of(elements, 3)
     assert sum(tensor.numel() for tensor in mean) == elements
@@ -135,13 +137,13 @@ def test_known_values_tell_an_average_from_what_a_peer_began_with(codec: str) ->
         assert delivered([mean[0], *of_three[1:]], peers, codec, lost=rank)[0] == 1.0
 
 
-def test_the_memory_limit_counts_two_copies_of_all_that_is_sent() -> None:
+def test_the_memory_limit_counts_two_copies_of_all_sent_bytes() -> None:
     assert memory_limit(1e9, 1_000_000, "float32").startswith("0.048 s: 24 MB")
     assert memory_limit(1e9, 1_000_000, "float16").startswith("0.024 s: 12 MB")
 
 
 class Scripted:
-    """A contender that does what its script says: seconds, a reason, or an exception."""
+    """A system that follows a script of seconds, failure reasons and exceptions."""
 
     def __init__(self, name: str, script: Sequence[float | str | LaunchFailed], journal: list[str]) -> None:
         self.name, self._script, self._journal = name, list(script), journal
@@ -167,13 +169,13 @@ class Scripted:
         )
 
 
-def test_turns_alternate_and_throw_the_warm_up_away() -> None:
+def test_systems_take_turns_and_the_warm_up_is_dropped() -> None:
     journal: list[str] = []
     makers = [
         lambda: Scripted("a", [9.0, 1.0, 2.0], journal),
         lambda: Scripted("b", [9.0, 3.0, 4.0], journal),
     ]
-    first, second = take_turns(makers, ["a", "b"], Plan(passes=2, rounds=2), lambda _text: None)
+    first, second = interleave(makers, ["a", "b"], Plan(passes=2, rounds=2), lambda _text: None)
     assert first.series("", lambda outcome: outcome.whole_s).samples == (1.0, 2.0, 1.0, 2.0)
     assert second.series("", lambda outcome: outcome.whole_s).samples == (3.0, 4.0, 3.0, 4.0)
     assert journal[:10] == ["open a", "a", "open b", "b", "a", "b", "a", "b", "close b", "close a"]
@@ -182,28 +184,28 @@ def test_turns_alternate_and_throw_the_warm_up_away() -> None:
 
 
 def test_failed_rounds_are_counted_and_repeated_up_to_a_limit() -> None:
-    (tally,) = take_turns(
+    (tally,) = interleave(
         [lambda: Scripted("a", [9.0, "no group", 1.0], [])],
         ["a"],
         Plan(passes=1, rounds=1),
         lambda _text: None,
     )
     assert (len(tally.rounds), tally.failed, tally.reasons) == (1, 1, ["no group"])
-    (tally,) = take_turns(
+    (tally,) = interleave(
         [lambda: Scripted("a", [9.0] + ["no"] * 9, [])], ["a"], Plan(passes=1, rounds=1), lambda _text: None
     )
     assert (len(tally.rounds), tally.failed) == (0, FAILED_ROUNDS_MAX)
 
 
-def test_a_launch_that_breaks_down_is_closed_counted_and_repeated_up_to_a_limit() -> None:
+def test_a_failed_launch_is_closed_counted_and_repeated_up_to_a_limit() -> None:
     journal: list[str] = []
     scripts: list[list[float | str | LaunchFailed]] = [[LaunchFailed("hung")], [9.0, 1.0]]
-    (tally,) = take_turns(
+    (tally,) = interleave(
         [lambda: Scripted("a", scripts.pop(0), journal)], ["a"], Plan(passes=1, rounds=1), lambda _text: None
     )
     assert (len(tally.rounds), tally.launches_failed) == (1, 1)
     assert journal == ["open a", "a", "close a", "open a", "a", "a", "close a"]
-    (tally,) = take_turns(
+    (tally,) = interleave(
         [lambda: Scripted("a", [LaunchFailed("hung")], [])],
         ["a"],
         Plan(passes=1, rounds=1),

@@ -1,4 +1,4 @@
-"""Where modules may stand: every module has a place in the import contract, and no two files import each other."""
+"""The layout: every module has a place in the import contract, and no two files import each other."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("swarm", "averaging", "moe")
-# loads the public names when they are used, and stands above everything
+# load public names on first use, and are above all layers
 PUBLIC = {"swarm", "averaging", "moe"}
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the three packages, by its dotted name."""
+    """Return every module of the three packages by its dotted name."""
     found = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -26,7 +26,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(path: Path, known: set[str]) -> set[str]:
-    """The project's modules that a file imports when it runs; not those that only type checking needs."""
+    """Return the project's modules that a file imports when it runs, without imports for type checking."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -50,7 +50,7 @@ MODULES = modules()
 GRAPH = {name: imports_of(path, set(MODULES)) - {name} for name, path in MODULES.items()}
 
 
-def test_no_circle_of_files_imports_itself() -> None:
+def test_files_do_not_import_each_other_in_a_circle() -> None:
     try:
         graphlib.TopologicalSorter(GRAPH).prepare()
     except graphlib.CycleError as error:

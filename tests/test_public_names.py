@@ -26,7 +26,10 @@ def test_an_unknown_name_is_refused_in_the_usual_way() -> None:
 
 
 def test_importing_swarm_loads_neither_torch_nor_grpc() -> None:
-    program = "import sys, swarm; print(sorted({'torch', 'grpc', 'libp2p', 'uvloop', 'asyncio'} & set(sys.modules)))"
+    program = (
+        "import sys, swarm; "
+        "print(sorted({'torch', 'grpc', 'libp2p', 'uvloop', 'asyncio'} & set(sys.modules)))"
+    )
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout

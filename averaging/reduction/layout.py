@@ -13,6 +13,7 @@ from itertools import accumulate
 import msgpack
 import torch
 
+from averaging.matchmaking.logic.messages import VectorSchema
 from swarm.compression import Codec
 from swarm.core.errors import UsageError
 
@@ -103,3 +104,18 @@ def schema_hash(layout: TensorLayout, codec: Codec) -> bytes:
     return hashlib.sha256(
         msgpack.packb([_VERSION, tensors, codec.name, codec.wire_id, codec.version])
     ).digest()
+
+
+def vector_schema(layout: TensorLayout, codec: Codec, settings: str, chunk_bytes: int) -> VectorSchema:
+    """Return the schema that peers compare before they meet: tensors, codec, settings and size of chunks.
+
+    `settings`: the averager's settings as text. The text of the schema has the beginning of its digest, which
+    distinguishes tensors of the same number and size.
+    """
+    settings_and_cut = f"{settings} {chunk_bytes}".encode()
+    digest = hashlib.sha256(schema_hash(layout, codec) + settings_and_cut).digest()
+    text = (
+        f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec.name}, {settings} "
+        f"(#{digest.hex()[:8]})"
+    )
+    return VectorSchema(digest=digest, text=text, codec=codec.name)

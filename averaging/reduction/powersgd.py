@@ -16,8 +16,9 @@ Matrices are processed on their own device, and only factors leave it. Matrices 
 own `exact_device` (MPS) are processed on the host, and their residuals lie there. No clock, no I/O; one round
 at a time.
 
-`take`, `put` and `add_difference` run in the trainer's thread and wait for no device: their work on a device is
-queued on its current stream, and the host memory from which averages are copied is kept from round to round.
+`take`, `put` and `add_difference` run in the trainer's thread and wait for no device: their work on a device
+is queued on its current stream, and the host memory from which averages are copied is kept from round to
+round.
 `first`, `second` and `commit` may wait; they run in threads of the pool if there are devices.
 """
 

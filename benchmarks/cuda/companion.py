@@ -19,9 +19,9 @@ import torch
 import swarm
 from averaging.optim.optimizer import Diloco, Gradients, Optimizer, OptimizerConfig
 from averaging.optim.progress.logic.reports import ProgressConfig
-from benchmarks.conversation import Conversation
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, Worker
+from benchmarks.worker_channel import WorkerChannel
 
 HERE = "127.0.0.1:0"
 RUN = "gpu"
@@ -55,7 +55,7 @@ def companions(configurations: Sequence[dict[str, Any]]) -> Iterator[list[Worker
         within=lambda _, command: ["env", *variables, *command],
     )
     with launch:
-        launch.hear("ready", READY_S)
+        launch.receive("ready", READY_S)
         yield launch.workers
 
 
@@ -124,13 +124,13 @@ def whole(parameters: Sequence[torch.Tensor], epoch: int) -> bool:
 
 
 def main() -> None:
-    talk = Conversation()
-    settings = talk.configuration
+    channel = WorkerChannel()
+    settings = channel.configuration
     with swarm.Node(bootstrap=[settings["address"]], listen=HERE) as node:
-        {"train": _train, "join": _join, "call": _call}[settings["kind"]](talk, node, settings)
+        {"train": _train, "join": _join, "call": _call}[settings["kind"]](channel, node, settings)
 
 
-def _train(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> None:
+def _train(channel: WorkerChannel, node: swarm.Node, settings: dict[str, Any]) -> None:
     """Steps with constant gradients until the command ends this process."""
     device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
     parameters = [
@@ -153,26 +153,28 @@ def _train(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> No
     )
     with optimizer:
         optimizer.step()
-        talk.say("ready")
-        threading.Thread(target=talk.hear, daemon=True).start()  # ends this process when the command is gone
+        channel.send("ready")
+        threading.Thread(
+            target=channel.receive, daemon=True
+        ).start()  # ends this process when the command is gone
         while True:
             optimizer.step()
             pause.wait(_STEP_S)
 
 
-def _join(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> None:
+def _join(channel: WorkerChannel, node: swarm.Node, settings: dict[str, Any]) -> None:
     """Join anew at each order, and leave as soon as the state is there: who stays is waited for at the end of
     an epoch.
     """
     device = torch.device(settings["device"])
-    talk.say("ready")
-    while talk.hear()["do"] == "load":
+    channel.send("ready")
+    while channel.receive()["do"] == "load":
         parameters, optimizer = counting_optimizer(node, device, settings["elements"], 1 << 40)
         with optimizer:
             loaded = optimizer.load_state_from_peers(timeout_s=60.0)
             epoch = optimizer.epoch
         right = loaded.loaded and whole(parameters, epoch)
-        talk.say(
+        channel.send(
             "loaded",
             ok=right,
             reason=loaded.reason or f"epoch {epoch} is torn: {not right}",
@@ -181,14 +183,14 @@ def _join(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> Non
         )
 
 
-def _call(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> None:
+def _call(channel: WorkerChannel, node: swarm.Node, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     experts = [swarm.RemoteExpert(node, EXPERT) for _ in range(settings["count"])]
     x = torch.randn(settings["samples"], settings["width"], dtype=torch.bfloat16)
     experts[0](x)
-    talk.say("ready")
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         until_s = time.monotonic() + order["seconds"]
         done, failures = [0] * len(experts), list[str]()
 
@@ -208,7 +210,7 @@ def _call(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> Non
             thread.start()
         for thread in threads:
             thread.join()
-        talk.say("called", calls=sum(done), failures=failures[:3], failed=len(failures))
+        channel.send("called", calls=sum(done), failures=failures[:3], failed=len(failures))
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def state_to_newcomers(
         ):
 
             def load() -> float:
-                worker.tell({"do": "load"})
-                loaded = worker.hear("loaded", time.monotonic() + _LOAD_S)
+                worker.send({"do": "load"})
+                loaded = worker.receive("loaded", time.monotonic() + _LOAD_S)
                 if not loaded["ok"]:
                     raise ValueError(loaded["reason"])
                 return float(loaded["seconds"])
@@ -176,8 +176,8 @@ def experts(size: Size, device: torch.device) -> Called:
 
             def call(seconds: float) -> list[dict[str, Any]]:
                 for worker in workers:
-                    worker.tell({"do": "call", "seconds": seconds})
-                return [worker.hear("called", time.monotonic() + seconds + 60.0) for worker in workers]
+                    worker.send({"do": "call", "seconds": seconds})
+                return [worker.receive("called", time.monotonic() + seconds + 60.0) for worker in workers]
 
             call(size.calls_s / 4)  # connections, schemas
             before = server.statistics().experts[EXPERT].counts

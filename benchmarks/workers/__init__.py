@@ -1,3 +1,4 @@
-"""What runs in a process of its own during a benchmark, a module per contender. Some run in a peer's
-environment, without swarm.
+"""Programs that run in a process of their own during a benchmark, one module per role.
+
+Some run in another library's environment, without swarm.
 """

@@ -1,5 +1,6 @@
-"""A training loop with and without averaging behind it, in turns; and the partner that it averages with,
-which computes next to nothing.
+"""A training loop with and without averaging behind it, in turns, and the partner that it averages with.
+
+The partner computes next to nothing.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from typing import Any
 import torch
 
 import swarm
-from benchmarks.conversation import Conversation
 from benchmarks.training import BATCH_SAMPLES, LEARNING_RATE, backward, build_model
+from benchmarks.worker_channel import WorkerChannel
 
 WINDOW_S = 2.0
 ROUND_EVERY_S = 0.5
-EPOCH_STEPS = 40  # of the trainer: a round of a streaming mode takes place about as often
+EPOCH_STEPS = 40  # of the trainer, so that a streaming mode has rounds about as often
 PARTNER_STEP_S = 0.05
 FRAGMENTS = 4
 TIMEOUT_S = 60.0
 
-Step = Callable[[], bool]  # one training step; returns whether a round was completed in it
+Step = Callable[[], bool]  # one training step; returns whether it completed a round
 
 
 class Averaging:
-    """`Averager.step(wait=False)` over the parameters, every `ROUND_EVERY_S`, each average applied as a
+    """`Averager.step(wait=False)` over the parameters, every `ROUND_EVERY_S`. Each average is applied as a
     difference.
     """
 
@@ -95,11 +96,13 @@ class Streaming:
         time.sleep(PARTNER_STEP_S)
 
 
-WAYS: dict[str, type[Averaging] | type[Streaming]] = {"averager": Averaging, "streaming": Streaming}
+VARIANTS: dict[str, type[Averaging] | type[Streaming]] = {"averager": Averaging, "streaming": Streaming}
 
 
 def window(model: torch.nn.Module, generator: torch.Generator, step: Step) -> tuple[float, float, int]:
-    """(mean seconds of a training step, of them the processor's in this thread, rounds completed)."""
+    """Train for a while. Return (mean seconds of a step, processor seconds of it in this thread, completed
+    rounds).
+    """
     began_s, began_cpu_s, steps, rounds = time.monotonic(), time.thread_time(), 0, 0
     while time.monotonic() - began_s < WINDOW_S:
         model.zero_grad()
@@ -110,35 +113,35 @@ def window(model: torch.nn.Module, generator: torch.Generator, step: Step) -> tu
 
 
 def main() -> None:
-    talk = Conversation()
-    settings: dict[str, Any] = talk.configuration
+    channel = WorkerChannel()
+    settings: dict[str, Any] = channel.configuration
     torch.set_num_threads(1)
-    bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
+    bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if settings["rank"] == 0:
-            talk.publish("address", node.addresses[0])
+            channel.publish("address", node.addresses[0])
         model = build_model()
-        way = WAYS[settings["way"]](node, model)
+        variant = VARIANTS[settings["variant"]](node, model)
         if settings["rank"]:
-            talk.say("ready")
+            channel.send("ready")
             while True:  # until the command ends this process
-                way.partner()
+                variant.partner()
         generator = torch.Generator().manual_seed(0)
-        while not window(model, generator, way.averaged)[2]:  # until the two have met
+        while not window(model, generator, variant.averaged)[2]:  # until the first common round
             continue
-        talk.say("ready")
+        channel.send("ready")
         for _ in range(settings["pairs"]):
-            way.settle()
-            without_s, without_cpu_s, _ = window(model, generator, way.plain)
-            with_s, with_cpu_s, rounds = window(model, generator, way.averaged)
-            talk.say(
+            variant.settle()
+            without_s, without_cpu_s, _ = window(model, generator, variant.plain)
+            with_s, with_cpu_s, rounds = window(model, generator, variant.averaged)
+            channel.send(
                 "pair",
                 without_s=without_s,
                 with_s=with_s,
                 more_cpu=with_cpu_s / without_cpu_s - 1.0,
                 rounds=rounds,
             )
-        talk.say("done")
+        channel.send("done")
 
 
 if __name__ == "__main__":

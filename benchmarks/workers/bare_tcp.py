@@ -1,8 +1,8 @@
-"""A peer that moves as many bytes as a butterfly all-reduce, over a plain TCP connection each way to every
-other peer, and no more.
+"""A peer that moves the bytes of a butterfly all-reduce over plain TCP connections, one each way to every
+other peer.
 
-What the emulated link and TCP themselves can do in a round that begins, as ours does, with connections that
-have been idle.
+It shows what the emulated link and TCP themselves allow in a round that begins with idle connections, as a
+round of swarm does.
 """
 
 from __future__ import annotations
@@ -13,42 +13,46 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks.conversation import Conversation, wait_until
+from benchmarks.worker_channel import WorkerChannel, wait_until
 
 PORT = 5000
 _BUFFER_BYTES = 1 << 18
 
 
 def main() -> None:
-    talk = Conversation()
-    settings = talk.configuration
+    channel = WorkerChannel()
+    settings = channel.configuration
     rank, peers = settings["rank"], settings["peers"]
     server = socket.create_server((settings["host"], PORT), backlog=peers)
-    talk.publish(f"listening {rank}", settings["host"])
+    channel.publish(f"listening {rank}", settings["host"])
     out = [
-        socket.create_connection((talk.published(f"listening {other}"), PORT))
+        socket.create_connection((channel.published(f"listening {other}"), PORT))
         for other in range(peers)
         if other != rank
     ]
     taken = [server.accept()[0] for _ in range(peers - 1)]
-    each_bytes = 2 * settings["vector_bytes"] // peers  # values for the other's span, averages of one's own
-    talk.say("ready")
+    each_bytes = (
+        2 * settings["vector_bytes"] // peers
+    )  # values for the other's shard, averages of the own shard
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "prepare":
-            talk.say("prepared")
+            channel.send("prepared")
         elif order["do"] == "round":
             wait_until(order["at_s"])
-            _together(
+            _run_concurrently(
                 [partial(_send, one, each_bytes) for one in out]
                 + [partial(_take, one, each_bytes) for one in taken]
             )
-            talk.say("done", ok=True, reason="", end_s=time.monotonic(), grouped_s=order["at_s"], group=peers)
+            channel.send(
+                "done", ok=True, reason="", end_s=time.monotonic(), grouped_s=order["at_s"], group=peers
+            )
         elif order["do"] == "check":
-            talk.say("checked", delivered=1.0, worst=0.0)
+            channel.send("checked", delivered=1.0, worst=0.0)
 
 
-def _together(jobs: Sequence[Callable[[], None]]) -> None:
+def _run_concurrently(jobs: Sequence[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=job) for job in jobs]
     for thread in threads:
         thread.start()

@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 
-from benchmarks.conversation import Conversation, wait_until
-from benchmarks.known_values import delivered, fill
+from benchmarks.reference_vectors import delivered, fill
+from benchmarks.worker_channel import WorkerChannel, wait_until
 from swarm.testing import linkrelay
 
 LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
-    talk = Conversation()
-    settings = talk.configuration
-    if settings["host"] != LOOPBACK:  # in a network of its own, where names of hosts lead nowhere
+    channel = WorkerChannel()
+    settings = channel.configuration
+    if settings["host"] != LOOPBACK:  # in a network namespace, where host names do not resolve
         os.environ["GLOO_SOCKET_IFNAME"] = linkrelay.DEVICE
     store = Path(settings["rendezvous"]) / "gloo"
     distributed.init_process_group(
@@ -33,17 +33,17 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     vector = torch.zeros(settings["elements"])
-    talk.say("ready")
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "prepare":
             fill([vector], settings["rank"])
-            talk.say("prepared")
+            channel.send("prepared")
         elif order["do"] == "round":
             wait_until(order["at_s"])
             distributed.all_reduce(vector)
             vector.div_(settings["peers"])
-            talk.say(
+            channel.send(
                 "done",
                 ok=True,
                 reason="",
@@ -53,7 +53,7 @@ def main() -> None:
             )
         elif order["do"] == "check":
             fraction, worst = delivered([vector], settings["peers"], "float32")
-            talk.say("checked", delivered=fraction, worst=worst)
+            channel.send("checked", delivered=fraction, worst=worst)
 
 
 if __name__ == "__main__":

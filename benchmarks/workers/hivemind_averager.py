@@ -7,8 +7,8 @@ from typing import Any
 
 import hivemind  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.conversation import Conversation, wait_until
-from benchmarks.known_values import delivered, fill, tensors_of
+from benchmarks.reference_vectors import delivered, fill, tensors_of
+from benchmarks.worker_channel import WorkerChannel, wait_until
 from benchmarks.workers.hivemind_peer import joined
 
 STAGE_POLL_S = 0.002
@@ -16,10 +16,10 @@ CODECS = {"float16": "Float16Compression", "float32": "NoCompression", "int8": "
 
 
 def main() -> None:
-    talk = Conversation()
-    settings = talk.configuration
+    channel = WorkerChannel()
+    settings = channel.configuration
     maddrs = [f"/ip4/{settings['host']}/tcp/0"]
-    dht = joined(talk, host_maddrs=maddrs)
+    dht = joined(channel, host_maddrs=maddrs)
     averager = hivemind.averaging.DecentralizedAverager(
         tensors_of(settings["elements"], settings["tensors"]),
         dht,
@@ -28,19 +28,19 @@ def main() -> None:
         target_group_size=settings["target_group_size"],
         compression=getattr(hivemind.compression, CODECS[settings["codec"]])(),
     )
-    talk.say("ready")
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "prepare":
             with averager.get_tensors() as tensors:
                 fill(tensors, settings["rank"])
-            talk.say("prepared")
+            channel.send("prepared")
         elif order["do"] == "round":
-            talk.say("done", **_round(averager, order["at_s"], order["timeout_s"]))
+            channel.send("done", **_round(averager, order["at_s"], order["timeout_s"]))
         elif order["do"] == "check":
             with averager.get_tensors() as tensors:
                 fraction, worst = delivered(tensors, settings["peers"], settings["codec"], order.get("lost"))
-            talk.say("checked", delivered=fraction, worst=worst)
+            channel.send("checked", delivered=fraction, worst=worst)
 
 
 def _round(averager: Any, at_s: float, timeout_s: float) -> dict[str, Any]:

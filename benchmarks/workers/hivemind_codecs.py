@@ -12,16 +12,16 @@ from hivemind.compression import (  # type: ignore[import-not-found,unused-ignor
 from hivemind.proto.runtime_pb2 import CompressionType  # type: ignore[import-not-found,unused-ignore]
 
 from benchmarks.codec_values import VALUES, relative_error
-from benchmarks.conversation import Conversation
+from benchmarks.worker_channel import WorkerChannel
 
 
 def main() -> None:
-    talk = Conversation()
+    channel = WorkerChannel()
     torch.set_num_threads(1)
-    values = {name: make(talk.configuration["elements"]) for name, make in VALUES.items()}
-    talk.say("ready")
+    values = {name: make(channel.configuration["elements"]) for name, make in VALUES.items()}
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] != "round":
             continue
         given = values["N(0, 1)"]
@@ -37,7 +37,7 @@ def main() -> None:
                 name: relative_error(deserialize_torch_tensor(serialize_torch_tensor(tensor, kind)), tensor)
                 for name, tensor in values.items()
             }
-        talk.say(
+        channel.send(
             "done",
             encode_s=encoded_s - started_s,
             decode_s=done_s - encoded_s,

@@ -1,5 +1,6 @@
-"""A peer of hivemind's DHT. Everything that is timed runs inside its DHT process, where it is fastest. Runs
-in hivemind's environment.
+"""A peer of hivemind's DHT. Runs in hivemind's environment.
+
+All timed work runs inside its DHT process, where it is fastest.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from typing import Any
 
 import hivemind  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.conversation import Conversation
-from benchmarks.dht_load import TTL_S, Operations, value
+from benchmarks.dht_load import TTL_S, Operations, value_of
+from benchmarks.worker_channel import WorkerChannel
 from benchmarks.workers.hivemind_peer import joined
 
 
 def main() -> None:
-    talk = Conversation()
-    dht = joined(talk)
-    talk.say("ready")
+    channel = WorkerChannel()
+    dht = joined(channel)
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "known":
-            talk.say("known", peers=dht.run_coroutine(known))
+            channel.send("known", peers=dht.run_coroutine(known))
         elif order["do"] in ("store", "get"):
-            talk.say("done", **dht.run_coroutine(functools.partial(perform, order=order)))
+            channel.send("done", **dht.run_coroutine(functools.partial(perform, order=order)))
 
 
 async def known(_dht: Any, node: Any) -> int:
@@ -32,17 +33,17 @@ async def known(_dht: Any, node: Any) -> int:
 
 
 async def perform(_dht: Any, node: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """One order; runs in the DHT's process, beside the node."""
+    """Perform one order in the DHT's process, beside the node."""
     expiration = hivemind.utils.get_dht_time() + TTL_S
 
     async def store(key: str) -> str:
-        return "" if await node.store(key, value(key), expiration) else "a store was not accepted"
+        return "" if await node.store(key, value_of(key), expiration) else "a store was not accepted"
 
     async def get(key: str) -> str:
         return fault(key, await node.get(key))
 
     async def store_many(keys: Sequence[str]) -> list[str]:
-        accepted = await node.store_many(list(keys), [value(key) for key in keys], expiration)
+        accepted = await node.store_many(list(keys), [value_of(key) for key in keys], expiration)
         return ["" if accepted[key] else "a store was not accepted" for key in keys]
 
     async def get_many(keys: Sequence[str]) -> list[str]:
@@ -61,7 +62,7 @@ async def perform(_dht: Any, node: Any, order: dict[str, Any]) -> dict[str, Any]
 def fault(key: str, found: Any) -> str:
     if found is None:
         return "a stored value was not found"
-    return "" if found.value == value(key) else "a wrong value was found"
+    return "" if found.value == value_of(key) else "a wrong value was found"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""hivemind's server of experts (rank 0), and callers of it. Runs in hivemind's environment."""
+"""The server of experts of hivemind (rank 0), and callers of it. Runs in hivemind's environment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hivemind.moe.server import ModuleBackend, Server  # type: ignore[import-not
 from hivemind.moe.server.dht_handler import get_experts  # type: ignore[import-not-found,unused-ignore]
 from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.conversation import Conversation
-from benchmarks.expert_load import WIDTH, answer, module_of, still
+from benchmarks.expert_load import WIDTH, module_of, serve_orders, zero_rate_sgd
+from benchmarks.worker_channel import WorkerChannel
 
 MAX_BATCH_SIZE = 8192
 FIND_TIMEOUT_S = 30.0
@@ -20,15 +20,15 @@ FIND_POLL_S = 0.2
 
 
 def main() -> None:
-    talk = Conversation()
-    if talk.configuration["rank"] == 0:
-        serve(talk)
+    channel = WorkerChannel()
+    if channel.configuration["rank"] == 0:
+        serve(channel)
     else:
-        call(talk)
+        call(channel)
 
 
-def serve(talk: Conversation) -> None:
-    """Until the command is gone."""
+def serve(channel: WorkerChannel) -> None:
+    """Serve until the command has ended."""
     dht = hivemind.DHT(start=True)
     backends = {}
     for kind, width in WIDTH.items():
@@ -36,29 +36,29 @@ def serve(talk: Conversation) -> None:
         backends[f"{kind}.0"] = ModuleBackend(
             name=f"{kind}.0",
             module=module,
-            optimizer=still(module.parameters()),
+            optimizer=zero_rate_sgd(module.parameters()),
             args_schema=(BatchTensorDescriptor(width),),
             max_batch_size=MAX_BATCH_SIZE,
         )
     server = Server(
-        dht, backends, num_connection_handlers=talk.configuration["handlers"], device="cpu", start=False
+        dht, backends, num_connection_handlers=channel.configuration["handlers"], device="cpu", start=False
     )
     server.run_in_background(await_ready=True)
-    talk.publish("address", str(dht.get_visible_maddrs()[0]))
-    talk.say("ready")
+    channel.publish("address", str(dht.get_visible_maddrs()[0]))
+    channel.send("ready")
     while True:
-        talk.hear()
+        channel.receive()
 
 
-def call(talk: Conversation) -> None:
-    """As told."""
-    dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+def call(channel: WorkerChannel) -> None:
+    """Make calls as the command orders."""
+    dht = hivemind.DHT(initial_peers=[channel.published("address")], start=True)
     experts = {kind: found(dht, f"{kind}.0") for kind in WIDTH}
-    answer(talk, experts)
+    serve_orders(channel, experts)
 
 
 def found(dht: Any, uid: str) -> Any:
-    """The expert, once it is declared."""
+    """Return the expert as soon as it is declared. Raises TimeoutError when it is not in time."""
     deadline_s = time.monotonic() + FIND_TIMEOUT_S
     while True:
         info = get_experts(dht, [uid])[0]

@@ -1,4 +1,4 @@
-"""hivemind's servers of experts (ranks 0 to 3), and a trainer with a mixture layer over them. Runs in
+"""Servers of experts of hivemind (ranks 0 to 3), and a trainer with a mixture layer over them. Runs in
 hivemind's environment.
 """
 
@@ -10,7 +10,6 @@ from hivemind.moe.client.moe import RemoteMixtureOfExperts  # type: ignore[impor
 from hivemind.moe.server import ModuleBackend, Server  # type: ignore[import-not-found,unused-ignore]
 from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.conversation import Conversation
 from benchmarks.mixture_load import (
     BATCH,
     COLUMNS,
@@ -22,45 +21,46 @@ from benchmarks.mixture_load import (
     module_of,
     perform,
     set_gate,
-    still,
+    zero_rate_sgd,
 )
+from benchmarks.worker_channel import WorkerChannel
 from benchmarks.workers.hivemind_peer import joined
 
-HANDLERS = 2  # connection handlers of each server; more processes than cores are slower here
+HANDLERS = 2  # connection handlers per server; more processes than cores are slower
 
 
 def main() -> None:
-    talk = Conversation()
+    channel = WorkerChannel()
     torch.set_num_threads(1)
-    rank = talk.configuration["rank"]
-    dht = joined(talk)
+    rank = channel.configuration["rank"]
+    dht = joined(channel)
     if rank < SERVERS:
-        serve(talk, dht, rank)
+        serve(channel, dht, rank)
     else:
-        train(talk, dht)
+        train(channel, dht)
 
 
-def serve(talk: Conversation, dht: hivemind.DHT, row: int) -> None:
-    """Until the command is gone."""
+def serve(channel: WorkerChannel, dht: hivemind.DHT, row: int) -> None:
+    """Serve until the command has ended."""
     backends = {}
     for column in range(COLUMNS):
         module = module_of(row, column)
         backends[f"ffn.{row}.{column}"] = ModuleBackend(
             name=f"ffn.{row}.{column}",
             module=module,
-            optimizer=still(module.parameters()),
+            optimizer=zero_rate_sgd(module.parameters()),
             args_schema=(BatchTensorDescriptor(WIDTH),),
             max_batch_size=16 * BATCH,
         )
     server = Server(dht, backends, num_connection_handlers=HANDLERS, device="cpu", start=False)
     server.run_in_background(await_ready=True)
-    talk.say("ready")
+    channel.send("ready")
     while True:
-        talk.hear()
+        channel.receive()
 
 
-def train(talk: Conversation, dht: hivemind.DHT) -> None:
-    """As told."""
+def train(channel: WorkerChannel, dht: hivemind.DHT) -> None:
+    """Make steps as the command orders."""
     layer = RemoteMixtureOfExperts(
         in_features=WIDTH,
         grid_size=(ROWS, COLUMNS),
@@ -74,11 +74,11 @@ def train(talk: Conversation, dht: hivemind.DHT) -> None:
         backward_timeout=TIMEOUT_S,
     )
     set_gate(layer.proj)
-    talk.say("ready")
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "steps":
-            talk.say("done", **perform(layer, layer.proj, order))
+            channel.send("done", **perform(layer, layer.proj, order))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How every worker of hivemind's joins: the first tells its address, the others take it. Runs in hivemind's
+"""Joining for all workers of hivemind: the first publishes its address, the others use it. Runs in hivemind's
 environment.
 """
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import hivemind  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.conversation import Conversation
+from benchmarks.worker_channel import WorkerChannel
 
 
-def joined(talk: Conversation, **settings: Any) -> Any:
-    """A running hivemind.DHT in this launch's swarm."""
-    if talk.configuration["rank"] == 0:
+def joined(channel: WorkerChannel, **settings: Any) -> Any:
+    """Return a running hivemind.DHT in this launch's swarm."""
+    if channel.configuration["rank"] == 0:
         dht = hivemind.DHT(start=True, **settings)
-        talk.publish("address", str(dht.get_visible_maddrs()[0]))
+        channel.publish("address", str(dht.get_visible_maddrs()[0]))
         return dht
-    return hivemind.DHT(initial_peers=[talk.published("address")], start=True, **settings)
+    return hivemind.DHT(initial_peers=[channel.published("address")], start=True, **settings)

@@ -13,7 +13,6 @@ import re
 
 import hivemind  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.conversation import Conversation
 from benchmarks.training import (
     BATCH_SAMPLES,
     LEARNING_RATE,
@@ -23,35 +22,36 @@ from benchmarks.training import (
     build_model,
     paced,
 )
+from benchmarks.worker_channel import WorkerChannel
 from benchmarks.workers.hivemind_peer import joined
 
-# its default is 15: then every epoch and every joining takes that much longer; below its request timeout of 3
-# it can deadlock
+# The default of 15 s would prolong every epoch and every join; below the request timeout of 3 s hivemind
+# can deadlock.
 MATCHMAKING_S = 3.5
 AVERAGING_TIMEOUT_S = 30.0
 
 
 class JointRounds(logging.Handler):
-    """hivemind tells of an averaged gradient in its log only."""
+    """Reports averaged gradients, which hivemind mentions in its log only."""
 
-    def __init__(self, talk: Conversation) -> None:
+    def __init__(self, channel: WorkerChannel) -> None:
         super().__init__()
-        self._talk = talk
+        self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
         found = re.search(r"Averaged gradients with (\d+) peers", record.getMessage())
         if found and int(found[1]) > 1:
-            self._talk.say("joint", at_s=time.monotonic(), peers=int(found[1]))
+            self._channel.send("joint", at_s=time.monotonic(), peers=int(found[1]))
 
 
 def main() -> None:
     marks = Marks(IMPORTED_S)
     marks.add("import hivemind")
-    talk = Conversation()
-    settings = talk.configuration
+    channel = WorkerChannel()
+    settings = channel.configuration
     torch.set_num_threads(1)
-    logging.getLogger("hivemind.optim.optimizer").addHandler(JointRounds(talk))
-    dht = joined(talk)
+    logging.getLogger("hivemind.optim.optimizer").addHandler(JointRounds(channel))
+    dht = joined(channel)
     marks.add("DHT")
     model = build_model()
     # torch imports its compiler when the first optimizer is made
@@ -72,15 +72,15 @@ def main() -> None:
     if settings["joins"]:
         optimizer.load_state_from_peers()
         marks.add("state")
-    talk.say("started", imported_s=IMPORTED_S, loaded_s=time.monotonic(), phases=marks.seconds)
+    channel.send("started", imported_s=IMPORTED_S, loaded_s=time.monotonic(), phases=marks.seconds)
     generator = torch.Generator().manual_seed(settings["rank"])
-    for _ in paced(talk):
+    for _ in paced(channel):
         backward(model, generator)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.shutdown()
     dht.shutdown()
-    talk.say("stopped")
+    channel.send("stopped")
 
 
 if __name__ == "__main__":

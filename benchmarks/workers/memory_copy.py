@@ -1,4 +1,4 @@
-"""Copies memory: the bandwidth that bounds everything on loopback."""
+"""Copy memory, which bounds everything on loopback."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import time
 
 import torch
 
-from benchmarks.conversation import Conversation, wait_until
+from benchmarks.worker_channel import WorkerChannel, wait_until
 
 BUFFER_BYTES = 256 << 20
 REPEATS = 4
 
 
 def main() -> None:
-    talk = Conversation()
+    channel = WorkerChannel()
     torch.set_num_threads(1)
     source, target = torch.ones(BUFFER_BYTES // 4), torch.zeros(BUFFER_BYTES // 4)
-    talk.say("ready")
-    wait_until(talk.hear()["at_s"])
+    channel.send("ready")
+    wait_until(channel.receive()["at_s"])
     started_s = time.monotonic()
     for _ in range(REPEATS):
         target.copy_(source)
-    talk.say("copied", bytes_per_s=BUFFER_BYTES * REPEATS / (time.monotonic() - started_s))
-    talk.hear()
+    channel.send("copied", bytes_per_s=BUFFER_BYTES * REPEATS / (time.monotonic() - started_s))
+    channel.receive()
 
 
 if __name__ == "__main__":

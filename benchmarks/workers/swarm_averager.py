@@ -8,21 +8,21 @@ from typing import Any
 import torch
 
 import swarm
-from benchmarks.conversation import Conversation, wait_until
-from benchmarks.known_values import delivered, fill, tensors_of
+from benchmarks.reference_vectors import delivered, fill, tensors_of
+from benchmarks.worker_channel import WorkerChannel, wait_until
 
 GROUP_PHASE = "matchmaking"
 
 
 def main() -> None:
-    talk = Conversation()
-    settings = talk.configuration
+    channel = WorkerChannel()
+    settings = channel.configuration
     torch.set_num_threads(1)
-    bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
+    bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     tensors = tensors_of(settings["elements"], settings["tensors"])
     with swarm.Node(bootstrap=bootstrap, listen=f"{settings['host']}:0") as node:
         if settings["rank"] == 0:
-            talk.publish("address", node.addresses[0])
+            channel.publish("address", node.addresses[0])
         averager = swarm.Averager(
             node,
             tensors,
@@ -30,17 +30,17 @@ def main() -> None:
             target_group_size=settings["target_group_size"],
             codec=settings["codec"],
         )
-        talk.say("ready")
+        channel.send("ready")
         while True:
-            order = talk.hear()
+            order = channel.receive()
             if order["do"] == "prepare":
                 fill(tensors, settings["rank"])
-                talk.say("prepared")
+                channel.send("prepared")
             elif order["do"] == "round":
-                talk.say("done", **_round(averager, order["at_s"], order["timeout_s"]))
+                channel.send("done", **_round(averager, order["at_s"], order["timeout_s"]))
             elif order["do"] == "check":
                 fraction, worst = delivered(tensors, settings["peers"], settings["codec"], order.get("lost"))
-                talk.say("checked", delivered=fraction, worst=worst)
+                channel.send("checked", delivered=fraction, worst=worst)
 
 
 def _round(averager: Any, at_s: float, timeout_s: float) -> dict[str, Any]:

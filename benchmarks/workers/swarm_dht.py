@@ -1,5 +1,6 @@
-"""A peer of our DHT. Everything that is timed runs on its network loop, as hivemind's runs in its DHT
-process.
+"""A peer of the DHT of swarm.
+
+All timed work runs on its network loop, as hivemind's runs in its DHT process.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import swarm
-from benchmarks.conversation import Conversation
-from benchmarks.dht_load import TTL_S, Operations, value
+from benchmarks.dht_load import TTL_S, Operations, value_of
+from benchmarks.worker_channel import WorkerChannel
 from swarm.core.ids import Key
 from swarm.dht.service.dht_service import DhtService, StoreItem
 
@@ -17,28 +18,28 @@ TIMEOUT_S = 60.0
 
 
 def main() -> None:
-    talk = Conversation()
-    settings = talk.configuration
-    bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
+    channel = WorkerChannel()
+    settings = channel.configuration
+    bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if settings["rank"] == 0:
-            talk.publish("address", node.addresses[0])
+            channel.publish("address", node.addresses[0])
         service = node.dht.service
         wanted = min(service.config.replicas, settings["peers"])
-        talk.say("ready")
+        channel.send("ready")
         while True:
-            order = talk.hear()
+            order = channel.receive()
             if order["do"] == "known":
-                talk.say("known", peers=len(service.overlay.table))
+                channel.send("known", peers=len(service.overlay.table))
             elif order["do"] in ("store", "get"):
-                talk.say("done", **node.network.run(perform(service, order, wanted)))
+                channel.send("done", **node.network.run(perform(service, order, wanted)))
 
 
 async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> dict[str, Any]:
-    """One order. A store counts as right when as many replicas hold it as there should be."""
+    """Perform one order. A store is right when as many replicas hold it as there should be."""
 
     async def store(key: str) -> str:
-        result = await service.store(Key.parse(key), value(key), ttl_s=TTL_S, timeout_s=TIMEOUT_S)
+        result = await service.store(Key.parse(key), value_of(key), ttl_s=TTL_S, timeout_s=TIMEOUT_S)
         return (
             ""
             if result.ok and result.replicas >= replicas
@@ -49,7 +50,7 @@ async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> 
         return fault(key, await service.get(Key.parse(key), timeout_s=TIMEOUT_S))
 
     async def store_many(keys: Sequence[str]) -> list[str]:
-        items = [StoreItem(key=Key.parse(key), value=value(key)) for key in keys]
+        items = [StoreItem(key=Key.parse(key), value=value_of(key)) for key in keys]
         results = await service.store_many(items, ttl_s=TTL_S, timeout_s=TIMEOUT_S)
         return [
             "" if result.ok and result.replicas >= replicas else f"a store reached {result.replicas} replicas"
@@ -71,7 +72,7 @@ async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> 
 def fault(key: str, found: Any) -> str:
     if found is None:
         return "a stored value was not found"
-    return "" if not isinstance(found, dict) and found.value == value(key) else "a wrong value was found"
+    return "" if not isinstance(found, dict) and found.value == value_of(key) else "a wrong value was found"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Many callers of our experts in one process: each has an identity and connections of its own, one call in
-flight.
-"""
+"""Many callers of experts in one process, each with its own identity, connections and one call in flight."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversation import Conversation, wait_until
 from benchmarks.expert_load import WIDTH
+from benchmarks.worker_channel import WorkerChannel, wait_until
 from moe.protocol.calls import ExpertCalls
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.names import ExpertUid
@@ -26,22 +24,24 @@ TIMEOUT_S = 30.0
 
 
 def main() -> None:
-    talk = Conversation()
+    channel = WorkerChannel()
     network = NetworkThread()
-    contact = Contact.parse(talk.published("address"))
-    callers = network.run(connected(contact, talk.configuration["clients"], network), 120.0)
-    talk.say("ready")
+    contact = Contact.parse(channel.published("address"))
+    callers = network.run(connected(contact, channel.configuration["clients"], network), 120.0)
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "calls":
             wait_until(order["at_s"])
-            talk.say("done", **network.run(together(callers, order["seconds"]), order["seconds"] + 60.0))
+            channel.send(
+                "done", **network.run(call_concurrently(callers, order["seconds"]), order["seconds"] + 60.0)
+            )
 
 
 async def connected(
     contact: Contact, clients: int, network: NetworkThread
 ) -> list[tuple[ExpertCalls, ExpertReplica]]:
-    """So many callers that have made a call each."""
+    """Return `clients` callers, each of which has made a call."""
     callers = []
     for _ in range(clients):
         calls = ExpertCalls(Channels(Identity.generate()), network.pool)
@@ -51,8 +51,10 @@ async def connected(
     return callers
 
 
-async def together(callers: list[tuple[ExpertCalls, ExpertReplica]], seconds: float) -> dict[str, Any]:
-    """All of them, one call after the other each, for so long."""
+async def call_concurrently(
+    callers: list[tuple[ExpertCalls, ExpertReplica]], seconds: float
+) -> dict[str, Any]:
+    """Let all callers make one call after the other for `seconds`."""
     end_s = time.monotonic() + seconds
     latencies: list[float] = []
     reasons: list[str] = []

@@ -1,11 +1,10 @@
-"""Our servers of experts (ranks 0 to 3), and a trainer with a mixture layer over them."""
+"""Servers of experts of swarm (ranks 0 to 3), and a trainer with a mixture layer over them."""
 
 from __future__ import annotations
 
 import torch
 
 import swarm
-from benchmarks.conversation import Conversation
 from benchmarks.mixture_load import (
     COLUMNS,
     K_BEST,
@@ -16,39 +15,40 @@ from benchmarks.mixture_load import (
     module_of,
     perform,
     set_gate,
-    still,
+    zero_rate_sgd,
 )
+from benchmarks.worker_channel import WorkerChannel
 
 
 def main() -> None:
-    talk = Conversation()
+    channel = WorkerChannel()
     torch.set_num_threads(1)
-    rank = talk.configuration["rank"]
-    bootstrap = [] if rank == 0 else [talk.published("address")]
+    rank = channel.configuration["rank"]
+    bootstrap = [] if rank == 0 else [channel.published("address")]
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if rank == 0:
-            talk.publish("address", node.addresses[0])
+            channel.publish("address", node.addresses[0])
         if rank < SERVERS:
-            serve(talk, node, rank)
+            serve(channel, node, rank)
         else:
-            train(talk, node)
+            train(channel, node)
 
 
-def serve(talk: Conversation, node: swarm.Node, row: int) -> None:
-    """Until the command is gone."""
+def serve(channel: WorkerChannel, node: swarm.Node, row: int) -> None:
+    """Serve until the command has ended."""
     sample = (torch.zeros(1, WIDTH),)
     experts = {
-        f"ffn.{row}.{column}": swarm.Expert(module_of(row, column), sample, still)
+        f"ffn.{row}.{column}": swarm.Expert(module_of(row, column), sample, zero_rate_sgd)
         for column in range(COLUMNS)
     }
     with swarm.ExpertServer(node, experts):
-        talk.say("ready")
+        channel.send("ready")
         while True:
-            talk.hear()
+            channel.receive()
 
 
-def train(talk: Conversation, node: swarm.Node) -> None:
-    """As told."""
+def train(channel: WorkerChannel, node: swarm.Node) -> None:
+    """Make steps as the command orders."""
     layer = swarm.RemoteMixtureOfExperts(
         node,
         WIDTH,
@@ -59,11 +59,11 @@ def train(talk: Conversation, node: swarm.Node) -> None:
         forward_timeout_s=TIMEOUT_S,
     )
     set_gate(layer.gate.projection)
-    talk.say("ready")
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "steps":
-            talk.say("done", **perform(layer, layer.gate.projection, order))
+            channel.send("done", **perform(layer, layer.gate.projection, order))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import torch
 IMPORTED_S = time.monotonic()
 
 import swarm
-from benchmarks.conversation import Conversation
 from benchmarks.training import (
     BATCH_SAMPLES,
     LEARNING_RATE,
@@ -19,6 +18,7 @@ from benchmarks.training import (
     build_model,
     paced,
 )
+from benchmarks.worker_channel import WorkerChannel
 
 LOAD_TIMEOUT_S = 60.0
 
@@ -28,13 +28,13 @@ def main() -> None:
     marks.add("import swarm")
     swarm.Optimizer  # noqa: B018  its modules are imported on first use
     marks.add("its parts")
-    talk = Conversation()
-    settings = talk.configuration
+    channel = WorkerChannel()
+    settings = channel.configuration
     torch.set_num_threads(1)
-    bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
+    bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if settings["rank"] == 0:
-            talk.publish("address", node.addresses[0])
+            channel.publish("address", node.addresses[0])
         marks.add("node")
         model = build_model()
         # torch imports its compiler when the first optimizer is made
@@ -55,15 +55,15 @@ def main() -> None:
             if not loaded.loaded:
                 raise SystemExit(f"no state: {loaded.reason}")
             marks.add("state")
-        talk.say("started", imported_s=IMPORTED_S, loaded_s=time.monotonic(), phases=marks.seconds)
+        channel.send("started", imported_s=IMPORTED_S, loaded_s=time.monotonic(), phases=marks.seconds)
         generator = torch.Generator().manual_seed(settings["rank"])
-        for _ in paced(talk):
+        for _ in paced(channel):
             backward(model, generator)
             report = optimizer.step()
             optimizer.zero_grad()
             if report.stepped and report.contributed and report.round is not None and not report.round.failed:
-                talk.say("joint", at_s=time.monotonic(), peers=len(report.round.peers))
-    talk.say("stopped")
+                channel.send("joint", at_s=time.monotonic(), peers=len(report.round.peers))
+    channel.send("stopped")
 
 
 if __name__ == "__main__":

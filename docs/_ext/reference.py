@@ -105,8 +105,11 @@ class Commands(SphinxDirective):
         from swarm.cli.commands import swarm as group
 
         made: list[nodes.Node] = [*self._one("swarm", group)]
-        for name in sorted(group.commands):
-            made += self._one(f"swarm {name}", group.commands[name])
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            assert command is not None
+            made += self._one(f"swarm {name}", command)
         return made
 
     def _one(self, name: str, command: click.Command) -> list[nodes.Node]:
@@ -179,7 +182,7 @@ class Described:
 
 
 def fields_of(class_: type) -> list[Described]:
-    """Fields in their order. Their meaning is the comment above or beside each one, or the string below it."""
+    """Fields in their order. The comment above or beside a field, or the string below it, is its meaning."""
     source = textwrap.dedent(inspect.getsource(class_))
     comments = _comments(source)
     lines = source.splitlines()

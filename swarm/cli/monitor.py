@@ -137,8 +137,8 @@ def monitor(address: str, **given: Any) -> int:
     """Watch the run at ADDRESS: a peer that trains nothing and that no other peer has to trust.
 
     Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and
-    other events. Stale values are labelled. ADDRESS is that of any live peer; if this peer leaves, the monitor
-    continues through the others.
+    other events. Stale values are labelled. ADDRESS is that of any live peer; if this peer leaves, the
+    monitor continues through the others.
 
     \b
     Examples:

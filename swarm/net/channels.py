@@ -1,7 +1,7 @@
 """The client side of remote calls: pooled, bounded, authenticated connections to peers.
 
-There is one control connection (number 0) per peer, and one more TCP connection for every other number that is
-requested: the streams of one connection share one TCP window, and a long link needs several. A connection
+There is one control connection (number 0) per peer, and one more TCP connection for every other number that
+is requested: the streams of one connection share one TCP window, and a long link needs several. A connection
 that broke is dropped, so that the next call dials again instead of waiting for gRPC's backoff.
 """
 
@@ -161,8 +161,8 @@ class Channels:
         """Open a stream for the length of an `async with`; leaving it before the other end has finished
         cancels it.
 
-        `timeout_s` limits the whole stream, connecting included (None: no limit). A `connection` above 0 uses a TCP
-        connection of its own.
+        `timeout_s` limits the whole stream, connecting included (None: no limit). A `connection` above 0 uses
+        a TCP connection of its own.
         """
         return self._open_stream(contact, method, timeout_s, connection)
 

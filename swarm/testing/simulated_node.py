@@ -32,9 +32,9 @@ class SimulatedThread:
 class SimulatedNode:
     """A peer whose services are given.
 
-    `own` returns the peer's present contact. `dht` and `channels` have the methods that the test needs. `pool`
-    runs blocking work; None for the event loop's own. The running event loop stands for the network thread,
-    unless `loop` is given.
+    `own` returns the peer's present contact. `dht` and `channels` have the methods that the test needs.
+    `pool` runs blocking work; None for the event loop's own. The running event loop stands for the network
+    thread, unless `loop` is given.
     """
 
     def __init__(

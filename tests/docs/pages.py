@@ -2,9 +2,9 @@
 
 A comment directly above a block says how it is run:
 
-    <!-- not run: REASON -->                 it cannot run in a test; the reason is in the page for its next editor
-    <!-- background, until: REGEX -->        a command that stays; the page goes on when a line of its output matches
-    <!-- run as: COMMAND -->                 what is run instead of the command that is shown: the same with smaller sizes
+    <!-- not run: REASON -->                 not run in tests; the reason is for the next editor
+    <!-- background, until: REGEX -->        a command that stays, until a line of its output matches
+    <!-- run as: COMMAND -->                 run instead of the shown command, with smaller sizes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMMENT = re.compile(r"^<!-- (?P<text>(?:not run|background|run as)\b.*?) -->$"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: `line` is where its text begins, `comment` what the page says about how it is run."""
+    """A fenced block. `line` is where its text begins, `comment` says how it is run."""
 
     page: Path
     line: int
@@ -37,17 +37,17 @@ class Block:
 
     @property
     def not_run(self) -> str:
-        """Why it is not run; empty when it is."""
+        """The reason why the block is not run; empty when it is run."""
         return self.comment.partition("not run:")[2].strip()
 
     @property
     def until(self) -> str:
-        """What its output says when the page may go on; empty for a command that ends by itself."""
+        """The pattern in the output after which the page goes on; empty for a command that ends by itself."""
         return self.comment.partition("until:")[2].strip()
 
     @property
     def commands(self) -> list[str]:
-        """What is typed in a console block, one command a line; `\\` at the end of a line continues it."""
+        """The input of a console block, one command a line; `\\` at the end of a line continues it."""
         joined = self.text.replace("\\\n", " ")
         typed = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
         instead = self.comment.partition("run as:")[2].strip()
@@ -55,13 +55,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every document in Markdown that is part of the repository's own text."""
+    """Return every Markdown document that is part of the repository's own text."""
     found = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     return sorted(path for path in found if "build" not in path.relative_to(ROOT).parts)
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page in their order; those inside another block belong to it."""
+    """Return the blocks of a page in their order; those inside another block belong to it."""
     return list(_blocks(page))
 
 
@@ -83,7 +83,7 @@ def _blocks(page: Path) -> Iterator[Block]:
 
 
 def prose(page: Path) -> list[tuple[int, str]]:
-    """The lines of a page that are in no fenced block, with their numbers."""
+    """Return the lines of a page that are in no fenced block, with their numbers."""
     taken: set[int] = set()
     for block in blocks(page):
         taken.update(range(block.line - 1, block.line + block.text.count("\n") + 1))
@@ -92,7 +92,7 @@ def prose(page: Path) -> list[tuple[int, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The places within a page that a link can name: its headings, as GitHub and Sphinx write them."""
+    """Return the places within a page that a link can name: its headings, as GitHub and Sphinx write them."""
     found = set()
     for _, line in prose(page):
         heading = re.match(r"#{1,6} (.*)", line)

@@ -1,4 +1,4 @@
-"""Runs the blocks of one page in their order: Python in one namespace, commands as processes on loopback."""
+"""Run the blocks of one page in their order: Python in one namespace, commands as processes on loopback."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ALL_INTERFACES = re.compile(r"\b0\.0\.0\.0:\d+\b")
 
 
 class Scene:
-    """What one page has started so far. `folder`: where its commands run; a context manager that stops
-    everything.
+    """The namespace and the processes of one page. A context manager that stops everything; commands run in
+    `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Scene:
         (folder / "examples").symlink_to(ROOT / "examples")
 
     def run(self, block: Block) -> None:
-        """Run one block; AssertionError names the block and shows what it printed."""
+        """Run one block. An AssertionError names the block and shows what it printed."""
         if block.language == "python":
             self._python(block)
         else:
@@ -59,7 +59,7 @@ class Scene:
             exec(code, self.namespace)  # the page's own code, from this repository
 
     def _start_a_peer(self) -> None:
-        """The peer whose address a page takes for granted."""
+        """Start the peer whose address a page takes for granted."""
         self.namespace["_somebody"] = swarm.Node(listen="127.0.0.1:0")
         self.address = self.namespace["_somebody"].addresses[0]
 
@@ -75,8 +75,8 @@ class Scene:
             self.address = found[0]
 
     def _placed(self, text: str, listening: re.Pattern[str] = _LISTEN) -> str:
-        """What the page writes for any machine, for this one: a free port on loopback, and the address of the
-        page's first peer.
+        """Return the text for this machine: with a free port on loopback, and the address of the page's first
+        peer.
         """
         text = listening.sub("127.0.0.1:0", text)
         if _PLACEHOLDER.search(text):
@@ -99,7 +99,7 @@ class Scene:
 
 
 class _Process:
-    """A command of a page. Its output is read as it comes, so that nothing waits for a time to pass."""
+    """A command of a page. Its output is read as it comes, so that no test waits for a fixed time."""
 
     def __init__(self, folder: Path, command: str, name: str) -> None:
         words = shlex.split(command)
@@ -158,7 +158,7 @@ class _Process:
         return code
 
     def stop(self) -> str:
-        """Ctrl-C, as a person does it. What went wrong with leaving, or nothing."""
+        """Send Ctrl-C, as a person does. Return what went wrong with leaving, or ""."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:

@@ -1,6 +1,4 @@
-"""What the documentation shows works: its Python runs, its commands run or at least parse, its pages are
-complete.
-"""
+"""The documentation works: its Python runs, its commands run or parse, and its pages are complete."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def _name(value: Path | Block) -> str:
 
 
 def _played(page: Path) -> list[Block]:
-    """Tutorials are played whole; of other pages the Python is."""
+    """Return the blocks of a page to run: all of a tutorial, the Python of other pages."""
     languages = _LANGUAGES if _TUTORIALS in page.parents else {"python"}
     return [block for block in blocks(page) if block.language in languages and not block.not_run]
 
@@ -49,7 +47,7 @@ def test_every_command_shown_exists_with_its_options(block: Block) -> None:
     shown = block.text.replace("\\\n", " ").splitlines()
     for line in (one[2:] for one in shown if one.startswith("$ swarm ")):
         words = [word for word in shlex.split(line, comments=True) if word not in (">", "demo.jsonl")]
-        command = swarm.commands.get(words[1])
+        command = swarm.get_command(click.Context(swarm), words[1])
         if command is None:
             assert words[1].startswith("-"), f"{block.name}: there is no command `swarm {words[1]}`"
             continue
@@ -82,7 +80,7 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None
 
 
 def _message_pieces(page: Path) -> list[tuple[str, str]]:
-    """The fixed pieces of the messages that are headings of a page; `…` stands for what differs."""
+    """Return the fixed pieces of the messages that are headings of a page; `…` stands for what varies."""
     headings = [line for _, line in prose(page) if line.startswith("### `")]
     return [(heading, piece) for heading in headings for piece in heading[len("### `") : -1].split("…")]
 

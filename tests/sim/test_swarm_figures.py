@@ -1,5 +1,5 @@
-"""Tests of the measurements of `benchmarks.simulated` on a small scale: they run, count correctly, and stay
-within their bounds.
+"""The measurements of `benchmarks.simulated_dht` at a small scale: they run, count correctly, and meet
+bounds.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from benchmarks import report, simulated, simulated_rounds
+from benchmarks import report, simulated_dht, simulated_rounds
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, Overview
 from swarm.testing.hostile import nearest_identities
@@ -18,7 +18,7 @@ from swarm.testing.virtual_loop import run_virtual
 
 @pytest.mark.parametrize("peers", [100, 400])
 def test_hops_grow_with_the_logarithm(peers: int) -> None:
-    assert max(simulated.hops(peers, lookups=20)) <= math.log2(peers) / 2 + 2
+    assert max(simulated_dht.hops(peers, lookups=20)) <= math.log2(peers) / 2 + 2
 
 
 def test_a_constructed_table_equals_a_grown_one() -> None:
@@ -44,7 +44,7 @@ def test_a_lazy_swarm_creates_peers_when_they_are_asked() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=3)
         swarm = LazySwarm(network, 300)
-        await swarm.service(swarm.peers[7]).get(simulated.Key("public", "x"))
+        await swarm.service(swarm.peers[7]).get(simulated_dht.Key("public", "x"))
         assert 5 < len(swarm._services) < 150
         assert not network.errors
         await network.close()
@@ -63,15 +63,15 @@ def test_identities_near_a_key_are_nearest() -> None:
 
 
 def test_every_figure_becomes_a_row() -> None:
-    plan = simulated.Plan(
-        sizes=(simulated.Size(peers=30, rest_warm_up_s=10.0, rest_s=60.0, churn_s=300.0, split_s=120.0),),
+    plan = simulated_dht.Plan(
+        sizes=(simulated_dht.Size(peers=30, rest_warm_up_s=10.0, rest_s=60.0, churn_s=300.0, split_s=120.0),),
         lookups=5,
         churn_keys=10,
         heal_s_max=120.0,
         hostile_peers=40,
         identities_tried=300,
     )
-    rows = [row for section in simulated.rows(lambda text: None, plan) for row in section]
+    rows = [row for section in simulated_dht.rows(lambda text: None, plan) for row in section]
     values = {row.identifier: row.ours.median for row in rows}
     assert 1.0 <= values["simulated-30-hops"] <= 2.0
     assert values["simulated-30-churn"] is not None
@@ -87,7 +87,7 @@ def test_every_figure_becomes_a_row() -> None:
 
 
 def test_churn_reads_count_lost_records() -> None:
-    found, reads, lost = simulated.churn_reads(30, keys=20, churn_s=600.0, seed=Chance(1).below(100))
+    found, reads, lost = simulated_dht.churn_reads(30, keys=20, churn_s=600.0, seed=Chance(1).below(100))
     assert reads >= 6
     assert found <= reads
     assert lost <= 20

@@ -8,12 +8,13 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import experts_bytelm
+import experts_digits
 import pytest
 import torch
 from torch import nn
 
 import swarm
-from examples import experts_bytelm, experts_digits
 from moe.client.logic.gate import ProductKeyGate
 from moe.protocol.names import ExpertGrid
 

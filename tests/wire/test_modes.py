@@ -17,7 +17,7 @@ from averaging.optim.modes import ModeSettings
 from averaging.optim.modes.diloco import DilocoMode
 from averaging.optim.modes.gradients import GradientsMode
 from averaging.optim.optimizer import Diloco, Gossip, Gradients, Local
-from benchmarks import speeds
+from benchmarks import unequal_speeds
 from swarm.core.errors import UsageError
 from tests.wire.test_optimizer import (
     BATCH,
@@ -360,6 +360,6 @@ def test_modes_by_name_and_by_settings() -> None:
 
 @pytest.mark.parametrize("name", ["gradients", "diloco-streaming"])
 def test_peers_of_different_speed_reach_nearly_the_sum_of_their_speeds(name: str) -> None:
-    reached, (fast, middle, slow) = speeds.share(speeds.MODES[name], epochs=2, epoch_s=1.5)
+    reached, (fast, middle, slow) = unequal_speeds.share(unequal_speeds.MODES[name], epochs=2, epoch_s=1.5)
     assert reached > 0.6, "0.9 and more on a quiet machine: make bench ARGS='--only slowdown'"
     assert fast > middle > slow, "nobody waits for the slowest to make as many steps"

@@ -1,9 +1,8 @@
-"""What metrics cost in simulated swarms of 100 and 1,000 peers: those who publish them, and the monitor that
-reads them.
+"""The cost of metrics in simulated swarms of 100 and 1,000 peers: for peers that publish them, and for a
+monitor.
 
-The production reporter, DHT and collector run on virtual time. Peers publish as in a large run, and nobody
-trains: everything but the upkeep of the DHT, which a run without metrics has as well and which is measured
-first, is the metrics' cost.
+The production reporter, DHT and collector run on virtual time. Peers publish as in a large run, and none
+trains. Traffic beyond the maintenance of the DHT, which is measured first, is the cost of metrics.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.results import Aim, Row, Series
-from benchmarks.simulated import Say, simulated_row
+from benchmarks.simulated_dht import Say, simulated_row
 from swarm.dht.logic.records import encode_value
 from swarm.metrics.record import Metrics, RoundReport
 from swarm.metrics.reporter import MetricsConfig, Reporter
@@ -30,29 +29,29 @@ from swarm.testing.virtual_loop import run_virtual
 
 RUN = "monitoredmonitored22"
 _LINK = LinkConfig(delay_s=0.04, jitter=0.5)
-_KNOWN_MAX = 64  # peers that a trainer counts
+_KNOWN_MAX = 64  # maximum number of peers that a trainer counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Per second; bytes are of requests and replies, without TLS and TCP."""
+    """Costs per second; bytes are those of requests and replies, without TLS and TCP."""
 
     peers: int
     record_bytes: float
     peer_messages: float  # sent by an average peer because of metrics
     peer_bytes: float
-    busiest_bytes: float  # sent by the peer that sends most, upkeep included
-    monitor_messages: float  # sent by the monitor and in answer to it
+    busiest_bytes: float  # sent by the peer that sends most, maintenance included
+    monitor_messages: float  # sent by the monitor and in reply to it
     monitor_bytes: float
-    seen: int  # peers in the monitor's view in the end
+    seen: int  # peers in the monitor's view at the end
     fresh: int
-    age_s: float  # of the oldest numbers that it shows as fresh
-    # processor time of one look of the monitor, in the real world: records checked, verified, folded
+    age_s: float  # age of the oldest values that it shows as fresh
+    # real processor time of one look of the monitor: checking, verifying and merging records
     look_cpu_s: float
 
 
 def metrics_of(number: int, now_s: float) -> Metrics:
-    """What a trainer in the middle of a run tells: every field filled."""
+    """Return metrics as a trainer publishes them in the middle of a run, with every field filled."""
     rounds = tuple(
         RoundReport(
             kind="epoch",
@@ -92,7 +91,7 @@ def metrics_of(number: int, now_s: float) -> Metrics:
 
 
 def costs(peers: int, measured_s: float = 60.0, seed: int = 1) -> Costs:
-    """Three stretches of equal length in one swarm: at rest, with metrics, and with a monitor besides."""
+    """Measure three equal periods in one swarm: at rest, with metrics, and with a monitor as well."""
 
     async def main() -> Costs:
         network = SimulatedNetwork(seed, _LINK)
@@ -106,9 +105,10 @@ def costs(peers: int, measured_s: float = 60.0, seed: int = 1) -> Costs:
                 for number, member in enumerate(swarm.members)
             ]
             await asyncio.sleep(30.0)
-            told = await _sent_in(network, measured_s)
+            publishing = await _sent_in(network, measured_s)
             busiest = (
-                max(one.peer.bytes_sent - told.before[one.peer.index] for one in swarm.members) / measured_s
+                max(one.peer.bytes_sent - publishing.before[one.peer.index] for one in swarm.members)
+                / measured_s
             )
             collector, monitor = await _monitor(network, swarm)
             watching = group.create_task(collector.run())
@@ -122,7 +122,7 @@ def costs(peers: int, measured_s: float = 60.0, seed: int = 1) -> Costs:
         if network.errors:
             raise network.errors[0]
         await network.close()
-        return _costs(peers, (rest, told, watched), busiest, view, look_cpu_s, measured_s)
+        return _costs(peers, (rest, publishing, watched), busiest, view, look_cpu_s, measured_s)
 
     return run_virtual(main())
 
@@ -142,13 +142,13 @@ def _costs(
     look_cpu_s: float,
     measured_s: float,
 ) -> Costs:
-    rest, told, watched = sent
+    rest, publishing, watched = sent
     fresh = [peer for peer in view.peers if peer.fresh]
     return Costs(
         peers=peers,
         record_bytes=len(encode_value(metrics_of(1, 1e9).encode())),
-        peer_messages=(told.messages - rest.messages) / peers / measured_s,
-        peer_bytes=(told.size_bytes - rest.size_bytes) / peers / measured_s,
+        peer_messages=(publishing.messages - rest.messages) / peers / measured_s,
+        peer_bytes=(publishing.size_bytes - rest.size_bytes) / peers / measured_s,
         busiest_bytes=busiest,
         monitor_messages=len(watched) / measured_s,
         monitor_bytes=sum(watched) / measured_s,
@@ -175,7 +175,7 @@ def _reporter(member: SwarmMember, number: int, peers: int, seed: int) -> Report
 
 @contextlib.contextmanager
 def _counted(network: SimulatedNetwork, peer: SimulatedPeer) -> Iterator[list[int]]:
-    """The size of every message from or to a peer."""
+    """Collect the sizes of all messages from or to a peer within the context."""
     sizes: list[int] = []
     send = network.send
 
@@ -221,8 +221,9 @@ async def _sent_in(network: SimulatedNetwork, seconds: float) -> _Sent:
 
 
 async def _look_cpu_s(collector: Collector) -> float:
-    """Of folding one look and making one view; reading and verifying included, the simulated peers' answers,
-    too.
+    """Return the processor time to read, verify and merge one look, and to make a view.
+
+    It includes the simulated peers' answers.
     """
     begun_s = time.process_time()
     await collector.poll()
@@ -231,7 +232,7 @@ async def _look_cpu_s(collector: Collector) -> float:
 
 
 def rows(say: Say, sizes: tuple[int, ...] = (100, 1_000)) -> Iterator[list[Row]]:
-    """Every figure of the section, as soon as it is there."""
+    """Yield every figure of the section as soon as it is measured."""
     for peers in sizes:
         say(f"simulated, {peers} peers: metrics and a monitor")
         yield _rows(costs(peers))
@@ -240,12 +241,14 @@ def rows(say: Say, sizes: tuple[int, ...] = (100, 1_000)) -> Iterator[list[Row]]
 def _rows(found: Costs) -> list[Row]:
     title = f"simulated swarm of {found.peers:,} peers, all telling metrics"
     notes = (
-        f"a record has {found.record_bytes:.0f} bytes; {found.peer_messages:.2f} messages a second and peer; the busiest peer sends "
+        f"a record has {found.record_bytes:.0f} bytes; {found.peer_messages:.2f} messages a second and "
+        "peer; the busiest peer sends "
         f"{found.busiest_bytes / 1e3:.1f} kB/s, upkeep included",
     )
     seen = (
         f"{found.fresh} of {found.peers} peers fresh in its view, the oldest {found.age_s:.0f} s",
-        f"{found.monitor_messages:.0f} messages a second; a look takes {found.look_cpu_s * 1e3:.0f} ms of a processor, answers included",
+        f"{found.monitor_messages:.0f} messages a second; a look takes {found.look_cpu_s * 1e3:.0f} ms of "
+        "a processor, answers included",
     )
     return [
         simulated_row(

@@ -1,8 +1,8 @@
-"""The task `paced-bytelm`: the language model of `bytelm` at a fixed pace, so that several peers of one
-machine do not take its cores from one another, and one that dies leaves the others no faster.
+"""The task `paced-bytelm`: the language model of `bytelm` with a minimum duration of each step.
 
-It is installed as any package's task is, by an entry point: a folder on the path of the processes that are to
-have it.
+Several peers of one machine then do not compete for its cores, and the death of one does not speed up the
+others. The task is installed by an entry point, as that of any package: in a folder on the path of the
+processes that use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "paced-bytelm"
 
 
 class PacedLanguageModel(ByteLanguageModel):
-    """`step_s` among the settings: how long a step takes at least."""
+    """The language model of `bytelm`. The additional setting `step_s` is the minimum duration of a step."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__({name: value for name, value in settings.items() if name != "step_s"})

@@ -1,6 +1,6 @@
-"""A worker's end of its talk with the command that started it: JSON lines over pipes.
+"""A worker's end of the channel to the command that started it: JSON lines over pipes.
 
-Standard library only, since it also runs in the environments of peers.
+Standard library only, since it also runs in the environments of other libraries.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from typing import Any
 POLL_S = 0.005
 
 
-class Conversation:
-    """Standard output is kept for answers: what libraries print goes to the log with standard error."""
+class WorkerChannel:
+    """Messages to and from the command. Standard output is reserved for them: what libraries print goes to
+    the log with standard error.
+    """
 
     def __init__(self) -> None:
         self.configuration: dict[str, Any] = json.loads(sys.argv[1])
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         self._answers.write(json.dumps({"kind": kind, **fields}) + "\n")
 
-    def hear(self) -> dict[str, Any]:
-        """The next order. When the command is gone, this worker and all it started end at once."""
+    def receive(self) -> dict[str, Any]:
+        """Return the next order. When the command has ended, this worker and all processes that it started
+        end at once.
+        """
         line = sys.stdin.readline()
         if not line:
             end_own_session()
@@ -37,14 +41,16 @@ class Conversation:
         return message
 
     def publish(self, name: str, text: str) -> None:
-        """Leaves `text` for the other workers of this launch."""
+        """Make `text` available to the other workers of this launch under `name`."""
         folder = Path(self.configuration["rendezvous"])
         partial = folder / f".{name}.{os.getpid()}"
         partial.write_text(text)
         partial.rename(folder / name)
 
     def published(self, name: str, timeout_s: float = 60.0) -> str:
-        """Waits for what another worker leaves under `name`."""
+        """Wait for the text that another worker publishes under `name`. Raises TimeoutError after
+        `timeout_s`.
+        """
         path = Path(self.configuration["rendezvous"]) / name
         deadline_s = time.monotonic() + timeout_s
         while not path.exists():
@@ -55,8 +61,10 @@ class Conversation:
 
 
 def wait_until(monotonic_s: float) -> None:
-    """Aligned starts: the monotonic clock is one for all processes of a machine. Sleeps, then spins over the
-    last half millisecond.
+    """Sleep until a moment of the monotonic clock, which all processes of a machine share, for aligned
+    starts.
+
+    The last half millisecond is spent in a loop instead of a sleep.
     """
     while (left_s := monotonic_s - time.monotonic()) > 0:
         if left_s > 0.0005:
@@ -64,6 +72,6 @@ def wait_until(monotonic_s: float) -> None:
 
 
 def end_own_session() -> None:
-    if os.getpgrp() == os.getpid():  # started as the leader of a group of its own, as the command does
+    if os.getpgrp() == os.getpid():  # the command starts workers as leaders of their process groups
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

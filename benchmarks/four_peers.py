@@ -1,10 +1,10 @@
-"""Four peers of one training, each in its own process (or, for the tests, thread): the same local steps, and
-rounds at the same moments.
+"""Training with four peers, each in its own process (in tests: thread), with the same local steps and aligned
+rounds.
 
-Batches, the order of steps and the moments at which rounds are applied follow from the seed; the rounds are
-those of `swarm.Optimizer`, on real sockets, with its codecs and error feedback. What is left out is who
-closes an epoch when: every peer makes the same number of steps, and what is missing of somebody's values in a
-round, which a busy machine may cause, is counted.
+Batches, the order of steps and the moments at which rounds are applied follow from the seed. The rounds are
+those of `swarm.Optimizer`, on real sockets, with its codecs and error feedback. The peers do not compete to
+close an epoch: every peer makes the same number of steps. Values that are missing from a round, which a busy
+machine may cause, are counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from averaging.matchmaking.service.presence import PresenceConfig
 from averaging.optim.epoch_averager import AveragingOptions, BackgroundRound, EpochAverager
 from averaging.optim.modes import Mode, ModeParts
 from averaging.optim.optimizer import OptimizerConfig
-from benchmarks.ways import Scale, Way
+from benchmarks.training_setups import Scale, TrainingSetup
 from swarm.core.ids import PeerId
 from swarm.node import Node
 from swarm.run.task import Draw
@@ -44,7 +44,7 @@ from swarm.run.tasks.corpus import read_corpus
 
 PEERS = 4
 ATTEMPTS_MAX = 3
-AGAIN_S = 1.0
+RETRY_S = 1.0
 READY_S = 60.0
 SLOW_S = 60.0
 HELD_OUT_SAMPLES = 512
@@ -52,14 +52,14 @@ _BETAS = (0.9, 0.95)
 
 
 class RoundsFailed(Exception):
-    """A round of a training on loopback failed again and again."""
+    """A round of a training on loopback failed in every attempt."""
 
 
 class Data:
-    """What is trained on, and what the loss is measured on."""
+    """Training batches and the held-out text on which the loss is measured."""
 
     def __init__(self, scale: Scale, folder: Path | None = None) -> None:
-        """`folder`: of text; None: the Python standard library's sources."""
+        """Read text from `folder`; None reads the sources of Python's standard library."""
         corpus = read_corpus(folder, bytes_max=scale.data_bytes, sample_bytes=scale.context + 1)
         self._training = ByteData(corpus, context=scale.context, device=torch.device("cpu"))
         held_out = torch.frombuffer(corpus.held_out, dtype=torch.uint8)
@@ -68,20 +68,22 @@ class Data:
         self._samples = scale.samples
 
     def loss(self, model: ByteTransformer, seed: int, step: int, peer: int) -> torch.Tensor:
-        """Of the same batch for the same step of the same peer, whatever the way."""
+        """Return the loss on a batch that depends on seed, step and peer alone, so that it is equal for all
+        setups.
+        """
         self._training.start_epoch(Draw(f"convergence {seed}", step, PeerId(bytes([peer + 1]) * 32)))
         return self._training.loss(model, self._samples)
 
     @torch.no_grad()
     def held_out_loss(self, model: ByteTransformer) -> float:
-        """Nats per byte."""
+        """Return the loss on held-out text, in nats per byte."""
         logits_BTV = model(self._held_out_BT[:, :-1])
         return float(functional.cross_entropy(logits_BTV.flatten(0, 1), self._held_out_BT[:, 1:].flatten()))
 
 
 @contextmanager
 def four_nodes() -> Iterator[list[Node]]:
-    """Nodes that know one another, in this process."""
+    """Open four connected nodes in this process."""
     with ExitStack() as stack:
         nodes: list[Node] = []
         for _ in range(PEERS):
@@ -105,24 +107,28 @@ def set_rate(inner: torch.optim.Optimizer, scale: Scale, step: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A model and its optimizer after the common steps: what every way of this scale and seed goes on from."""
+class StartingPoint:
+    """A model and its optimizer after the common steps, from which every setup of this scale and seed
+    continues.
+    """
 
     model: dict[str, Any]
     inner: dict[str, Any]
 
     def on(self, scale: Scale, seed: int) -> tuple[ByteTransformer, torch.optim.Optimizer]:
+        """Return a new model and its optimizer in this state."""
         model, inner = build(scale, seed)
         model.load_state_dict(self.model)
         inner.load_state_dict(deepcopy(self.inner))
         return model, inner
 
 
-def begin(data: Data, scale: Scale, seed: int) -> Begun:
+def common_start(data: Data, scale: Scale, seed: int) -> StartingPoint:
+    """Train the common steps on one machine, with the batches of all peers."""
     model, inner = build(scale, seed)
     for step in range(scale.common_steps):
         _lone_step(model, inner, data, scale, (seed, step, PEERS))
-    return Begun(model.state_dict(), inner.state_dict())
+    return StartingPoint(model.state_dict(), inner.state_dict())
 
 
 def _lone_step(
@@ -140,88 +146,99 @@ def _lone_step(
     inner.step()
 
 
-Look = Callable[[int, float, float], None]  # step, held-out loss, bytes sent so far
+OnEvaluation = Callable[[int, float, float], None]  # step, held-out loss, bytes sent so far
 
 
-def alone(data: Data, begun: Begun, scale: Scale, seed: int, *, peers: int, look: Look) -> None:
-    """One machine without a swarm: each step on the batches of so many peers together, in plain torch."""
-    model, inner = begun.on(scale, seed)
+def train_alone(
+    data: Data, start: StartingPoint, scale: Scale, seed: int, *, peers: int, on_evaluation: OnEvaluation
+) -> None:
+    """Train on one machine without a swarm, in plain torch: each step takes the batches of `peers` peers."""
+    model, inner = start.on(scale, seed)
     for step in range(scale.common_steps, scale.steps):
         _lone_step(model, inner, data, scale, (seed, step, peers))
         if (step + 1) % (scale.steps // scale.points) == 0:
-            look(step + 1, data.held_out_loss(model), 0.0)
+            on_evaluation(step + 1, data.held_out_loss(model), 0.0)
 
 
 @dataclass(slots=True)
-class Course:
-    """What one peer saw of its training."""
+class PeerHistory:
+    """The training as one peer saw it."""
 
     rounds: int = 0
-    missing: float = 0.0  # of the four's contributions: 1 is what all four give to one round
-    # step, its held-out loss if it looked, bytes sent
+    missing: float = 0.0  # missing contributions: 1 is the contribution of all four to one round
+    # step, its held-out loss if evaluated, bytes sent
     curve: list[tuple[int, float | None, float]] = field(default_factory=list)
 
 
 class Peer:
-    """One of the four. Rounds wait for the others, which keeps them in step."""
+    """One of the four peers. Rounds wait for the others, which keeps the peers in step."""
 
-    def __init__(self, node: Node, number: int, way: Way, run: str) -> None:
-        self._node, self._number, self._way, self._run = node, number, way, run
-        self._flight: BackgroundRound | None = None
+    def __init__(self, node: Node, number: int, setup: TrainingSetup, run: str) -> None:
+        self._node, self._number, self._setup, self._run = node, number, setup, run
+        self._pending: BackgroundRound | None = None
         self._sent_bytes = 0
-        self.course = Course()
+        self.history = PeerHistory()
 
-    def train(self, data: Data, begun: Begun, scale: Scale, seed: int, ready: Callable[[], None]) -> Course:
-        """`ready` is called once the others can find this peer, and waits for them. RoundsFailed: this
-        machine is too busy for it.
+    def train(
+        self, data: Data, start: StartingPoint, scale: Scale, seed: int, ready: Callable[[], None]
+    ) -> PeerHistory:
+        """Train to the last step and return the history.
+
+        `ready` is called when the others can find this peer, and waits for them. Raises RoundsFailed when a
+        round fails in every attempt, as on a machine that is too busy.
         """
-        model, inner = begun.on(scale, seed)
-        mode = self._way.mode.build(ModeParts(inner=inner))
-        rounds = _rounds(self._node, self._run, mode, self._way)
+        model, inner = start.on(scale, seed)
+        mode = self._setup.mode.build(ModeParts(inner=inner))
+        rounds = _rounds(self._node, self._run, mode, self._setup)
         rounds.open()
         ready()
-        # elsewhere the peers' losses are the same
+        # in other modes the losses of all peers are equal
         looks = self._number == 0 or mode.traits.overlapped or not mode.traits.canonical
-        way, every, looked = self._way, max(self._way.span, scale.steps // scale.points), scale.common_steps
+        setup, every, looked = (
+            self._setup,
+            max(self._setup.local_steps, scale.steps // scale.points),
+            scale.common_steps,
+        )
         try:
-            for step in range(scale.common_steps, scale.steps, way.span):
-                for nth in range(way.span):
+            for step in range(scale.common_steps, scale.steps, setup.local_steps):
+                for nth in range(setup.local_steps):
                     model.zero_grad()
-                    data.loss(model, seed, step + nth, self._number).backward()  # type: ignore[no-untyped-call]
+                    loss = data.loss(model, seed, step + nth, self._number)
+                    loss.backward()  # type: ignore[no-untyped-call]
                     set_rate(inner, scale, step + nth)
                     mode.learner.accumulate(scale.samples)
-                    if nth + 1 == way.land_after:
-                        self._land(mode, rounds)
-                self._land(mode, rounds)
-                self._flight = rounds.begin(mode.state.epoch, lambda: False, math.inf)
-                if not way.land_after:
-                    self._land(mode, rounds)
-                done = step + way.span
+                    if nth + 1 == setup.delay_steps:
+                        self._finish_round(mode, rounds)
+                self._finish_round(mode, rounds)
+                self._pending = rounds.begin(mode.state.epoch, lambda: False, math.inf)
+                if not setup.delay_steps:
+                    self._finish_round(mode, rounds)
+                done = step + setup.local_steps
                 if done - looked >= every or done >= scale.steps:
                     looked = done
-                    self.course.curve.append(
+                    self.history.curve.append(
                         (done, data.held_out_loss(model) if looks else None, float(self._sent_bytes))
                     )
-            self._land(mode, rounds)
+            self._finish_round(mode, rounds)
         finally:
-            if self._flight is not None:
-                self._flight.cancel()
+            if self._pending is not None:
+                self._pending.cancel()
             rounds.close()
-        return self.course
+        return self.history
 
-    def _land(self, mode: Mode, rounds: EpochAverager) -> None:
-        """Take what the round in the background brought; who found nobody in a mode where that may be goes on
-        alone.
+    def _finish_round(self, mode: Mode, rounds: EpochAverager) -> None:
+        """Apply the round that runs in the background. In a mode where a peer may find nobody, it then
+        proceeds alone.
         """
         for attempt in range(1, ATTEMPTS_MAX + 1):
-            if self._flight is None:
+            if self._pending is None:
                 return
-            self.course.rounds += attempt == 1
-            result, self._flight = self._flight.result(), None
+            self.history.rounds += attempt == 1
+            result, self._pending = self._pending.result(), None
             self._sent_bytes += result.bytes_sent
             if not result.failed:
                 if not mode.traits.proceeds_alone:
-                    self.course.missing += 1.0 - sum(result.contributions.values()) / PEERS
+                    self.history.missing += 1.0 - sum(result.contributions.values()) / PEERS
                 _advance(mode, list(result.gathered.values()))
                 return
             mode.failed(result.reason)
@@ -229,14 +246,14 @@ class Peer:
                 mode.prepare(mode.state.epoch)
                 _advance(mode, [])
             elif attempt == ATTEMPTS_MAX or result.reason == "passed":
-                raise RoundsFailed(f"{self._way.name}: {result.detail or result.reason}")
+                raise RoundsFailed(f"{self._setup.name}: {result.detail or result.reason}")
             else:
-                time.sleep(AGAIN_S)
-                self._flight = rounds.begin(mode.state.epoch, lambda: False, math.inf)
+                time.sleep(RETRY_S)
+                self._pending = rounds.begin(mode.state.epoch, lambda: False, math.inf)
 
 
-def _unhurried() -> OptimizerConfig:
-    """Nobody is missing here, only slow: a machine that is busy with other things must not change what is
+def _patient_config() -> OptimizerConfig:
+    """Return a config with long timeouts: no peer is missing here, and a busy machine must not change what is
     averaged.
     """
     grace_period = GracePeriodConfig(unknown_peer_s=SLOW_S, margin_s=SLOW_S, grace_s_max=SLOW_S)
@@ -256,41 +273,45 @@ def _unhurried() -> OptimizerConfig:
     )
 
 
-def _rounds(node: Node, run: str, mode: Mode, way: Way) -> EpochAverager:
-    manner = AveragingOptions(codec=way.codec, error_feedback=way.error_feedback, strategy=way.strategy)
-    # where nobody need come, who waits long for a partner that has found another holds both up
+def _rounds(node: Node, run: str, mode: Mode, setup: TrainingSetup) -> EpochAverager:
+    options = AveragingOptions(
+        codec=setup.codec, error_feedback=setup.error_feedback, strategy=setup.strategy
+    )
+    # in a mode in which peers may remain alone, a long wait for a busy partner delays both
     return EpochAverager(
-        node, run, mode, manner, OptimizerConfig() if mode.traits.proceeds_alone else _unhurried()
+        node, run, mode, options, OptimizerConfig() if mode.traits.proceeds_alone else _patient_config()
     )
 
 
-def _advance(mode: Mode, told: list[object]) -> None:
+def _advance(mode: Mode, gathered: list[object]) -> None:
     with mode.state.lock:
-        mode.apply(told)
+        mode.apply(gathered)
         mode.state.mark_changed(mode.state.epoch + 1)
 
 
-def together(courses: Sequence[Course]) -> list[tuple[int, float, float]]:
-    """One curve of all peers: the mean of the losses of those who looked, and of the bytes that each sent."""
+def mean_curve(histories: Sequence[PeerHistory]) -> list[tuple[int, float, float]]:
+    """Return one curve of all peers: the mean of the losses that were evaluated, and of the bytes that each
+    sent.
+    """
     found = []
-    for looks in zip(*(course.curve for course in courses), strict=True):
+    for looks in zip(*(history.curve for history in histories), strict=True):
         losses = [loss for _, loss, _ in looks if loss is not None]
         found.append((looks[0][0], sum(losses) / len(losses), sum(sent for _, _, sent in looks) / len(looks)))
     return found
 
 
-def in_threads(nodes: Sequence[Node], data: Data, scale: Scale) -> Callable[[Way, Begun, int], list[Course]]:
-    """Makes four peers of this process train: for the tests, since four processes would import torch four
-    times.
-    """
+def in_threads(
+    nodes: Sequence[Node], data: Data, scale: Scale
+) -> Callable[[TrainingSetup, StartingPoint, int], list[PeerHistory]]:
+    """Return a function that trains with four peers in this process, so that tests import torch once."""
     trained = count()
 
-    def four(way: Way, begun: Begun, seed: int) -> list[Course]:
+    def four(setup: TrainingSetup, start: StartingPoint, seed: int) -> list[PeerHistory]:
         together, run = threading.Barrier(PEERS), f"convergence {next(trained)}"
 
-        def train(number: int) -> Course:
-            return Peer(nodes[number], number, way, run).train(
-                data, begun, scale, seed, lambda: _ready(together)
+        def train(number: int) -> PeerHistory:
+            return Peer(nodes[number], number, setup, run).train(
+                data, start, scale, seed, lambda: _ready(together)
             )
 
         with ThreadPoolExecutor(PEERS) as pool:

@@ -1,5 +1,6 @@
-"""Peers that are killed and started again: when, by chance from a seed, and what of their work counted in the
-swarm. Pure.
+"""Peers that are killed and restarted: random kill times from a seed, and the work that counted.
+
+Free of I/O.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a start consists of, by the event of a volunteer that ends each part.
+# The phases of a start, by the volunteer's event that ends each.
 PHASES = {
     "listening": "Python, gRPC, the node",
     "run": "the run's specification",
@@ -22,13 +23,13 @@ STATE = "of it the download of the state"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kill:
-    at_s: float  # since the window began
+    at_s: float  # seconds since the window began
     peer: int
 
 
-def kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> list[Kill]:
-    """Every peer on its own: the time to its next kill is exponential, whether it trains meanwhile or is
-    still starting.
+def draw_kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> list[Kill]:
+    """Draw kill times for each peer independently: the time to its next kill is exponential, also while it
+    starts.
     """
     found = []
     for peer in range(peers):
@@ -40,22 +41,23 @@ def kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> l
 
 
 @dataclass(slots=True)
-class Life:
-    """One process of one peer, from its start to its end; moments are of one clock."""
+class ProcessLifetime:
+    """One process of one peer, from its start to its end. All moments are of one clock."""
 
     peer: int
     started_s: float
-    again: bool  # it follows a kill
-    moments_s: dict[str, float] = field(default_factory=dict)  # of the first event of each kind
-    # samples in the swarm's steps, and when they were told
+    restarted: bool  # this process follows a kill
+    moments_s: dict[str, float] = field(default_factory=dict)  # the first event of each kind
+    # when samples were reported, and how many of them are in the swarm's steps
     counted: list[tuple[float, int]] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)  # held-out
-    state_s: float | None = None  # what the download took
+    state_s: float | None = None  # duration of the download
     failed_rounds: int = 0
     resynchronised: int = 0
     ended_s: float | None = None
 
     def take(self, event: Mapping[str, Any], now_s: float) -> None:
+        """Record an event that the process printed at `now_s`."""
         kind = event["event"]
         self.moments_s.setdefault(kind, now_s)
         if kind == "epoch":
@@ -70,7 +72,7 @@ class Life:
             self.resynchronised += 1
 
     def contributing_s(self, since_s: float, until_s: float) -> float:
-        """How long it trained within this window: from its first contribution to its end."""
+        """Return for how long it trained within this window: from its first contribution to its end."""
         begin_s = self.moments_s.get("contributing")
         if begin_s is None:
             return 0.0
@@ -79,7 +81,7 @@ class Life:
 
     @property
     def phases_s(self) -> dict[str, float] | None:
-        """Seconds of each part of its start; None: it was killed before it contributed."""
+        """Seconds of each phase of its start; None when it was killed before it contributed."""
         if "contributing" not in self.moments_s:
             return None
         found, last_s = {}, self.started_s
@@ -91,36 +93,43 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """What all peers together did in a window."""
+class ChurnSummary:
+    """The results of all peers together in a window."""
 
-    samples_per_s: float  # that count in the swarm
-    samples_per_peer_s: float  # the same for each second of a peer that trains, not dead or starting
-    trained: float  # part of the window in which a peer trains, mean over the peers
-    loss: float | None  # held-out, the last that the living peers told
+    samples_per_s: float  # samples in the swarm's steps
+    samples_per_peer_s: float  # the same per second in which a peer trains, without dead time and starts
+    trained: float  # fraction of the window in which a peer trains, mean over the peers
+    loss: float | None  # median of the last held-out losses of live peers
     restarts_s: tuple[float, ...]  # from a kill to the first sample that counts again
-    unfinished: int  # restarts that a further kill, or the end, cut short
+    unfinished: int  # restarts that ended before the first sample, by another kill or the end
     failed_rounds: int
     resynchronised: int
 
 
-def sums(lives: Iterable[Life], *, peers: int, since_s: float, until_s: float) -> Sums:
-    everyone = list(lives)
+def summarize(
+    lifetimes: Iterable[ProcessLifetime], *, peers: int, since_s: float, until_s: float
+) -> ChurnSummary:
+    """Summarize what the processes did between `since_s` and `until_s`."""
+    everyone = list(lifetimes)
     window_s = until_s - since_s
-    samples = sum(count for life in everyone for at_s, count in life.counted if since_s < at_s <= until_s)
-    trained_s = sum(life.contributing_s(since_s, until_s) for life in everyone)
-    again = [life for life in everyone if life.again]
-    last = [life.losses[-1][1] for life in everyone if life.losses and life.ended_s is None]
-    restarts_s = tuple(
-        life.moments_s["contributing"] - life.started_s for life in again if "contributing" in life.moments_s
+    samples = sum(
+        count for lifetime in everyone for at_s, count in lifetime.counted if since_s < at_s <= until_s
     )
-    return Sums(
+    trained_s = sum(lifetime.contributing_s(since_s, until_s) for lifetime in everyone)
+    restarted = [lifetime for lifetime in everyone if lifetime.restarted]
+    last = [lifetime.losses[-1][1] for lifetime in everyone if lifetime.losses and lifetime.ended_s is None]
+    restarts_s = tuple(
+        lifetime.moments_s["contributing"] - lifetime.started_s
+        for lifetime in restarted
+        if "contributing" in lifetime.moments_s
+    )
+    return ChurnSummary(
         samples_per_s=samples / window_s,
         samples_per_peer_s=samples / trained_s if trained_s else 0.0,
         trained=trained_s / (peers * window_s),
         loss=statistics.median(last) if last else None,
         restarts_s=restarts_s,
-        unfinished=len(again) - len(restarts_s),
-        failed_rounds=sum(life.failed_rounds for life in everyone),
-        resynchronised=sum(life.resynchronised for life in everyone),
+        unfinished=len(restarted) - len(restarts_s),
+        failed_rounds=sum(lifetime.failed_rounds for lifetime in everyone),
+        resynchronised=sum(lifetime.resynchronised for lifetime in everyone),
     )

@@ -1,5 +1,5 @@
-"""What a trainer costs over torch and its model, and how soon a new one contributes: swarm.Optimizer beside
-hivemind.Optimizer.
+"""The memory of a trainer beyond torch and its model, and the time until a new one contributes, beside
+hivemind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.launch import Launch, LaunchFailed, Worker, proportional_bytes
 from benchmarks.results import Aim, Row, Series
 
 TRAINERS = 2
-JOINT_ROUNDS = 3  # seen by each trainer before anything is read
+JOINT_ROUNDS = 3  # of each trainer before readings begin
 READINGS = 5
 READING_EVERY_S = 0.4
 STEADY_TIMEOUT_S = 90.0
@@ -30,7 +30,7 @@ TORCH_PHASE = "model and AdamW"
 
 @dataclass(slots=True)
 class Costs:
-    """All that was read of one contender."""
+    """All readings of one system."""
 
     name: str
     python: Path
@@ -42,7 +42,7 @@ class Costs:
     joined_s: list[float] = field(default_factory=list)
     loaded_s: list[float] = field(default_factory=list)  # from torch's import to the state in place
     from_exec_s: list[float] = field(default_factory=list)
-    starts: list[dict[str, float]] = field(default_factory=list)  # seconds of each joiner's start, by phase
+    starts: list[dict[str, float]] = field(default_factory=list)  # seconds of each joiner's start by phase
     joins_failed: int = 0
     launches_failed: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Costs:
         ]
 
     def start_phases(self) -> str:
-        """Where the time from torch's import to contributing goes: medians."""
+        """Return in words where the time from torch's import to contributing goes, as medians."""
         if not self.starts:
             return f"{self.name}: nobody joined"
         medians = {name: statistics.median(start[name] for start in self.starts) for name in self.starts[0]}
@@ -81,16 +81,16 @@ class Costs:
 
 def rows(setting: Setting) -> list[Row]:
     own = Costs("swarm.Optimizer", OWN_PYTHON, "benchmarks.workers.swarm_trainer")
-    contenders = [own]
+    systems = [own]
     peer = None
     if setting.hivemind is not None:
         peer = Costs(f"{HIVEMIND} Optimizer", setting.hivemind, "benchmarks.workers.hivemind_trainer")
-        contenders.append(peer)
-    for costs in contenders:
+        systems.append(peer)
+    for costs in systems:
         setting.say(f"memory of idle torch beside {costs.name}")
         _read_idle(costs)
     for number in range(PASSES):
-        for costs in contenders:
+        for costs in systems:
             setting.say(f"trainers and joiners, pass {number + 1} of {PASSES}: {costs.name}")
             _measure(costs, setting.say)
     return _rows(own, peer)
@@ -103,12 +103,12 @@ def _read_idle(costs: Costs) -> None:
         module="benchmarks.workers.idle_trainer",
         configurations=[{}] * TRAINERS,
     ) as launch:
-        launch.hear("steady", 60.0)
+        launch.receive("steady", 60.0)
         costs.idle_bytes += _readings(launch)[0]
 
 
 def _readings(launch: Launch) -> tuple[list[float], list[float]]:
-    """(bytes, processes) of every worker's tree, several times."""
+    """Return (bytes, processes) of every worker's process tree, read several times."""
     found: tuple[list[float], list[float]] = ([], [])
     for _ in range(READINGS):
         for worker in launch.workers:
@@ -128,9 +128,9 @@ def _measure(costs: Costs, say: Callable[[str], None]) -> None:
                 module=costs.module,
                 configurations=[{"joins": False}] * TRAINERS,
             ) as launch:
-                launch.hear("started", STEADY_TIMEOUT_S)
+                launch.receive("started", STEADY_TIMEOUT_S)
                 for _ in range(JOINT_ROUNDS):
-                    launch.hear("joint", STEADY_TIMEOUT_S)
+                    launch.receive("joint", STEADY_TIMEOUT_S)
                 taken, processes = _readings(launch)
                 costs.trainer_bytes += taken
                 costs.processes += processes
@@ -138,7 +138,8 @@ def _measure(costs: Costs, say: Callable[[str], None]) -> None:
                     _join(launch, costs)
             joined = ", ".join(f"{value:.2f}" for value in costs.joined_s[-JOINERS_PER_PASS:])
             say(
-                f"  {statistics.median(taken) / 1e6:.0f} MB in all; contributed {joined} s after torch's import"
+                f"  {statistics.median(taken) / 1e6:.0f} MB in all; contributed {joined} s after torch's "
+                "import"
             )
             return
         except LaunchFailed as failure:
@@ -147,12 +148,12 @@ def _measure(costs: Costs, say: Callable[[str], None]) -> None:
 
 
 def _join(launch: Launch, costs: Costs) -> None:
-    """One more trainer, from exec to its first joint round; it leaves afterwards."""
+    """Start one more trainer and measure from exec to its first joint round; it leaves afterwards."""
     worker = launch.add({"joins": True})
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S
     try:
-        started = worker.hear("started", deadline_s)
-        joint = worker.hear("joint", deadline_s)
+        started = worker.receive("started", deadline_s)
+        joint = worker.receive("joint", deadline_s)
         costs.starts.append({**started["phases"], "first joint round": joint["at_s"] - started["loaded_s"]})
         costs.loaded_s.append(started["loaded_s"] - started["imported_s"])
         costs.joined_s.append(joint["at_s"] - started["imported_s"])
@@ -166,8 +167,8 @@ def _join(launch: Launch, costs: Costs) -> None:
 
 
 def _leave(worker: Worker) -> None:
-    worker.tell({"do": "stop"})
-    worker.hear("stopped", time.monotonic() + STOP_TIMEOUT_S)
+    worker.send({"do": "stop"})
+    worker.receive("stopped", time.monotonic() + STOP_TIMEOUT_S)
 
 
 def _rows(own: Costs, peer: Costs | None) -> list[Row]:

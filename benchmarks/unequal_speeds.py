@@ -1,8 +1,7 @@
-"""Peers of speed 1, ½ and ¼ in one run: what share of the sum of their speeds goes into committed rounds.
+"""Peers of speed 1, ½ and ¼ in one run: the share of the sum of their speeds that goes into committed rounds.
 
-Three nodes in this process; a training step is a pause, so that the machine's own cores do not matter. A
-peer's speed is what it computes between its calls of `Optimizer.step`; everything that it waits for in there
-is lost.
+The three nodes are in this process. A training step is a pause, so that the machine's cores do not matter. A
+peer's speed is what it computes between its calls of `Optimizer.step`; all time spent in there is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from averaging.optim.optimizer import Diloco, Gradients, Optimizer
 from benchmarks.results import Aim, Row, Series
 from swarm.node import Node
 
-STEP_S = 0.04  # of the fastest
+STEP_S = 0.04  # of the fastest peer
 SPEEDS = (1.0, 0.5, 0.25)
 BATCH = 8
 EPOCH_S = 4.0
@@ -35,7 +34,7 @@ MODES: dict[str, ModeSettings] = {
 
 @dataclass(slots=True)
 class _Account:
-    """What one peer did in the epochs that count."""
+    """The work of one peer in the epochs that count."""
 
     computed_s: float = 0.0
     computed: int = 0  # samples
@@ -44,8 +43,9 @@ class _Account:
 
 
 def share(mode: ModeSettings, *, epochs: int = EPOCHS, epoch_s: float = EPOCH_S) -> tuple[float, list[int]]:
-    """(committed samples a second over the sum of the peers' own speeds, steps of each peer). The first epoch
-    is warm-up.
+    """Return (committed samples per second over the sum of the peers' own speeds, steps of each peer).
+
+    The first epoch is a warm-up.
     """
     target = round(sum(BATCH * speed / STEP_S for speed in SPEEDS) * epoch_s)
     accounts = [_Account() for _ in SPEEDS]
@@ -90,7 +90,7 @@ def share(mode: ModeSettings, *, epochs: int = EPOCHS, epoch_s: float = EPOCH_S)
 
 
 def _train(optimizer: Optimizer, speed: float, account: _Account, epochs: int) -> tuple[float, float]:
-    """(when its first epoch ended, when its last did)."""
+    """Train one peer and return (end of its first epoch, end of its last)."""
     begin_s = end_s = 0.0
     done = 0
     while done <= epochs:
@@ -110,6 +110,7 @@ def _train(optimizer: Optimizer, speed: float, account: _Account, epochs: int) -
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:
+    """Measure every mode and return a row for each."""
     found = []
     for name, mode in MODES.items():
         reached, steps = share(mode)

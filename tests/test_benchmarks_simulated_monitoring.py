@@ -1,11 +1,11 @@
-"""The measurement of what metrics cost runs, and sees what it says it sees."""
+"""The measurement of the cost of metrics runs, and its monitor sees every peer."""
 
 from __future__ import annotations
 
-from benchmarks.monitoring import costs, rows
+from benchmarks.simulated_monitoring import costs, rows
 
 
-def test_every_peer_is_seen_and_what_it_costs_is_counted() -> None:
+def test_the_monitor_sees_every_peer_and_costs_are_counted() -> None:
     found = costs(10, measured_s=8.0)
     assert (found.seen, found.fresh) == (10, 10)
     assert 0 < found.peer_bytes < 20_000
@@ -14,7 +14,7 @@ def test_every_peer_is_seen_and_what_it_costs_is_counted() -> None:
     assert found.record_bytes < 1000
 
 
-def test_a_size_has_two_rows() -> None:
+def test_each_size_has_two_rows() -> None:
     ((peer, monitor),) = rows(lambda text: None, sizes=(4,))
     assert (peer.identifier, monitor.identifier) == (
         "simulated-4-metrics-peer",

@@ -1,6 +1,4 @@
-"""Rounds of several contenders taken in turn, so that a slow minute of the machine falls on all of them
-alike.
-"""
+"""Rounds of several systems in turn, so that a slow minute of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -9,22 +7,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.contenders import Contender, Round
 from benchmarks.launch import LaunchFailed
+from benchmarks.measured_systems import MeasuredSystem, Round
 from benchmarks.results import Series
 
-LAUNCHES_MAX = 3  # of one contender in one pass: some launches of hivemind never produce a round
+LAUNCHES_MAX = 3  # of one system in one pass: some launches of hivemind never complete a round
 FAILED_ROUNDS_MAX = 3  # in one launch
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a contender did over all passes."""
+    """The results of one system over all passes."""
 
     name: str
     rounds: list[Round] = field(default_factory=list)
     failed: int = 0
-    wrong: int = 0  # of those, rounds that their peers took for good ones
+    wrong: int = 0  # failed rounds that the peers reported as successful
     launches_failed: int = 0
     reasons: list[str] = field(default_factory=list)
 
@@ -45,8 +43,8 @@ class Tally:
         )
 
     def spending(self) -> str:
-        """Where the medians of its rounds go: processor time of all its processes together, and the phases
-        that it tells of.
+        """Return in words where its rounds spend their time: medians of processor seconds and of the reported
+        phases.
         """
         if not self.rounds:
             return f"{self.name}: no round"
@@ -55,39 +53,43 @@ class Tally:
             name: statistics.median(outcome.phases.get(name, 0.0) for outcome in self.rounds)
             for name in self.rounds[0].phases
         }
-        told = "".join(f", {name} {seconds * 1e3:.0f} ms" for name, seconds in phases.items())
-        return f"{self.name}: {processor_s:.2f} processor seconds a round{told}"
+        phases_text = "".join(f", {name} {seconds * 1e3:.0f} ms" for name, seconds in phases.items())
+        return f"{self.name}: {processor_s:.2f} processor seconds a round{phases_text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    passes: int  # fresh processes each time
-    rounds: int  # measured, per contender and pass
-    warm_up: int = 1  # rounds thrown away after each launch
+    passes: int  # each with new processes
+    rounds: int  # measured, per system and pass
+    warm_up: int = 1  # rounds dropped after each launch
 
 
-class _Seat:
-    """One contender in one pass: launched when it is first needed, launched again when it breaks down."""
+class _SystemRun:
+    """One system in one pass: launched when first needed, and again after a failure."""
 
     def __init__(
-        self, make: Callable[[], Contender], tally: Tally, plan: Plan, open_contenders: contextlib.ExitStack
+        self,
+        make: Callable[[], MeasuredSystem],
+        tally: Tally,
+        plan: Plan,
+        open_systems: contextlib.ExitStack,
     ) -> None:
-        self._make, self._tally, self._plan, self._stack = make, tally, plan, open_contenders
-        self._contender: Contender | None = None
+        self._make, self._tally, self._plan, self._stack = make, tally, plan, open_systems
+        self._system: MeasuredSystem | None = None
         self._own: contextlib.ExitStack | None = None
         self._launches, self._failed, self._left = 0, 0, plan.rounds
 
     @property
-    def wants(self) -> bool:
+    def unfinished(self) -> bool:
         return self._left > 0
 
-    def turn(self) -> None:
-        """One measured round, or the launch and warm-up that come before it."""
+    def advance(self) -> None:
+        """Run one measured round, or the launch and warm-up that come before it."""
         try:
-            if self._contender is None:
+            if self._system is None:
                 self._launch()
             else:
-                self._measure(self._contender)
+                self._measure(self._system)
         except LaunchFailed as failure:
             self._tally.launches_failed += 1
             self._tally.fail(str(failure))
@@ -98,13 +100,13 @@ class _Seat:
     def _launch(self) -> None:
         self._launches += 1
         self._own = self._stack.enter_context(contextlib.ExitStack())
-        contender = self._own.enter_context(self._make())
+        system = self._own.enter_context(self._make())
         for _ in range(self._plan.warm_up):
-            contender.round()
-        self._contender = contender
+            system.round()
+        self._system = system
 
-    def _measure(self, contender: Contender) -> None:
-        outcome = contender.round()
+    def _measure(self, system: MeasuredSystem) -> None:
+        outcome = system.round()
         if outcome.ok:
             self._tally.rounds.append(outcome)
             self._left -= 1
@@ -119,14 +121,19 @@ class _Seat:
     def _close(self) -> None:
         if self._own is not None:
             self._own.close()
-        self._contender = self._own = None
+        self._system = self._own = None
 
 
-def take_turns(
-    makers: Sequence[Callable[[], Contender]], names: Sequence[str], plan: Plan, say: Callable[[str], None]
+def interleave(
+    makers: Sequence[Callable[[], MeasuredSystem]],
+    names: Sequence[str],
+    plan: Plan,
+    say: Callable[[str], None],
 ) -> list[Tally]:
-    """All contenders are open at once and idle while another has its round; every pass starts fresh
-    processes, in the other order.
+    """Run rounds of all systems in turn and return a tally for each.
+
+    All systems are open at once and idle while another has its round. Every pass starts new processes, in the
+    opposite order of the last one.
     """
     tallies = [Tally(name) for name in names]
     for number in range(plan.passes):
@@ -134,11 +141,11 @@ def take_turns(
         if number % 2:
             order.reverse()
         with contextlib.ExitStack() as stack:
-            seats = [_Seat(make, tally, plan, stack) for make, tally in order]
-            while any(seat.wants for seat in seats):
-                for seat in seats:
-                    if seat.wants:
-                        seat.turn()
+            runs = [_SystemRun(make, tally, plan, stack) for make, tally in order]
+            while any(run.unfinished for run in runs):
+                for run in runs:
+                    if run.unfinished:
+                        run.advance()
         say(f"  pass {number + 1} of {plan.passes}: " + ", ".join(_progress(tally) for tally in tallies))
     return tallies
 

@@ -1,9 +1,9 @@
-"""The DHT in simulated swarms of 100 to 10,000 peers: hops, traffic at rest, reads under churn, healing of a
-split, an eclipse.
+"""The DHT in simulated swarms of 100 to 10,000 peers: hops, idle traffic, reads under churn, healing of a
+split, attacks.
 
 The production services run on virtual time (`swarm.testing`); the figures are properties of the protocol, the
-same on every machine. A swarm begins as if it had run for long: every table is full of live peers drawn from
-the seed.
+same on every machine. A swarm starts in the state of one that has run for hours: every table is full of live
+peers drawn from the seed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from swarm.testing.virtual_loop import run_virtual
 
 Say = Callable[[str], None]
 T = TypeVar("T")
-CHURN_SHARE_PER_S = 0.2 / 600.0  # of the peers, replaced in every second of churn
+CHURN_SHARE_PER_S = 0.2 / 600.0  # fraction of the peers replaced per second of churn
 _TTL_S = 3600.0
 _LINK = LinkConfig(delay_s=0.04, jitter=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A swarm, and for how long it is watched. A virtual second of 10,000 peers costs a quarter of one of the
-    processor: what is measured over a shorter time there says so.
+    """The size of a swarm, and for how long it is observed.
+
+    A virtual second of 10,000 peers costs a quarter of a processor second, so that size is observed for less
+    time.
     """
 
     peers: int
@@ -47,7 +49,7 @@ class Size:
 
 
 SMALL = (Size(peers=100), Size(peers=1_000))
-# 3 GB, a few minutes
+# takes 3 GB and a few minutes
 LARGE = Size(peers=10_000, rest_warm_up_s=60.0, rest_s=180.0, churn_s=60.0, split_s=150.0)
 
 
@@ -60,13 +62,14 @@ class Plan:
     churn_keys: int = 300
     heal_s_max: float = 900.0
     hostile_peers: int = 500
-    figures: frozenset[str] = frozenset()  # like "10000-heal": only these; none: all
-    identities_tried: int = 20_000  # by an attacker who wants to be near a key
+    figures: frozenset[str] = frozenset()  # such as "10000-heal"; empty: all
+    identities_tried: int = 20_000  # by an attacker that wants to be near a key
 
 
 def hops(peers: int, lookups: int, seed: int = 1) -> list[float]:
-    """Reads of keys that nobody wrote, by peers drawn from the seed: how many calls follow one upon the
-    other. All messages take the same time here, so that a read's duration tells.
+    """Return the number of consecutive calls of reads of missing keys, by peers drawn from the seed.
+
+    All messages take the same time here, so the number follows from a read's duration.
     """
 
     async def scenario(network: SimulatedNetwork) -> list[float]:
@@ -84,8 +87,9 @@ def hops(peers: int, lookups: int, seed: int = 1) -> list[float]:
 
 
 def at_rest(peers: int, warm_up_s: float, measured_s: float, seed: int = 1) -> tuple[float, float]:
-    """Messages and bytes that a peer sends in an hour in which nobody asks for anything: requests and
-    replies, without TLS and TCP.
+    """Return the messages and bytes that a peer sends in an hour without requests.
+
+    Counts requests and replies, without TLS and TCP.
     """
 
     async def scenario(network: SimulatedNetwork) -> tuple[float, float]:
@@ -102,10 +106,12 @@ def at_rest(peers: int, warm_up_s: float, measured_s: float, seed: int = 1) -> t
 
 
 def churn_reads(peers: int, keys: int, churn_s: float, seed: int = 1) -> tuple[int, int, int]:
-    """Peers crash, a fifth of all in ten minutes, one after the other, and as many newcomers join through
-    three of those that live. Meanwhile keys that were stored before are read, by peers drawn from the seed.
-    (reads that found the value, reads, keys that no live peer held in the end.) Nothing is renewed: what is
-    found is what the replicas keep among themselves.
+    """Measure reads while peers are replaced. Return (successful reads, reads, keys that no live peer held in
+    the end).
+
+    A fifth of the peers crash in ten minutes, one after the other, and as many newcomers join through three
+    live peers. Meanwhile peers drawn from the seed read keys that were stored before. No record is renewed:
+    reads find what the replicas keep among themselves.
     """
 
     async def scenario(network: SimulatedNetwork) -> tuple[int, int, int]:
@@ -138,15 +144,17 @@ def churn_reads(peers: int, keys: int, churn_s: float, seed: int = 1) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class Healing:
-    """Seconds after a cut's end; None: not within the time that was given."""
+    """Seconds after the end of a cut; None when the given time did not suffice."""
 
-    tables_s: float | None  # until everybody is reached from everybody by routing tables
-    reads_s: float | None  # until each of 50 values written on one side has been found from the other
-    missing: int  # of those, not found
+    tables_s: float | None  # until routing tables connect every peer with every other
+    reads_s: float | None  # until each of 50 values written on one side was read on the other
+    missing: int  # values not found
 
 
 def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> Healing:
-    """The swarm is cut in halves for `split_s`; then both write, and the cut ends."""
+    """Cut the swarm in halves for `split_s`, let both sides write, end the cut, and measure how the swarm
+    heals.
+    """
 
     async def scenario(network: SimulatedNetwork) -> Healing:
         swarm, chance, loop = DhtSwarm(network), Chance(seed, "heal"), asyncio.get_running_loop()
@@ -179,13 +187,13 @@ def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> Healin
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Who attacks, and what they name when asked for contacts."""
+    """An attack: the share of hostile peers, and the contacts that they name."""
 
     title: str
     identifier: str
     share: float  # of all peers
-    near: bool = False  # the attackers' identities are sought out to be the nearest to the keys that are read
-    endless: bool = False  # they name peers that do not exist, new ones every time
+    near: bool = False  # identities are searched to be nearest to the keys that are read
+    endless: bool = False  # they name new peers that do not exist in every answer
 
 
 ATTACKS = (
@@ -202,8 +210,8 @@ ATTACKS = (
 def attacked_reads(
     attack: Attack, peers: int, keys: int = 40, *, tried: int = 20_000, seed: int = 1
 ) -> tuple[int, int]:
-    """Honest peers store and read while hostile ones, who are in their tables, swallow what they are given:
-    (reads that found the value, reads).
+    """Let honest peers store and read while hostile ones in their tables drop records. Return (successful
+    reads, reads).
     """
 
     async def scenario(network: SimulatedNetwork) -> tuple[int, int]:
@@ -238,7 +246,7 @@ async def _store(swarm: DhtSwarm, keys: int, chance: Chance) -> list[Key]:
 
 
 async def _reads(member: SwarmMember, key: Key, value: int) -> bool:
-    """Does this peer find the value?"""
+    """Return whether this peer finds the value."""
     try:
         entry = await member.service.get(key)
     except SwarmError:
@@ -263,8 +271,7 @@ def _simulate(
         await network.close()
         return result
 
-    # a hundred thousand messages a minute leave little in cycles; walking a thousand tables again and again
-    # costs a fifth
+    # messages leave few reference cycles, and walking a thousand tables repeatedly costs a fifth of the time
     gc.disable()
     try:
         return run_virtual(main())
@@ -274,9 +281,9 @@ def _simulate(
 
 
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
-    """Every figure of the section, as soon as it is there."""
+    """Yield every figure of the section as soon as it is measured."""
     plan = plan or Plan()
-    # The largest swarm comes last: who interrupts it has everything else.
+    # The largest swarm comes last, so that an interrupted run has everything else.
     for attack in ATTACKS:
         if _wanted(plan, plan.hostile_peers, attack.identifier):
             say(f"simulated, {plan.hostile_peers} peers: {attack.title}")
@@ -303,7 +310,7 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
 
 
 def figures(plan: Plan) -> list[str]:
-    """Names of what `rows` measures, for `Plan.figures`."""
+    """Return the names of the figures that `rows` measures, for `Plan.figures`."""
     attacks = [f"{plan.hostile_peers}-{attack.identifier}" for attack in ATTACKS]
     return attacks + [
         f"{size.peers}-{figure}" for size in plan.sizes for figure in ("hops", "rest", "churn", "heal")
@@ -322,7 +329,9 @@ def simulated_row(
     aim: Aim | None = None,
     notes: tuple[str, ...] = (),
 ) -> Row:
-    """A row of this section: nothing to compare with, since no peer can be simulated."""
+    """Return a row of this section, without a peer to compare with, since other libraries cannot be
+    simulated.
+    """
     return Row(
         identifier=f"simulated-{identifier}",
         workload=workload,

@@ -1,15 +1,15 @@
-"""Forming a group: fewer peers than the target size, and exactly as many."""
+"""Matchmaking: the time to form a group of fewer peers than the target size, and of exactly as many."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from benchmarks.allreduce import HIVEMIND, Setting, ours
-from benchmarks.contenders import Contender, Round, Workers, Workload
+from benchmarks.interleaving import Plan, interleave
+from benchmarks.measured_systems import MeasuredSystem, Round, Workers, Workload
 from benchmarks.results import Aim, Row
-from benchmarks.turns import Plan, take_turns
 
-ELEMENTS = 10_000  # small, so that the group is what takes time
+ELEMENTS = 10_000  # small, so that forming the group dominates
 OWN_ROUNDS = 11
 LIMIT = "four round trips; on loopback only the processor's time for them"
 
@@ -35,7 +35,7 @@ def rows(setting: Setting, *, rounds: int) -> list[Row]:
 
 
 def short(setting: Setting, *, rounds: int) -> Row:
-    """Fewer peers than the target size: hivemind waits its whole window."""
+    """Measure fewer peers than the target size, for which hivemind waits its whole window."""
     workload = Workload(elements=ELEMENTS, tensors=1, peers=3, target_group_size=8, codec="float32")
     aim = Aim(of="ours", sense="at most", value=0.5)
     return _row(
@@ -51,7 +51,7 @@ def short(setting: Setting, *, rounds: int) -> Row:
 def _row(setting: Setting, workload: Workload, rounds: int, identifier: str, title: str, aim: Aim) -> Row:
     name = f"{HIVEMIND} (default min_matchmaking_time, 5 s)"
     setting.say(f"{title}: swarm" + (f", {name}" if setting.hivemind else ""))
-    own = take_turns(
+    own = interleave(
         [partial(ours, workload)],
         ["swarm"],
         Plan(passes=1, rounds=max(rounds, OWN_ROUNDS) if setting.hivemind else rounds),
@@ -60,11 +60,11 @@ def _row(setting: Setting, workload: Workload, rounds: int, identifier: str, tit
     peer = None
     if setting.hivemind is not None:
 
-        def theirs() -> Contender:
+        def theirs() -> MeasuredSystem:
             assert setting.hivemind is not None
             return Workers(name, python=setting.hivemind, module="hivemind_averager", workload=workload)
 
-        peer = take_turns([theirs], [name], Plan(passes=1, rounds=rounds), setting.say)[0]
+        peer = interleave([theirs], [name], Plan(passes=1, rounds=rounds), setting.say)[0]
     return Row(
         identifier=identifier,
         workload=title,

@@ -1,4 +1,6 @@
-"""Who is measured, behind one interface: open, one round at a time in turn with the others, close."""
+"""The systems that are measured, behind one interface: open, one round at a time in turn with the others,
+close.
+"""
 
 from __future__ import annotations
 
@@ -23,33 +25,35 @@ DELIVERED_MIN = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round of one contender was. Seconds count from the aligned start to the end of the slowest
+    """The result of one round of one system. Seconds count from the aligned start to the end of the slowest
     peer.
     """
 
-    ok: bool  # every peer got the average of all peers, in every element
+    ok: bool  # every peer has the average of all peers in every element
     reason: str = ""
-    wrong: bool = False  # the peers reported success, and it was none
+    wrong: bool = False  # the peers reported success although the result is wrong
     whole_s: float = 0.0  # matchmaking included
-    group_s: float | None = None  # until the last peer had its group; None: it has no such phase
-    reduce_s: float = 0.0  # from there to the end
+    group_s: float | None = None  # until the last peer had its group; None: no such phase
+    reduce_s: float = 0.0  # from the group to the end
     processor_s: float = 0.0
     delivered: float = 0.0
-    # seconds, the slowest peer's, as the contender itself tells them
+    # seconds of the slowest peer, as the system itself reports them
     phases: Mapping[str, float] = field(default_factory=dict)
-    wire_bytes: int = 0  # of all peers' IP packets, where links are emulated
-    carried_bytes: int = 0  # what TCP carried in them
+    wire_bytes: int = 0  # IP packets of all peers, where links are emulated
+    carried_bytes: int = 0  # their TCP payload
 
 
-class Contender(Protocol):
+class MeasuredSystem(Protocol):
+    """A system under measurement: a context manager whose rounds can take turns with those of others."""
+
     @property
     def name(self) -> str: ...
-    def __enter__(self) -> Contender: ...
+    def __enter__(self) -> MeasuredSystem: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def round(self) -> Round:
-        """Raises LaunchFailed when it cannot go on."""
+        """Run one round. Raises LaunchFailed when the system cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +66,12 @@ class Workload:
 
 
 class Workers:
-    """A contender made of worker processes that know `prepare`, `round` and `check`."""
+    """A system made of worker processes that accept the orders `prepare`, `round` and `check`."""
 
     def __init__(
         self, name: str, *, python: Path, module: str, workload: Workload, links: Links | None = None
     ) -> None:
-        """`links`: emulated ones, which are open as long as the contender is."""
+        """`links` are emulated links, open as long as the system is; None: loopback."""
         self._name, self._workload, self._links = name, workload, links
         configuration: dict[str, Any] = {
             "elements": workload.elements,
@@ -100,7 +104,7 @@ class Workers:
             if self._links is not None:
                 stack.enter_context(self._links)
             stack.enter_context(self._launch)
-            self._launch.hear("ready", READY_TIMEOUT_S)
+            self._launch.receive("ready", READY_TIMEOUT_S)
             self._open = stack.pop_all()
         return self
 
@@ -111,18 +115,18 @@ class Workers:
 
     def round(self) -> Round:
         launch = self._launch
-        launch.tell("prepare")
-        launch.hear("prepared", READY_TIMEOUT_S)
+        launch.send("prepare")
+        launch.receive("prepared", READY_TIMEOUT_S)
         before_s, before = launch.processor_s(), self._links.traffic() if self._links is not None else []
         at_s = time.monotonic() + START_AHEAD_S
-        launch.tell("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
-        done = launch.hear("done", ROUND_TIMEOUT_S + 10.0)
+        launch.send("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
+        done = launch.receive("done", ROUND_TIMEOUT_S + 10.0)
         processor_s, after = (
             launch.processor_s() - before_s,
             self._links.traffic() if self._links is not None else [],
         )
-        launch.tell("check")
-        checked = launch.hear("checked", READY_TIMEOUT_S)
+        launch.send("check")
+        checked = launch.receive("checked", READY_TIMEOUT_S)
         outcome = judge(done, checked, at_s=at_s, peers=self._workload.peers, processor_s=processor_s)
         return replace(
             outcome,
@@ -137,7 +141,7 @@ class Workers:
 def judge(
     done: list[dict[str, Any]], checked: list[dict[str, Any]], *, at_s: float, peers: int, processor_s: float
 ) -> Round:
-    """One round from its workers' reports."""
+    """Return the result of one round from the reports of its workers."""
     delivered = min(report["delivered"] for report in checked)
     refused = [report["reason"] for report in done if not report["ok"]]
     sizes = sorted({report["group"] for report in done})

@@ -1,5 +1,6 @@
-"""Vectors whose average is known, so that a round that averaged nothing, or part, or wrongly, is seen. Needs
-torch only.
+"""Vectors whose average is known, so that missing, partial and wrong averages are detected.
+
+Needs torch only.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import torch
 
 CHUNK_ELEMENTS = 1 << 20
 _PRIME = 4099
-# how far a value may be from the exact mean; a value left out of the average is at least half a unit away
+# tolerated distance from the exact mean; without one peer, it is at least half a unit away
 TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.03, "int8": 0.15, "int4": 0.15}
-# an element's error may be as large as what a missing peer makes: the mean over a chunk's is looked at
+# one element's error may be as large as that of a missing peer: the mean over a chunk is checked
 COARSE = frozenset({"int4"})
 
 
@@ -22,8 +23,8 @@ def _pattern() -> torch.Tensor:
 
 
 def fill(tensors: Sequence[torch.Tensor], rank: float) -> None:
-    """Writes what peer `rank` starts a round with: a pattern in [0, 2) that does not repeat from chunk to
-    chunk, plus `rank`.
+    """Write the values with which peer `rank` starts a round: a pattern in [0, 2) that differs between
+    chunks, plus `rank`.
     """
     pattern = _pattern()
     for place, tensor in enumerate(tensors):
@@ -36,8 +37,9 @@ def fill(tensors: Sequence[torch.Tensor], rank: float) -> None:
 def delivered(
     tensors: Sequence[torch.Tensor], peers: int, codec: str, lost: int | None = None
 ) -> tuple[float, float]:
-    """(fraction of the elements that hold the average of `peers` peers, largest error). `lost`: the one
-    without it counts, too.
+    """Return (fraction of the elements that hold the average of `peers` peers, largest error).
+
+    With `lost`, the average without that peer counts, too.
     """
     pattern, total_rank = _pattern(), peers * (peers - 1) / 2
     mean_ranks = [total_rank / peers] + ([] if lost is None else [(total_rank - lost) / (peers - 1)])
@@ -58,7 +60,7 @@ def delivered(
 
 
 def tensors_of(elements: int, count: int) -> list[torch.Tensor]:
-    """`count` float32 tensors, `elements` in all, sizes as even as can be."""
+    """Return `count` float32 tensors with `elements` elements in all, of sizes as even as possible."""
     return [
         torch.zeros(elements * (index + 1) // count - elements * index // count) for index in range(count)
     ]

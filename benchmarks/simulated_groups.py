@@ -1,8 +1,9 @@
-"""Forming groups in simulated swarms larger than a group: messages and time per round, and how fast values
-come together.
+"""Forming groups in simulated swarms larger than a group: messages and time per round, and the speed of
+mixing.
 
-The production matchmaking on virtual time (`swarm.testing.grid_swarm`): the same on every machine. The first
-round begins with peers that know nobody, and is left out of messages and times; the deviation counts from it.
+The production matchmaking runs on virtual time (`swarm.testing.grid_swarm`), so figures are the same on every
+machine. The first round begins with peers that know no others, and is left out of messages and times; the
+deviation counts from it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.results import Aim, Row, Series
-from benchmarks.simulated import simulated_row
+from benchmarks.simulated_dht import simulated_row
 from swarm.testing.grid_swarm import GridFigures, measure
 
 Say = Callable[[str], None]
@@ -35,7 +36,7 @@ class Plan:
 
 
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
-    """Every figure, as soon as it is there."""
+    """Yield every figure as soon as it is measured."""
     plan = plan or Plan()
     for peers, target_group_size in plan.swarms:
         say(f"simulated, {peers} peers: {plan.rounds} rounds in groups of {target_group_size}")
@@ -48,8 +49,10 @@ def _rows(figures: GridFigures) -> list[Row]:
     left = ", ".join(f"{share:.1e}" for share in figures.deviations)
     exact = figures.target_group_size**figures.rounds_to_mix == figures.peers
     notes = (
-        f"{figures.cells} cells; {figures.rounds_to_mix} rounds to mix; deviation left after each round, of what it was: {left}",
-        f"messages are requests and replies; the busiest peer sends {max(figures.messages_most[1:])} in a round",
+        f"{figures.cells} cells; {figures.rounds_to_mix} rounds to mix; deviation left after each round, "
+        f"of what it was: {left}",
+        f"messages are requests and replies; the busiest peer sends {max(figures.messages_most[1:])} in a "
+        "round",
     )
     mixed = 100.0 * figures.deviations[figures.rounds_to_mix - 1]
     return [
@@ -79,7 +82,8 @@ def _rows(figures: GridFigures) -> list[Row]:
         simulated_row(
             f"{prefix}-mixing",
             title,
-            f"deviation from the global mean left after {figures.rounds_to_mix} round{'s' * (figures.rounds_to_mix > 1)}",
+            f"deviation from the global mean left after {figures.rounds_to_mix} "
+            f"round{'s' * (figures.rounds_to_mix > 1)}",
             Series(name="swarm: deviation left", unit="%", samples=(mixed,)),
             Aim(of="ours", sense="at most", value=1e-9 if exact else 125.0 / figures.target_group_size),
         ),

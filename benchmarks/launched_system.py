@@ -1,6 +1,4 @@
-"""A contender that is one launch of worker processes: what those of experts, mixtures and the DHT have in
-common.
-"""
+"""A measured system that is one launch of worker processes, as those of experts, mixtures and the DHT."""
 
 from __future__ import annotations
 
@@ -10,12 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.contenders import READY_TIMEOUT_S
 from benchmarks.launch import Launch
+from benchmarks.measured_systems import READY_TIMEOUT_S
 
 
-class Launched:
-    """The part of `benchmarks.contenders.Contender` that opens and closes; a round is its heirs'."""
+class LaunchedSystem:
+    """The part of `benchmarks.measured_systems.MeasuredSystem` that opens and closes. Subclasses implement
+    `round`.
+    """
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Launched:
         configurations: Sequence[dict[str, Any]],
         ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> None:
-        """`module`: in `benchmarks.workers`; a process for each of `configurations`."""
+        """`module` is a module of `benchmarks.workers`, started once for each of `configurations`."""
         self._name, self._ready_timeout_s = name, ready_timeout_s
         self._launch = Launch(
             name, python=python, module=f"benchmarks.workers.{module}", configurations=list(configurations)
@@ -37,12 +37,12 @@ class Launched:
         return self._name
 
     def _prepare(self) -> None:
-        """What comes between the workers' readiness and the first round."""
+        """Do the work between the workers' readiness and the first round. Subclasses may override it."""
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._launch)
-            self._launch.hear("ready", self._ready_timeout_s)
+            self._launch.receive("ready", self._ready_timeout_s)
             self._prepare()
             stack.pop_all()
         return self

@@ -1,0 +1,105 @@
+"""Findings from profiles: what limits a figure that misses its aim, keyed by the row's identifier.
+
+A page shows them only while the aim is missed.
+"""
+
+from __future__ import annotations
+
+_PROCESSOR_TIME = (
+    "processor time: all peers share the cores, and a round keeps them busy throughout. Of the processor "
+    "seconds of a float16 round (listed below) about half are gRPC and TLS, as the bare transport shows for "
+    "twice the bytes; the rest is tensor work: encode, reduce, digest and keep (settle), and the decoding of "
+    "the result into the caller's tensors (write-back)."
+)
+_TENSOR_WORK = (
+    "tensor work on shared cores: what is added to the transport is one pass each for the finite check, the "
+    "message, the weighted sum, the digest, the copy that is kept and the write-back; a machine whose memory "
+    "is busy with other work makes each dearer."
+)
+
+_DHT_TIME = (
+    "processor time: all peers share the cores. Of it, by `perf` with 8 peers, about half is Python "
+    "(searches, contacts in answers, the routing table and the peer book for every message), an eighth "
+    "Ed25519, a quarter gRPC and the kernel. Every store is signed, and verified at each of five replicas; a "
+    "get asks three of the five. hivemind signs nothing, and takes the first replica's answer."
+)
+_ONE_GET = (
+    "three calls to three processes that share two cores, and a signature to verify, where hivemind takes "
+    "the word of the first replica: a read here is to see every write that a majority of the replicas took "
+    "(docs/decisions/0003)."
+)
+
+_CODEC_CALLS = (
+    "calls, not memory: 11 operations of torch for int8, 25 for int2, 3 to 5 µs each over pieces that fit "
+    "the cache (docs/decisions/0014); on an idler machine the same code took a half to a third of the time "
+    "(best of 25: 2.5 GB/s for int8, 1.6 for int4)."
+)
+
+_IDLE_TCP = (
+    "TCP, as far as it is known: a connection that was idle begins with ten packets again (traces show 0.16 "
+    "s of a round of 1.0 s), which bare TCP shows as well; headers take 3.5 %, the last values' way there, "
+    "their average's way back and the votes two round trips (docs/decisions/0015)."
+)
+
+_EXPERT_CALL = (
+    "processor time. Of 1.6 ms a call (server and caller together, by `py-spy`, on a machine with five "
+    "runnable threads a core) about 0.35 ms are those of swarm: checks, framing, the queue, the change to "
+    "the computing thread; the rest is gRPC, TLS and the wake-ups of event loops for one 4 kB message each "
+    "way (docs/decisions/0012: 0.6 ms on the machine when idle). hivemind takes 8 to 13 ms."
+)
+_EXPERT_PASS = (
+    "the module's own arithmetic, which both share: forward, forward again, backward and a step take 2 ms "
+    "(four requests in one batch) to 4.4 ms (one) of a single thread here, and the server has one computing "
+    "thread; the two calls take 3.5 ms."
+)
+
+_STATE_MOVED = (
+    "processor time of two processes and more on two cores, and memory that was never written before. By the "
+    "processes' own timers, one donor: its digests 0.07 s, before which nothing can be asked for; then the "
+    "transfer, for which the newcomer takes 0.3 s of a core for gRPC and TLS and 0.12 for digests and "
+    "copies, the donor 0.3; then 0.1 s for the check for finite numbers and the copy into place. The first "
+    "write to 256 MB of memory costs 0.1 to 1.4 s here (a host under this machine has to find the pages), "
+    "less when two threads do it. Discovery takes 0.01 s, and nobody waits for a timer "
+    "(docs/decisions/0018)."
+)
+_STALE_FEEDBACK = (
+    "error feedback itself: what it held back while the learning rate was high is sent in the last rounds, "
+    "in which nothing is learned any more (the rate falls to 0), and the outer momentum multiplies it. The "
+    "arithmetic in plain torch, without our rounds, does the same (2.034 nats/byte, here 2.021); without "
+    "error feedback int2 reaches the loss sooner, see its row."
+)
+
+LIMITED_BY: dict[str, str] = {
+    "allreduce-64-float16-hivemind": _PROCESSOR_TIME,
+    "allreduce-64-float16-hivemind-whole": _PROCESSOR_TIME,
+    "allreduce-256-float16-hivemind": _PROCESSOR_TIME,
+    "allreduce-256-float16-hivemind-whole": _PROCESSOR_TIME,
+    "allreduce-64-float32-bare": _TENSOR_WORK,
+    "allreduce-256-float32-bare": _TENSOR_WORK,
+    "allreduce-64-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
+    "allreduce-256-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
+    **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
+    **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
+    **{
+        f"links-100mbit-50ms-{codec}-{beside}": _IDLE_TCP
+        for codec in ("float32", "float16")
+        for beside in ("tcp", "gloo", "hivemind", "alone")
+    },
+    "experts-small": _EXPERT_CALL,
+    "experts-train": _EXPERT_PASS,
+    "state-1-donor": _STATE_MOVED,
+    "state-3-donors": _STATE_MOVED,
+    "convergence-bytes-diloco-int2-with-error-feedback": _STALE_FEEDBACK,
+    "codec-3-int8-1-encode": _CODEC_CALLS,
+    "codec-4-int4-1-encode": _CODEC_CALLS,
+    "frozen-stall": (
+        "how long silence must last before it counts as death (LivenessConfig: about 1 s where heartbeats "
+        "are punctual, longer on a machine whose cores are overcommitted), and the repeated reduction of the "
+        "lost quarter."
+    ),
+    "start-after-import": (
+        "torch itself: it imports its compiler (torch._dynamo, about a thousand modules) when the first "
+        "optimizer is made, which this figure includes; see the phase “model and AdamW” below and the row "
+        "without it."
+    ),
+}
