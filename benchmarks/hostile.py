@@ -76,8 +76,8 @@ class Diverged(Exception):
 
 
 def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.Tensor:
-    """What a round makes of these: each chunk reduced by the first peer, the others' values encoded as they
-    travel.
+    """Return the average that a round makes of these vectors: the first peer reduces each chunk, and the
+    others' values are encoded as they travel.
     """
     codec, numel = find(CODEC), vectors[0].numel()
     plan = plan_chunks(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)

@@ -145,7 +145,10 @@ def explained_failures(device: torch.device) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_device_failure(error):
-            advice = "start again; if it fails again, give another --device and look at the driver's messages (`nvidia-smi`, `dmesg`)"
+            advice = (
+                "start again; if it fails again, give another --device and look at the driver's messages "
+                "(`nvidia-smi`, `dmesg`)"
+            )
             raise SwarmError(
                 f"{device} failed, and this process cannot use it any more ({first_line(error)}): {advice}"
             ) from error

@@ -30,8 +30,8 @@ _ALL_INTERFACES = re.compile(r"\b0\.0\.0\.0:\d+\b")
 
 
 class Scene:
-    """What one page has started so far. `folder`: where its commands run; a context manager that stops
-    everything.
+    """The processes that one page has started so far. Its commands run in `folder`. A context manager that
+    stops all of them at its end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,8 +75,8 @@ class Scene:
             self.address = found[0]
 
     def _placed(self, text: str, listening: re.Pattern[str] = _LISTEN) -> str:
-        """What the page writes for any machine, for this one: a free port on loopback, and the address of the
-        page's first peer.
+        """Return the text with the page's placeholders filled in for this machine: a free port on loopback,
+        and the address of the page's first peer.
         """
         text = listening.sub("127.0.0.1:0", text)
         if _PLACEHOLDER.search(text):

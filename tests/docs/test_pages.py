@@ -1,4 +1,4 @@
-"""What the documentation shows works: its Python runs, its commands run or at least parse, its pages are
+"""The documentation works as shown: its Python runs, its commands run or at least parse, its pages are
 complete.
 """
 

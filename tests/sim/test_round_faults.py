@@ -207,7 +207,11 @@ def spoil(kind: str, rng: random.Random) -> Callable[[Round], None]:
 
     def votes(running: Round) -> None:
         recast = running.quorum.recast
-        running.quorum.recast = lambda digest: recast(digest_payload(b"a lie") if digest else digest)  # type: ignore[method-assign]
+
+        def recast_a_lie(digest: bytes) -> None:
+            recast(digest_payload(b"a lie") if digest else digest)
+
+        running.quorum.recast = recast_a_lie  # type: ignore[method-assign]
 
     def sending(running: Round) -> None:
         async def stalled(place: int, stream: Any) -> None:

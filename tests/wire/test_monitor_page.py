@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(
 
 _WAIT_S = 15.0
 _SWITCHES = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync --disable-dev-shm-usage --window-size=1280,1400"
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1400"
 )
 _DRAWN = """
 return [...document.querySelectorAll('.chart')].map((card) => {
@@ -39,7 +39,8 @@ return [...document.querySelectorAll('.chart')].map((card) => {
   if (!canvas) return [card.querySelector('h3').textContent, 0];
   const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
   const colors = new Set();
-  for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3] > 200) colors.add((pixels[i] << 16) | (pixels[i + 1] << 8) | pixels[i + 2]);
+  for (let i = 0; i < pixels.length; i += 4)
+    if (pixels[i + 3] > 200) colors.add((pixels[i] << 16) | (pixels[i + 1] << 8) | pixels[i + 2]);
   return [card.querySelector('h3').textContent, colors.size];
 });
 """
@@ -185,7 +186,8 @@ def _table(page: Page) -> None:
     def names() -> list[str]:
         return list(
             page.js(
-                "return [...document.querySelectorAll('#peers tbody button.who')].map((one) => one.dataset.name)"
+                "return [...document.querySelectorAll('#peers tbody button.who')]"
+                ".map((one) => one.dataset.name)"
             )
         )
 
@@ -196,11 +198,13 @@ def _table(page: Page) -> None:
     page.js("document.querySelector('#peers button.who').click()")
     assert "12D3KooW" in page.js("return document.querySelector('#peers .details').textContent")
     page.js(
-        "const find = document.getElementById('filter'); find.value = 'ben'; find.dispatchEvent(new Event('input'))"
+        "const find = document.getElementById('filter'); find.value = 'ben'; "
+        "find.dispatchEvent(new Event('input'))"
     )
     assert names() == ["ben"]
     page.js(
-        "const find = document.getElementById('filter'); find.value = ''; find.dispatchEvent(new Event('input'))"
+        "const find = document.getElementById('filter'); find.value = ''; "
+        "find.dispatchEvent(new Event('input'))"
     )
 
 
