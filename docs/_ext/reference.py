@@ -179,7 +179,9 @@ class Described:
 
 
 def fields_of(class_: type) -> list[Described]:
-    """Fields in their order. Their meaning is the comment above or beside each one, or the string below it."""
+    """Return the fields in their order. The comment above or beside a field, or the string below it, says
+    its meaning.
+    """
     source = textwrap.dedent(inspect.getsource(class_))
     comments = _comments(source)
     lines = source.splitlines()

@@ -25,10 +25,12 @@ class Picture:
     def __init__(self, name: str, title: str, width: int, height: int) -> None:
         self.name = name
         self.lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}"'
             ' font-family="system-ui, sans-serif" font-size="13" role="img">',
             f"<title>{html.escape(title)}</title>",
-            '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto-start-reverse">'
+            '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+            'orient="auto-start-reverse">'
             f'<path d="M0 0 L10 5 L0 10 z" fill="{GREY}"/></marker></defs>',
             f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
         ]
@@ -39,7 +41,8 @@ class Picture:
         """A box; the first line of its text is bold when there are several."""
         fill, stroke = colour
         self.lines.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" fill="{fill}" stroke="{stroke}" stroke-width="1.3"/>'
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" fill="{fill}" '
+            f'stroke="{stroke}" stroke-width="1.3"/>'
         )
         lines = text.split("\n")
         first = y + height / 2 - (len(lines) - 1) * 8.5 + 4.5
@@ -83,7 +86,8 @@ class Picture:
         marks = "" if plain else ' marker-end="url(#a)"' + (' marker-start="url(#a)"' if both else "")
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self.lines.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{GREY}" stroke-width="1.3"{dash}{marks}/>'
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{GREY}" '
+            f'stroke-width="1.3"{dash}{marks}/>'
         )
         if text:
             self.text((x1 + x2) / 2, (y1 + y2) / 2 - 6, text, anchor="middle", size=12, colour=GREY)
@@ -96,7 +100,7 @@ class Picture:
 def sequence(
     name: str, title: str, actors: list[str], steps: list[tuple[int, int, str]], width: int = 860
 ) -> None:
-    """Who says what to whom, from above to below. A step from an actor to itself is something that it does."""
+    """Draw messages between actors, from top to bottom. A step from an actor to itself is an action of it."""
     height = 96 + 40 * len(steps)
     picture = Picture(name, title, width, height)
     places = [width / len(actors) * (number + 0.5) for number in range(len(actors))]
@@ -290,7 +294,8 @@ def experts() -> None:
     picture.text(
         20,
         306,
-        "Server 2 hosts the same experts as server 1: callers use the quicker one, and their parameters are averaged.",
+        "Server 2 hosts the same experts as server 1: "
+        "callers use the quicker one, and their parameters are averaged.",
         colour=GREY,
     )
     picture.save()
@@ -324,9 +329,12 @@ def connections() -> None:
     picture.text(
         40,
         282,
-        "An arrow points from the peer that dials to the peer that is dialed. All calls of a pair use mutual TLS on the one port\n"
-        "of the callee: DHT, groups, rounds, state, experts. A peer behind a router is a client unless its port is forwarded.\n"
-        "Two other ports exist on request only: the page of a monitor (--web) and its metrics (--prometheus).",
+        "An arrow points from the peer that dials to the peer that is dialed. "
+        "All calls of a pair use mutual TLS on the one port\n"
+        "of the callee: DHT, groups, rounds, state, experts. "
+        "A peer behind a router is a client unless its port is forwarded.\n"
+        "Two other ports exist on request only: "
+        "the page of a monitor (--web) and its metrics (--prometheus).",
         colour=GREY,
     )
     picture.save()
