@@ -23,7 +23,7 @@ from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.framing import unpack
 from averaging.reduction.partition import Plan, plan_chunks
-from averaging.reduction.reduce import Contribution, Job
+from averaging.reduction.reduce import Contribution, ReductionJob
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.vector import FlatVector
 from benchmarks.results import Aim, Row, Series
@@ -76,8 +76,8 @@ class Diverged(Exception):
 
 
 def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.Tensor:
-    """Return the average of a round: the first peer reduces each chunk, and the others' values are encoded as
-    in transit.
+    """Return the average that a round makes of these vectors: the first peer reduces each chunk, and the
+    others' values are encoded as they travel.
     """
     codec, numel = find(CODEC), vectors[0].numel()
     plan = plan_chunks(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)
@@ -96,7 +96,7 @@ def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.
             if isinstance(message, int):
                 raise Diverged
             given.append(Contribution(place, 1.0, unpack(message)[1]))
-        (done,) = reducer.reduce([Job(chunk, given)])
+        (done,) = reducer.reduce([ReductionJob(chunk, given)])
         assert isinstance(done, Averaged)
     return reducer.averages.decoded()
 
@@ -182,7 +182,7 @@ def costs(
         for vector in vectors
     ]
     jobs = [
-        Job(
+        ReductionJob(
             chunk,
             [Contribution(place, 1.0, kernels.encoded(chunk)) for place, kernels in enumerate(all_kernels)],
         )
@@ -222,7 +222,7 @@ def costs(
     ]
 
 
-def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
+def _sign_and_check(plan: Plan, jobs: Sequence[ReductionJob]) -> None:
     """Do what audits cost in every round, even without a draw: sign chunks and check them."""
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)

@@ -159,7 +159,7 @@ class Node:
 
     @property
     def reach(self) -> str:
-        """Reachability of this peer by others, as far as it knows: "direct" or "none"."""
+        """Return "direct" when others can call this peer, as far as it knows; else "none"."""
         return "direct" if self.contact.addresses else "none"
 
     @property

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 RECORDS = """
 import json, os
 with open(os.environ["SWARM_GPU_FIGURES"], "a") as file:
-    figure = {"figure": "rate", "value": 3.0, "unit": "GB/s", "at_least": 1.0, "test": "t"}
-    file.write(json.dumps(figure) + "\\n")
+    rate = {"figure": "rate", "value": 3.0, "unit": "GB/s", "at_least": 1.0, "test": "t"}
+    file.write(json.dumps(rate) + "\\n")
     file.write(json.dumps({"test": "t", "outcome": "failed", "seconds": 1.0, "why": "it was slow"}) + "\\n")
     file.write('{"half')
 """
@@ -71,8 +71,8 @@ def test_a_step_gets_no_more_than_what_is_left_after_those_that_follow(tmp_path:
 
 def test_what_a_step_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     child = (
-        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import threading; "
-        "threading.Event().wait()']).pid)"
+        "import subprocess, sys; waiting = 'import threading; threading.Event().wait()'; "
+        "print(subprocess.Popen([sys.executable, '-c', waiting]).pid)"
     )
     run.Runner(tmp_path, total_s=60.0).run([python("parent", child)])
     [number] = re.findall(r"^\[parent\] (\d+)$", (tmp_path / "tests.log").read_text(), re.MULTILINE)

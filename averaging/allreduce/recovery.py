@@ -21,7 +21,7 @@ from averaging.allreduce.reach import RepairClient
 from averaging.allreduce.repair import Ask, Redo, Repair, Take, attempt
 from averaging.allreduce.span import RoundContext
 from averaging.allreduce.work import Averaged
-from averaging.reduction.reduce import Job
+from averaging.reduction.reduce import ReductionJob
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError
 from swarm.wire.reduce_pb2 import FetchReply, FetchRequest, HeldReply, HeldRequest
 
@@ -173,7 +173,7 @@ class Recovery:
         """Reduce a chunk again, with the contributions of the live members."""
         chunk = self._plan.chunks[action.chunk]
         found = await self.contributions.collect(chunk)
-        job = Job(chunk, found, own=self._shared.contributes)
+        job = ReductionJob(chunk, found, own=self._shared.contributes)
         while True:
             done = (
                 self._kernels.nothing(chunk)

@@ -23,7 +23,7 @@ from averaging.allreduce.quorum import RoundMembership
 from averaging.allreduce.together import run_concurrently
 from averaging.allreduce.work import Averaged, ReductionKernels, Spoiled
 from averaging.reduction.framing import pack, unpack
-from averaging.reduction.reduce import Contribution, Job, Reduction
+from averaging.reduction.reduce import Contribution, Reduction, ReductionJob
 from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError
 from swarm.net.rpc import Stream
@@ -166,7 +166,7 @@ class ReducerSession:
                 jobs = [job for job in again if job is not None]
             self._shared.progressed()
 
-    async def _job(self, index: int) -> Job:
+    async def _job(self, index: int) -> ReductionJob:
         """Return the reduction job of this chunk, with the contributions taken so far."""
         chunk, own = self.kernels.plan.chunks[index], self._shared.contributes
         found = [
@@ -176,11 +176,11 @@ class ReducerSession:
         if own and self.auditor is not None:  # what is averaged must be shown later: encoded
             payload = await self._shared.labour.work(self.auditor.own, chunk)
             found.append(Contribution(self._own, self._shared.weights[self._own], payload))
-        return Job(
+        return ReductionJob(
             chunk, sorted(found, key=lambda contribution: contribution.place), own and self.auditor is None
         )
 
-    async def _conclude(self, job: Job, outcome: Averaged | Spoiled) -> Job | None:
+    async def _conclude(self, job: ReductionJob, outcome: Averaged | Spoiled) -> ReductionJob | None:
         """Serve what was averaged; what was spoiled is to be averaged again, without those who spoiled it."""
         if isinstance(outcome, Averaged):
             if self.auditor is not None:

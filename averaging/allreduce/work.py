@@ -23,7 +23,7 @@ from averaging.reduction.devices import Fetch, Queue, Queues
 from averaging.reduction.feedback import FeedbackRound
 from averaging.reduction.framing import pack
 from averaging.reduction.partition import Chunk, Plan
-from averaging.reduction.reduce import Contribution, Job, blocks, first_bad
+from averaging.reduction.reduce import Contribution, ReductionJob, blocks, first_bad
 from averaging.reduction.robust import MEAN, Aggregation, Rows, prepare
 from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import Codec, view_bytes, view_tensor
@@ -164,7 +164,7 @@ class ReductionKernels:
         self.seconds["encode"] += time.perf_counter() - started_s
         return messages
 
-    def reduce(self, jobs: Sequence[Job]) -> list[Averaged | Spoiled]:
+    def reduce(self, jobs: Sequence[ReductionJob]) -> list[Averaged | Spoiled]:
         """Average chunks of our own shard, into `averages`."""
         started_s = time.perf_counter()
         done: list[Averaged | Spoiled] = []

@@ -29,7 +29,7 @@ from averaging.optim.finite import (
     placeholder_names,
 )
 from averaging.optim.memory import Fragment, gradient_for, zeros_beside
-from averaging.optim.offload import HostLink, HostStaging, Links, link_of
+from averaging.optim.offload import HostLink, HostStaging, OffloadLinks, link_of
 from swarm.core.errors import UsageError
 
 
@@ -68,7 +68,7 @@ class GradientAccumulator:
         self._touched = [False] * len(self.parameters)
         self._is_mean = False
         self._is_zero = True  # all zeros, and not handed out to be written into
-        self._links = Links(self.parameters, make_link)
+        self._links = OffloadLinks(self.parameters, make_link)
         self._late_checks = LateChecks(self.names)
         self._staging = (
             HostStaging(self.parameters, self._links) if self._links and storage is not None else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from averaging.optim.memory import rows_of
-from averaging.optim.offload import Arrival, Links
+from averaging.optim.offload import Arrival, OffloadLinks
 
 _NAMED_MAX = 3  # parameters named in a message
 # copied at a time where a flag decides: bounds the memory for it, unless one row is longer
@@ -36,7 +36,7 @@ class DeviceCheck:
     on the host when `ready` returns True.
     """
 
-    def __init__(self, gradients: Mapping[int, torch.Tensor], links: Links) -> None:
+    def __init__(self, gradients: Mapping[int, torch.Tensor], links: OffloadLinks) -> None:
         """Start the check of `gradients`: dense tensors by the parameter's index, on devices that have
         links. They are read on the current streams.
         """

@@ -76,7 +76,7 @@ class _CudaArrival:
         self._event.synchronize()
 
 
-class CudaLink:
+class OffloadLink:
     """The link to one CUDA device."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -115,10 +115,10 @@ def link_of(device: torch.device) -> HostLink | None:
     """Return a link to this device; None where copies are synchronous: on the host itself, and on devices
     without streams.
     """
-    return CudaLink(device) if device.type == "cuda" else None
+    return OffloadLink(device) if device.type == "cuda" else None
 
 
-class Links:
+class OffloadLinks:
     """The links to all devices of a list of tensors; empty unless every one of these devices has one."""
 
     def __init__(
@@ -174,7 +174,7 @@ class HostStaging:
     uses it at a time.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], links: Links) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], links: OffloadLinks) -> None:
         """Allocate the memory. `tensors` are the tensors on devices, or others of their shapes, dtypes and
         devices.
         """

@@ -151,7 +151,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ReductionJob:
     """A chunk to reduce. This member's own values are read from the vector when the work is done, because
     reading may wait for a device.
     """
@@ -165,10 +165,10 @@ class Job:
         """Return whether nobody contributes."""
         return not self.own and not self.contributions
 
-    def without(self, places: Sequence[int], own: int) -> Job:
+    def without(self, places: Sequence[int], own: int) -> ReductionJob:
         """Return the job without the contributions of these members. `own`: this member's place."""
         kept = [contribution for contribution in self.contributions if contribution.place not in places]
-        return Job(self.chunk, kept, self.own and own not in places)
+        return ReductionJob(self.chunk, kept, self.own and own not in places)
 
 
 class Block(NamedTuple):

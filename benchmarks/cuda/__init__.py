@@ -51,7 +51,9 @@ def check() -> None:
 def rows(
     say: Callable[[str], None], *, device: torch.device | None = None, size: Size | None = None
 ) -> Iterator[list[Row]]:
-    """All of the section, part by part as it is measured. `device`, `size`: by default those of this machine."""
+    """Yield the rows of the section, part by part as they are measured. `device` and `size` are those of this
+    machine by default.
+    """
     device = chosen_device() if device is None else device
     size = size or (Size() if device.type == "cuda" else TINY)
     for part in (_codec_rows, _round_rows, _step_rows, _state_rows, _expert_rows):

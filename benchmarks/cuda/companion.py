@@ -80,7 +80,7 @@ def newcomer(address: str, device: torch.device, elements: int) -> dict[str, Any
 
 
 def callers(address: str, count: int, samples: int, width: int) -> dict[str, Any]:
-    """A configuration: so many callers of `EXPERT`, each a thread with one forward and backward pass in
+    """A configuration: `count` callers of `EXPERT`, each a thread with one forward and backward pass in
     flight.
     """
     return {
@@ -119,7 +119,7 @@ def counting_optimizer(
 
 
 def whole(parameters: Sequence[torch.Tensor], epoch: int) -> bool:
-    """Whether every element is that of this epoch."""
+    """Return whether every element has the value of this epoch."""
     return all(bool((p.detach() == -float(epoch)).all()) for p in parameters)
 
 
@@ -163,8 +163,8 @@ def _train(channel: WorkerChannel, node: swarm.Node, settings: dict[str, Any]) -
 
 
 def _join(channel: WorkerChannel, node: swarm.Node, settings: dict[str, Any]) -> None:
-    """Join anew at each order, and leave as soon as the state is there: who stays is waited for at the end of
-    an epoch.
+    """Join again at each order, and leave as soon as the state is there: at the end of an epoch, trainers
+    wait for peers that stay.
     """
     device = torch.device(settings["device"])
     channel.send("ready")

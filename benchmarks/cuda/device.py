@@ -47,7 +47,7 @@ def finish(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """What the figures say they were measured on."""
+    """Return the name of the device, as reports give it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the host"
 
 
@@ -64,7 +64,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """`peak_bytes` begins anew."""
+    """Reset `peak_bytes`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -82,7 +82,7 @@ def pinned_bytes() -> int:
 
 @contextlib.contextmanager
 def limited_memory(device: torch.device, spare_bytes: int) -> Iterator[bool]:
-    """Let torch take only so many bytes more on the device; yields false on the host, where there is no such
+    """Let torch take only `spare_bytes` more on the device. Yields false on the host, where there is no such
     limit.
     """
     if device.type != "cuda":
@@ -100,8 +100,8 @@ def limited_memory(device: torch.device, spare_bytes: int) -> Iterator[bool]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, times: int) -> list[float]:
-    """How long each of so many calls of `work` took until the device was done, after a few that are not
-    counted.
+    """Return the seconds that each of `times` calls of `work` took until the device was done. A few calls
+    before them are not counted.
     """
     found = []
     for _ in range(times + _WARM_UP):
@@ -137,7 +137,7 @@ class Load:
         return load
 
     def launch(self, seconds: float) -> None:
-        """Queue products that take about so long. At most 1000 calls: CUDA's launch queue holds no more
+        """Queue products that take about `seconds`. At most 1000 calls: CUDA's launch queue holds no more
         without blocking the caller.
         """
         self._products(max(1, min(1000, round(seconds / self.product_s))))

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is measured. The defaults suit a GPU of 40 GB and more, and take about two minutes on an H200."""
+    """Sizes of the measurement. The defaults suit a GPU of at least 40 GB, and take 2 minutes on an H200."""
 
     width: int = 1024  # of the transformer: 319 million parameters
     layers: int = 24
@@ -113,4 +113,5 @@ class Training:
     def backward(self) -> None:
         """Forward and backward of one batch; gradients are added to `.grad`."""
         logits = self.model(self.tokens[:, :-1])
-        functional.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]

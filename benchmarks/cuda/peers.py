@@ -69,8 +69,8 @@ def watched_loop(node: Node) -> Iterator[LoopWatch]:
 
 @contextlib.contextmanager
 def recorded_waits(threads: Sequence[str]) -> Iterator[list[str]]:
-    """What threads of these names ask of CUDA that makes them wait for a device, or page-locks host memory,
-    as one line each.
+    """Yield a list of the calls to CUDA by which threads of these names wait for a device or page-lock host
+    memory, one line each. It grows within the context.
 
     Explicit calls are recorded by replacing them; implicit synchronisation by torch's own sync debug mode,
     which warns.

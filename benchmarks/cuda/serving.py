@@ -1,4 +1,4 @@
-"""What a peer with a GPU gives to others while it trains: its state to newcomers, and experts to callers."""
+"""Measure how a peer with a GPU serves others while it trains: its state to newcomers, experts to callers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moe.server.expert_server import Expert, ExpertServer
 from swarm.node import Node
 
 _QUIET_STEPS = 20
-_EPOCH_STEPS = 50  # every so many steps the state changes
+_EPOCH_STEPS = 50  # from one change of the state to the next
 _LOAD_S = 60.0
 
 
@@ -44,7 +44,7 @@ class Served:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a step takes while the state is read; 1 where no step began during a read."""
+        """How many times as long a step takes while the state is read; 1 when no step began in a read."""
         return statistics.median(self.busy_s) / statistics.median(self.quiet_s) if self.busy_s else 1.0
 
 
@@ -98,7 +98,7 @@ class Donor:
 def state_to_newcomers(
     size: Size, device: torch.device, *, times: int, stream: torch.cuda.Stream | None = None
 ) -> Served:
-    """So many downloads of the state by a newcomer in another process, beside training."""
+    """Measure `times` downloads of the state by a newcomer in another process, beside training."""
     with Node(listen=HERE) as node:
         donor = Donor(node, device, size, stream)
         with (
@@ -121,7 +121,7 @@ def state_to_newcomers(
 def state_to_disk(
     size: Size, device: torch.device, folder: Path, *, times: int, stream: torch.cuda.Stream | None = None
 ) -> Served:
-    """So many checkpoints beside training, into files that are read again and checked afterwards."""
+    """Measure `times` checkpoints beside training, into files that are read again and checked afterwards."""
     with Node(listen=HERE) as node:
         donor = Donor(node, device, size, stream)
         names = [str(place) for place in range(STATE_TENSORS)]
@@ -147,7 +147,7 @@ def state_to_disk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """What callers had of an expert's server."""
+    """The service that callers had from an expert's server."""
 
     calls_per_s: float  # forward and backward passes
     busy: float  # share of the time in which the server computed

@@ -182,7 +182,9 @@ class Described:
 
 
 def fields_of(class_: type) -> list[Described]:
-    """Fields in their order. The comment above or beside a field, or the string below it, is its meaning."""
+    """Return the fields in their order. The comment above or beside a field, or the string below it, says
+    its meaning.
+    """
     source = textwrap.dedent(inspect.getsource(class_))
     comments = _comments(source)
     lines = source.splitlines()

@@ -25,8 +25,8 @@ class Picture:
     def __init__(self, name: str, title: str, width: int, height: int) -> None:
         self.name = name
         self.lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-            f'height="{height}"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}"'
             ' font-family="system-ui, sans-serif" font-size="13" role="img">',
             f"<title>{html.escape(title)}</title>",
             '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
@@ -100,7 +100,7 @@ class Picture:
 def sequence(
     name: str, title: str, actors: list[str], steps: list[tuple[int, int, str]], width: int = 860
 ) -> None:
-    """Messages between actors, from above to below. A step from an actor to itself is its own action."""
+    """Draw messages between actors, from top to bottom. A step from an actor to itself is an action of it."""
     height = 96 + 40 * len(steps)
     picture = Picture(name, title, width, height)
     places = [width / len(actors) * (number + 0.5) for number in range(len(actors))]
@@ -294,8 +294,8 @@ def experts() -> None:
     picture.text(
         20,
         306,
-        "Server 2 hosts the same experts as server 1: callers use the quicker one, and their parameters "
-        "are averaged.",
+        "Server 2 hosts the same experts as server 1: "
+        "callers use the quicker one, and their parameters are averaged.",
         colour=GREY,
     )
     picture.save()
@@ -329,12 +329,12 @@ def connections() -> None:
     picture.text(
         40,
         282,
-        "An arrow points from the peer that dials to the peer that is dialed. All calls of a pair use "
-        "mutual TLS on the one port\n"
-        "of the callee: DHT, groups, rounds, state, experts. A peer behind a router is a client unless "
-        "its port is forwarded.\n"
-        "Two other ports exist on request only: the page of a monitor (--web) and its metrics "
-        "(--prometheus).",
+        "An arrow points from the peer that dials to the peer that is dialed. "
+        "All calls of a pair use mutual TLS on the one port\n"
+        "of the callee: DHT, groups, rounds, state, experts. "
+        "A peer behind a router is a client unless its port is forwarded.\n"
+        "Two other ports exist on request only: "
+        "the page of a monitor (--web) and its metrics (--prometheus).",
         colour=GREY,
     )
     picture.save()

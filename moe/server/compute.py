@@ -22,7 +22,7 @@ import torch
 
 from moe.server.devices import DeviceFailed, using
 from moe.server.jobs import Counts, Job, Outcome, samples_of
-from moe.server.links import Link
+from moe.server.links import DeviceLink
 from moe.server.logic.batching import Batcher, BatchingConfig, QueuedRequest
 from moe.server.passes import BatchPass
 from moe.server.transfers import Answers, DeviceTransfer, HostTransfer, StagedJobs, Transfer
@@ -77,7 +77,7 @@ class ComputeThread:
         deliver: Callable[[list[tuple[Job, Outcome]]], None],
         report: Callable[[DeviceFailed], None],
         device: torch.device,
-        link: Link | None = None,
+        link: DeviceLink | None = None,
     ) -> None:
         self._batcher = Batcher(config)
         self._deliver, self._report = deliver, report

@@ -38,7 +38,7 @@ class CopyToHost(Protocol):
         ...
 
 
-class Link(Protocol):
+class DeviceLink(Protocol):
     """The connection between the host and one device. Any thread but the network thread may use it."""
 
     def using(self) -> AbstractContextManager[None]:
@@ -64,8 +64,8 @@ class Link(Protocol):
         ...
 
 
-class CudaLink:
-    """The link of one CUDA device. Satisfies `Link`."""
+class ExpertDeviceLink:
+    """The link of one CUDA device. Satisfies `DeviceLink`."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         """Create the streams. `cuda` is the torch module, or its stand-in in tests."""
@@ -129,8 +129,8 @@ class _CudaCopyToHost:
         return self.target
 
 
-def link_of(device: torch.device) -> Link | None:
+def link_of(device: torch.device) -> DeviceLink | None:
     """Return the link of a CUDA device; None for other devices, on which everything runs in order on one
     thread.
     """
-    return CudaLink(device) if device.type == "cuda" else None
+    return ExpertDeviceLink(device) if device.type == "cuda" else None

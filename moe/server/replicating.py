@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -123,8 +123,9 @@ class Replicating:
                     return 0.0
         return 1.0 + max(expert.samples - (entry.samples if entry else 0), 0)
 
-    async def _run_on_thread(self, function: object, *arguments: object) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)  # type: ignore[arg-type]
+    async def _run_on_thread(self, function: Callable[..., object], *arguments: object) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, function, *arguments)
 
     def _run_rounds(self, weights: Mapping[ExpertUid, float]) -> None:
         """Start all rounds at once, then wait for their results. Runs on the averaging thread."""

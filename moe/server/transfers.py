@@ -24,7 +24,7 @@ from moe.protocol.tensors import (
 )
 from moe.server.expert import Gradients
 from moe.server.jobs import Job, JobTensors, Outcome, not_finite
-from moe.server.links import CopyToDevice, CopyToHost, Link
+from moe.server.links import CopyToDevice, CopyToHost, DeviceLink
 
 
 class StagedJobs(Protocol):
@@ -129,7 +129,7 @@ class DeviceTransfer:
     computation. Satisfies `Transfer`.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: DeviceLink) -> None:
         self._link = link
 
     def stage(self, jobs: Sequence[Job]) -> StagedJobs:
@@ -174,7 +174,7 @@ class DeviceTransfer:
 
 
 class _DeviceStagedJobs:
-    def __init__(self, link: Link, jobs: Sequence[Job], copy: CopyToDevice) -> None:
+    def __init__(self, link: DeviceLink, jobs: Sequence[Job], copy: CopyToDevice) -> None:
         self._link, self._jobs = link, jobs
         self._copy: CopyToDevice | None = copy
 
@@ -200,7 +200,7 @@ class _DeviceStagedJobs:
 
 @dataclass(slots=True)
 class _DeviceAnswers:
-    link: Link
+    link: DeviceLink
     jobs: Sequence[Job]
     counts: list[int]  # number of tensors of each job
     version: int

@@ -212,7 +212,7 @@ def _start_servers(
         from swarm.monitor.prometheus import MetricsServer
 
         place = parse_host_port(choices.prometheus, "--prometheus")
-        metrics = stack.enter_context(MetricsServer(watch, place))
+        metrics = stack.enter_context(MetricsServer(watch.view, place))
         output.emit(ServerStarted(text=f"metrics are at {metrics.url}", url=metrics.url))
 
 

@@ -14,7 +14,7 @@ import click
 from swarm.cli import options
 from swarm.cli.identity import open_identity
 from swarm.cli.render import Output, make_output
-from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoad
+from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown
 from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present, resolve_device
 from swarm.core.errors import NetworkError, SwarmError, UsageError
@@ -413,7 +413,7 @@ def _watch(server: ExpertServer, shutdown: Shutdown, output: Output, every_s: fl
                     failed=one.counts.failed_requests,
                 )
             )
-        output.emit(ServerLoad(queued=now.queued, wait_s=now.wait_s, experts=rows))
+        output.emit(ServerLoadShown(queued=now.queued, wait_s=now.wait_s, experts=rows))
         before, before_s = now, now_s
 
 

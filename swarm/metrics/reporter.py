@@ -27,7 +27,7 @@ _GOODBYE_S = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """The metrics that a trainer publishes, and how often."""
+    """Settings of the metrics that a trainer publishes."""
 
     # False: monitors see only this peer's progress.
     publish: bool = True

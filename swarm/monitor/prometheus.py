@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
 _PEERS_MAX = 1000  # time series of single peers: Prometheus keeps each of them
-
-
-class Watched(Protocol):
-    """Source of the views."""
-
-    def view(self) -> MonitorView: ...
 
 
 class RunCollector:
@@ -62,13 +56,13 @@ class RunCollector:
 
 
 class MetricsServer:
-    """Server of `/metrics` at host:port in a thread of its own, as a context manager. Raise UsageError when
-    the port cannot be used.
+    """Server of `/metrics` at host:port in a thread of its own, as a context manager. `view` returns the
+    present view. Raise UsageError when the port cannot be used.
     """
 
-    def __init__(self, watch: Watched, address: tuple[str, int]) -> None:
+    def __init__(self, view: Callable[[], MonitorView], address: tuple[str, int]) -> None:
         registry = CollectorRegistry()
-        registry.register(RunCollector(watch.view))
+        registry.register(RunCollector(view))
         try:
             served: tuple[WSGIServer, threading.Thread] = start_http_server(address[1], address[0], registry)
         except (OSError, SwarmError) as error:

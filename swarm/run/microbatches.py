@@ -56,7 +56,8 @@ class MicroBatches:
         while left:
             count = min(left, self.samples_max or left)
             loss = self.data.loss(self.model, count)
-            (loss if count == samples else loss * (count / samples)).backward()  # type: ignore[no-untyped-call]
+            weighted = loss if count == samples else loss * (count / samples)
+            weighted.backward()  # type: ignore[no-untyped-call]
             losses.append((count, loss.detach()))
             left -= count
         return losses

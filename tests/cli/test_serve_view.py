@@ -8,7 +8,7 @@ import json
 from rich.console import Console
 
 from swarm.cli.render.output import JsonOutput, PlainOutput
-from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoad, load_table
+from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown, load_table
 from swarm.run.events import Listening, Notice
 
 SERVED = Served(
@@ -23,7 +23,7 @@ SERVED = Served(
 )
 
 
-def load(samples: int) -> ServerLoad:
+def load(samples: int) -> ServerLoadShown:
     one = ExpertLoad(
         name="ffn.0",
         version=7,
@@ -35,7 +35,7 @@ def load(samples: int) -> ServerLoad:
         refused=2,
         failed=1,
     )
-    return ServerLoad(queued=4, wait_s=0.012, experts=[one])
+    return ServerLoadShown(queued=4, wait_s=0.012, experts=[one])
 
 
 def test_a_log_shows_a_load_only_when_samples_were_computed() -> None:
@@ -73,7 +73,7 @@ def test_the_live_table_shows_the_busiest_experts() -> None:
         )
         for n in range(30)
     ]
-    console.print(load_table(ServerLoad(queued=0, wait_s=0.0, experts=many)))
+    console.print(load_table(ServerLoadShown(queued=0, wait_s=0.0, experts=many)))
     text = console.export_text()
     assert "requests/batch" in text
     assert "25 %" in text

@@ -2,9 +2,9 @@
 
 A comment directly above a block says how it is run:
 
-    <!-- not run: REASON -->                 not run in tests; the reason is for the next editor
-    <!-- background, until: REGEX -->        a command that stays, until a line of its output matches
-    <!-- run as: COMMAND -->                 run instead of the shown command, with smaller sizes
+    <!-- not run: REASON -->            it cannot run in a test; the reason is for the page's next editor
+    <!-- background, until: REGEX -->   a command that stays; the page goes on when an output line matches
+    <!-- run as: COMMAND -->            run instead of the command that is shown: the same with smaller sizes
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Block:
 
     @property
     def until(self) -> str:
-        """The pattern in the output after which the page goes on; empty for a command that ends by itself."""
+        """The pattern of output after which the page may go on; empty for a command that ends by itself."""
         return self.comment.partition("until:")[2].strip()
 
     @property
     def commands(self) -> list[str]:
-        """The input of a console block, one command a line; `\\` at the end of a line continues it."""
+        """The commands of a console block, one a line; `\\` at the end of a line continues it."""
         joined = self.text.replace("\\\n", " ")
         typed = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
         instead = self.comment.partition("run as:")[2].strip()

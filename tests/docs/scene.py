@@ -30,8 +30,8 @@ _ALL_INTERFACES = re.compile(r"\b0\.0\.0\.0:\d+\b")
 
 
 class Scene:
-    """The namespace and the processes of one page. A context manager that stops everything; commands run in
-    `folder`.
+    """The processes that one page has started so far. Its commands run in `folder`. A context manager that
+    stops all of them at its end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,8 +75,8 @@ class Scene:
             self.address = found[0]
 
     def _placed(self, text: str, listening: re.Pattern[str] = _LISTEN) -> str:
-        """Return the text for this machine: with a free port on loopback, and the address of the page's first
-        peer.
+        """Return the text with the page's placeholders filled in for this machine: a free port on loopback,
+        and the address of the page's first peer.
         """
         text = listening.sub("127.0.0.1:0", text)
         if _PLACEHOLDER.search(text):

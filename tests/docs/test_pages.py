@@ -1,4 +1,6 @@
-"""The documentation works: its Python runs, its commands run or parse, and its pages are complete."""
+"""The documentation works as shown: its Python runs, its commands run or at least parse, its pages are
+complete.
+"""
 
 from __future__ import annotations
 

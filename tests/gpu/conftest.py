@@ -1,4 +1,4 @@
-"""What the checks on a GPU share: the device, the sizes, and a place for figures.
+"""Fixtures of the checks on a GPU: the device, the sizes, and a place for figures.
 
 They run with `SWARM_GPU=1` (`make gpu`), where a missing device is a failure. With `SWARM_GPU_DEVICE=cpu` the
 same bodies run on the host at small sizes and without bounds on time and memory. Otherwise all of them are
@@ -73,13 +73,13 @@ def device() -> torch.device:
 
 @pytest.fixture
 def small(device: torch.device) -> bool:
-    """Whether sizes are to be small and figures are not held to their bounds."""
+    """Return whether sizes are small and figures are not held to their bounds."""
     return device.type == "cpu" or os.environ.get(SMALL_VARIABLE) == "1"
 
 
 @pytest.fixture
 def size(small: bool) -> Size:
-    """Of the transformer, the state and the expert."""
+    """Return the sizes of the transformer, the state and the expert."""
     return TINY if small else Size()
 
 

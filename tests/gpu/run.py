@@ -37,11 +37,14 @@ FILES = (
     "report.json",
     "report.txt",
 )
-_KILL_S = 5.0  # a step that is asked to end may take so long
+_KILL_S = 5.0  # limit for a step to end after it is asked to
 _VERSIONS = """
 import json, platform, sys
 found = {"python": platform.python_version()}
-for name in ("torch", "numpy", "grpc", "google.protobuf", "pytest", "pydantic", "cryptography", "nacl", "blake3", "starlette"):
+for name in (
+    "torch", "numpy", "grpc", "google.protobuf", "pytest", "pydantic", "cryptography", "nacl", "blake3",
+    "starlette",
+):
     try:
         module = __import__(name, fromlist=["__version__"])
         found[name] = str(getattr(module, "__version__", "?"))
@@ -55,7 +58,8 @@ if torch.cuda.is_available():
     found |= {"device": traits.name, "memory": f"{traits.total_memory / 2**30:.0f} GiB"}
     found["compute capability"] = f"{traits.major}.{traits.minor}"
 print(json.dumps(found))
-import swarm, swarm.cli, averaging.optim.optimizer, moe.server.expert_server, moe.client.remote, benchmarks.__main__, benchmarks.cuda
+import swarm, swarm.cli, averaging.optim.optimizer, moe.server.expert_server, moe.client.remote
+import benchmarks.__main__, benchmarks.cuda
 """
 
 
@@ -234,7 +238,8 @@ class Runner:
         with self._lock:
             self.outcomes.append(outcome)
             print(
-                f"[{time.monotonic() - self._started_s:4.0f} s] {outcome.step}: {outcome.outcome} in {outcome.seconds:.0f} s {outcome.why}"
+                f"[{time.monotonic() - self._started_s:4.0f} s] {outcome.step}: {outcome.outcome} "
+                f"in {outcome.seconds:.0f} s {outcome.why}"
             )
             sys.stdout.flush()
             self.write_report()
@@ -317,7 +322,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def install_step(wheels: Path) -> Step:
-    """The wheels, into a folder of their own, without a network. They come before the machine's own packages."""
+    """Install the wheels into a folder of their own, without a network. It precedes the machine's own."""
     files = sorted(str(path) for path in wheels.glob("*.whl"))
     options = [
         "--no-index",

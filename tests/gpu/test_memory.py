@@ -1,4 +1,4 @@
-"""What training takes on the device and of pinned memory: within the estimate in every mode, and not growing
+"""Memory of training, on the device and pinned: it stays within the estimate in every mode, and does not grow
 from round to round.
 """
 

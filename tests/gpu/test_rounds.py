@@ -28,7 +28,7 @@ PLACES = {"on the GPU": "ddddddd", "mixed": "dhddhhd", "all but one on the host"
 
 
 def tensors(places: str, device: torch.device, seed: int) -> list[torch.Tensor]:
-    """Of several types, shapes and strides, each on the device ("d") or on the host ("h")."""
+    """Return tensors of several types, shapes and strides, on the device ("d") or on the host ("h")."""
     chance = torch.Generator().manual_seed(seed)
     made = [torch.randn(shape, generator=chance) for shape in ((30_000,), (400, 50), (), (0,), (70, 1000))]
     made += [
@@ -42,7 +42,7 @@ def tensors(places: str, device: torch.device, seed: int) -> list[torch.Tensor]:
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor], *, exactly: bool = True) -> bool:
-    """Whether the lists hold the same bits, wherever they lie; else whether they are close."""
+    """Return whether the lists hold the same bits, on whatever device; if not `exactly`, nearly the same."""
     pairs = [(a.detach().cpu(), b.detach().cpu()) for a, b in zip(one, other, strict=True)]
     return all(
         torch.equal(a, b) if exactly else torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in pairs
@@ -84,7 +84,7 @@ def test_members_on_gpu_and_host_end_with_the_same_values(
 def test_repeated_rounds_beside_a_matmul_loop_are_equal_every_time(
     codec: str, nodes: list[Node], device: torch.device, small: bool
 ) -> None:
-    """Two hundred in all: a copy that is read too early shows up sooner or later, when the GPU is never idle."""
+    """Run two hundred rounds: while the GPU is never idle, a copy that is read too early shows up in one."""
     mine = [tensors("hhhhhhh", device, 0), tensors(PLACES["mixed"], device, 0)]
     oracle = [tensors("hhhhhhh", device, 0) for _ in range(2)]
     with ExitStack() as stack:

@@ -20,8 +20,8 @@ _TIMEOUT_S = 20.0
 
 
 class LateLink:
-    """A link that satisfies `moe.server.links.Link`. Code that reads a copy too early finds poison; a call on
-    a wrong thread raises AssertionError.
+    """A link that satisfies `moe.server.links.DeviceLink`. Code that reads a copy too early finds poison;
+    a call on a wrong thread raises AssertionError.
 
     `events` lists the calls in order: ("in", n) queued, ("used", n), ("out", n) queued, ("waiting", n) on the
     host, ("landed", n). Copies to the host arrive once `open_landing` is set. `fails` names events at which

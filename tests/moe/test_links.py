@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe.server.devices import DeviceFailed, using
-from moe.server.links import CudaLink, link_of
+from moe.server.links import ExpertDeviceLink, link_of
 
 DEVICE = torch.device("cpu")
 
@@ -79,7 +79,7 @@ class FakeCuda:
 
 def test_computation_comes_after_the_copy_of_its_inputs_and_not_after_later_copies() -> None:
     cuda = FakeCuda()
-    link = CudaLink(DEVICE, cuda)
+    link = ExpertDeviceLink(DEVICE, cuda)
     with link.using():
         assert cuda.current is cuda.default
         cuda.call("compute 0")
@@ -102,7 +102,7 @@ def test_computation_comes_after_the_copy_of_its_inputs_and_not_after_later_copi
 
 def test_a_copy_to_the_host_comes_after_its_computation_and_is_waited_for_by_its_own_event() -> None:
     cuda = FakeCuda()
-    link = CudaLink(DEVICE, cuda)
+    link = ExpertDeviceLink(DEVICE, cuda)
     with link.using():
         cuda.call("compute 0")
         source = torch.arange(5, dtype=torch.uint8)
@@ -121,7 +121,7 @@ def test_a_copy_to_the_host_comes_after_its_computation_and_is_waited_for_by_its
 
 def test_copies_in_and_out_do_not_wait_for_each_other() -> None:
     cuda = FakeCuda()
-    link = CudaLink(DEVICE, cuda)
+    link = ExpertDeviceLink(DEVICE, cuda)
     link.send(torch.zeros(1, dtype=torch.uint8))
     inward = cuda.entered[-1]
     link.fetch(torch.zeros(1, dtype=torch.uint8))

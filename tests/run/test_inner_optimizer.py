@@ -14,7 +14,8 @@ from swarm.run.specification import OptimizerChoice, Schedule
 )
 def test_each_name_builds_its_optimizer_and_decays_matrices_only(name: str, kind: type) -> None:
     model = torch.nn.Linear(3, 2)
-    optimizer = build_optimizer(model, OptimizerChoice(name=name, learning_rate=0.5, weight_decay=0.1))  # type: ignore[arg-type]
+    choice = OptimizerChoice(name=name, learning_rate=0.5, weight_decay=0.1)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, choice)
     assert type(optimizer) is kind
     decays = {
         id(parameter): group["weight_decay"]

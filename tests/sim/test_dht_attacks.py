@@ -5,6 +5,7 @@ attacks records.
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import replace
 
 import pytest
@@ -217,7 +218,7 @@ def test_a_specification_outlives_its_founder_and_forgeries_are_not_stored() -> 
         for service in services[1:]:
             peer_of(network, service).supervisor.spawn(
                 "keeping",
-                lambda service=service: directory_of(network, service).keep(one, ignore),  # type: ignore[misc]
+                functools.partial(directory_of(network, service).keep, one, ignore),
             )
         await asyncio.sleep(5)
         await network.crash(peer_of(network, services[0]))

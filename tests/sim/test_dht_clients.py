@@ -96,7 +96,8 @@ def test_a_client_refuses_records() -> None:
         found = handlers.find(HOLDS.name)
         assert found is not None
         held = DhtHeldKey(key=key_to_wire(record.key), entries=bytes(16 * 5))
-        reply = await found.function(service.peer_id, DhtHoldsRequest(sender=sender, keys=[held]))  # type: ignore[arg-type]
+        request = DhtHoldsRequest(sender=sender, keys=[held])
+        reply = await found.function(service.peer_id, request)  # type: ignore[arg-type]
         assert not reply.wanted  # type: ignore[union-attr]
         found = handlers.find(STORE.name)
         assert found is not None

@@ -49,7 +49,13 @@ def round_of(
     )
     config = RoundConfig(chunk_bytes=8192, aggregation=aggregation)
     services = [
-        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        AllReduce(
+            handlers=peer.handlers,
+            channels=peer.caller,
+            own=peer.peer_id,
+            pool=None,  # type: ignore[arg-type]
+            clock=peer.clock,
+        )
         for peer in peers
     ]
 

@@ -49,7 +49,8 @@ def serve(
 
 
 def pipeline_of(swarm: ExpertSwarm, **settings: object) -> RemoteSequential:
-    return RemoteSequential(swarm.node, f"block.[0:{STAGES}]", **{"micro_batch_size": 4, **settings})  # type: ignore[arg-type]
+    settings = {"micro_batch_size": 4, **settings}
+    return RemoteSequential(swarm.node, f"block.[0:{STAGES}]", **settings)  # type: ignore[arg-type]
 
 
 def batch(samples: int = 16) -> torch.Tensor:

@@ -37,7 +37,8 @@ class Peer:
 
     async def round(self, group: Group, deadline_s: float = 30.0) -> RoundOutcome:
         self.low_rank.take(gives=self.weight > 0, keeps=False)
-        phases = TwoPhase(self.low_rank, self.service, self.simulated.peer_id, None, CONFIG)  # type: ignore[arg-type]
+        own = self.simulated.peer_id
+        phases = TwoPhase(self.low_rank, self.service, own, None, CONFIG)  # type: ignore[arg-type]
         outcome = await phases.run(group, self.simulated.clock.monotonic_s() + deadline_s)
         if outcome.averages is not None:
             self.low_rank.put()
@@ -181,7 +182,8 @@ def test_a_member_that_dies_costs_nobody_else_anything(moment: str, seed: int) -
                 held = [peer.low_rank.state_dict()["held"][nth] for peer in others]
                 given = [values[matrix.place].reshape(matrix.n, matrix.m) for values in before[:3]]
                 average = others[0].tensors[matrix.place].reshape(matrix.n, matrix.m)
-                assert torch.allclose(3 * average + sum(held), sum(given), atol=1e-4)  # type: ignore[arg-type]
+                left = 3 * average + sum(held)
+                assert torch.allclose(left, sum(given), atol=1e-4)  # type: ignore[arg-type]
         assert fraction < 1.0 or moment != "first"
         await party.close()
 

@@ -40,7 +40,13 @@ async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list
     rng, chance = random.Random(5), torch.Generator().manual_seed(5)
     peers = [network.peer() for _ in range(PEERS)]
     services = [
-        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        AllReduce(
+            handlers=peer.handlers,
+            channels=peer.caller,
+            own=peer.peer_id,
+            pool=None,  # type: ignore[arg-type]
+            clock=peer.clock,
+        )
         for peer in peers
     ]
     members = tuple(

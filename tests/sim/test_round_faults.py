@@ -206,8 +206,8 @@ def spoil(kind: str, rng: random.Random) -> Callable[[Round], None]:
         running.kernels.reduce = lying  # type: ignore[method-assign]
 
     def votes(running: Round) -> None:
-        recast = running.quorum.recast
-        running.quorum.recast = lambda digest: recast(digest_payload(b"a lie") if digest else digest)  # type: ignore[method-assign]
+        recast, lie = running.quorum.recast, digest_payload(b"a lie")
+        running.quorum.recast = lambda digest: recast(digest and lie)  # type: ignore[method-assign]
 
     def sending(running: Round) -> None:
         async def stalled(place: int, stream: Any) -> None:

@@ -34,7 +34,13 @@ async def _rounds(codec: str, seed: int) -> None:
     network = SimulatedNetwork(seed, LinkConfig(delay_s=0.02, bandwidth=1e6))
     peers = [network.peer() for _ in range(3)]
     services = [
-        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        AllReduce(
+            handlers=peer.handlers,
+            channels=peer.caller,
+            own=peer.peer_id,
+            pool=None,  # type: ignore[arg-type]
+            clock=peer.clock,
+        )
         for peer in peers
     ]
     feedback = [Feedback(NUMEL, find(codec)) for _ in peers]

@@ -53,7 +53,13 @@ def scenario(seed: int) -> Scenario:
     clients = [place > 1 and rng.random() < 0.25 for place in range(count)]
     peers = [network.peer(dialable=not client) for client in clients]
     services = [
-        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        AllReduce(
+            handlers=peer.handlers,
+            channels=peer.caller,
+            own=peer.peer_id,
+            pool=None,  # type: ignore[arg-type]
+            clock=peer.clock,
+        )
         for peer in peers
     ]
     weights = [1.0] + [rng.choice([0.0, 1.0, 1.0, 3.5]) for _ in range(count - 1)]
@@ -158,7 +164,13 @@ async def lone_contributor(seed: int, config: RoundConfig) -> str:
     network = SimulatedNetwork(seed, LinkConfig(delay_s=0.02, bandwidth=1e5))
     peers = [network.peer() for _ in range(3)]
     services = [
-        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        AllReduce(
+            handlers=peer.handlers,
+            channels=peer.caller,
+            own=peer.peer_id,
+            pool=None,  # type: ignore[arg-type]
+            clock=peer.clock,
+        )
         for peer in peers
     ]
     members = tuple(

@@ -168,7 +168,8 @@ def test_unbounded_growth_is_detected() -> None:
         assert any(name.endswith("table._by_peer") for name in limits.largest)
         assert any("storage" in name for name, _ in sizes_of(swarm.members[0].service))
         service = swarm.members[1].service
-        service.overlay.table._by_peer.update({member.peer.peer_id: None for member in swarm.members})  # type: ignore[misc]
+        peers = [member.peer.peer_id for member in swarm.members]
+        service.overlay.table._by_peer.update(dict.fromkeys(peers))  # type: ignore[arg-type]
         service.__dict__["_forgotten"] = list(range(101))
         limits.check(swarm.members, 1.0)
         assert violations.lines == ["1.0 s: peer 1: _forgotten has 101 entries, more than 100"]

@@ -28,7 +28,13 @@ def layer_of(
     swarm: ExpertSwarm, config: SwitchConfig | None = None, **settings: object
 ) -> RemoteSwitchMixtureOfExperts:
     torch.manual_seed(1)
-    return RemoteSwitchMixtureOfExperts(swarm.node, WIDTH, grid="sw.[0:2].[0:3]", config=config, **settings)  # type: ignore[arg-type]
+    return RemoteSwitchMixtureOfExperts(
+        swarm.node,
+        WIDTH,
+        grid="sw.[0:2].[0:3]",
+        config=config,
+        **settings,  # type: ignore[arg-type]
+    )
 
 
 def batch(samples: int = 24) -> torch.Tensor:

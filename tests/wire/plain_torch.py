@@ -52,7 +52,7 @@ def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class Plain:
-    """Training on one machine in the same mode, with torch's own optimizers."""
+    """The work of a mode on one machine, with torch's own optimizers."""
 
     def __init__(
         self, mode: str, inner: torch.optim.Optimizer, on_epoch: Callable[[], object] = lambda: None

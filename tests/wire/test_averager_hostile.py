@@ -105,7 +105,8 @@ def test_peers_with_another_aggregation_do_not_meet(nodes: list[Node]) -> None:
             {"aggregation": "median", "clip_to_median": 5.0},
             {"aggregation": "median", "audit": 0.1},
         ):
-            with Averager(nodes[1], [torch.zeros(5)], name="differ", **settings) as other:  # type: ignore[arg-type]
+            mine = [torch.zeros(5)]
+            with Averager(nodes[1], mine, name="differ", **settings) as other:  # type: ignore[arg-type]
                 assert other.schema.digest != one.schema.digest
         with Averager(nodes[1], [torch.zeros(5)], name="differ", aggregation="median") as same:
             assert same.schema == one.schema

@@ -103,7 +103,7 @@ def test_nothing_stays_behind_when_it_ends_or_is_killed() -> None:
 def test_the_model_queues_delays_and_drops() -> None:
     model = LinkModel([1e6, 1e6, 1e6], [1e6, 2e6, 1e6], [0.01, 0.02, 0.0], [0.1] * 3)
     assert model.send(5.0, 0, 1, 1000) == pytest.approx(5.001 + 0.03)
-    assert model.send(5.0, 0, 2, 1000) == pytest.approx(5.002 + 0.01)  # one queue up for all receivers
+    assert model.send(5.0, 0, 2, 1000) == pytest.approx(5.002 + 0.01)  # one queue up, for all receivers
     assert model.arrive(5.1, 1, 1000) == pytest.approx(5.1005)
     assert model.arrive(5.1, 1, 1000) == pytest.approx(5.101)
     assert model.send(6.0, 0, 1, 200_000) is not None  # fills the queue
@@ -159,8 +159,8 @@ class Peers:
         worker.stdin.flush()
 
     def windows(self, places: list[int], settle_s: float, cap: float) -> list[tuple[float, int]]:
-        """Return, after `settle_s`, (seconds, bytes that these have sent on the wire) of consecutive
-        windows, until one of them has used the cap up, or there were enough.
+        """Return (seconds, bytes that these have sent on the wire) of consecutive windows, the first of which
+        begins after `settle_s`. Ends when a window has used the cap up, or after enough of them.
         """
         time.sleep(settle_s)  # what a measurement is made of, not a wait for something to happen
         found = []

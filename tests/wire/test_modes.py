@@ -4,6 +4,7 @@ sequence.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -237,7 +238,12 @@ def test_a_late_joiner_loads_base_and_momentum_and_counts_from_its_second_round(
         assert len({peer.opt.state_digest() for peer in everybody}) == 1
         weights: list[float] = []
         prepare = late.opt._mode.prepare
-        late.opt._mode.prepare = lambda epoch: (weights.append(prepare(epoch)[0]), prepare(epoch))[1]  # type: ignore[method-assign,func-returns-value]
+
+        def recorded(epoch: int) -> Any:
+            weights.append(prepare(epoch)[0])
+            return prepare(epoch)
+
+        late.opt._mode.prepare = recorded  # type: ignore[method-assign]
         together([lambda peer=peer: peer.train_to(6) for peer in everybody])  # type: ignore[misc]
         assert len({peer.opt.state_digest() for peer in everybody}) == 1
         assert weights[0] == 0.0
@@ -273,7 +279,8 @@ def test_a_frozen_peer_adds_its_progress_to_the_base_that_it_missed() -> None:
         assert report.dropped == 0, "nothing that it learned is lost"
         assert carried[0], "its progress was added to the state that it loaded"
         assert report.accumulated >= BATCH
-        moved = [theta - base.detach() for theta, base in zip(carried[0], learner.base, strict=True)]  # type: ignore[attr-defined]
+        pairs = zip(carried[0], learner.base, strict=True)  # type: ignore[attr-defined]
+        moved = [theta - base.detach() for theta, base in pairs]
         before, after = (torch.cat([one.flatten() for one in parts]) for parts in (progress, moved))
         assert torch.nn.functional.cosine_similarity(before, after, dim=0) > 0.3, (
             "it is what it had learned, and a step or two more"
@@ -312,7 +319,12 @@ def test_a_round_that_fails_for_all_is_covered_by_the_next() -> None:
                 return flight
 
             averager_rounds.begin = broken  # type: ignore[method-assign,assignment]
-        together([lambda peer=peer: [peer.train_once() for _ in range(12)] for peer in peers])  # type: ignore[misc]
+
+        def train(peer: Peer) -> None:
+            for _ in range(12):
+                peer.train_once()
+
+        together([functools.partial(train, peer) for peer in peers])
         assert all(peer.opt.epoch == 0 for peer in peers)
         failed = [sum(report.rounds_failed for report in peer.reports) for peer in peers]
         assert all(1 <= count <= 12 for count in failed)

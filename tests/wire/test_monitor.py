@@ -138,7 +138,7 @@ def test_prometheus_reads_a_live_run(run: list[Node]) -> None:
     with Watch(config) as watch:
         until(lambda: watch.view().live, "a live view")
         with (
-            MetricsServer(watch, ("127.0.0.1", 0)) as server,
+            MetricsServer(watch.view, ("127.0.0.1", 0)) as server,
             urllib.request.urlopen(server.url, timeout=5) as reply,
         ):
             text = reply.read().decode()

@@ -31,8 +31,7 @@ pytestmark = pytest.mark.skipif(
 _WAIT_S = 15.0
 _SWITCHES = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update "
-    "--disable-sync --disable-dev-shm-usage --window-size=1280,1400"
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1400"
 )
 _DRAWN = """
 return [...document.querySelectorAll('.chart')].map((card) => {
@@ -187,8 +186,8 @@ def _table(page: Page) -> None:
     def names() -> list[str]:
         return list(
             page.js(
-                "return [...document.querySelectorAll('#peers tbody button.who')].map((one) => "
-                "one.dataset.name)"
+                "return [...document.querySelectorAll('#peers tbody button.who')]"
+                ".map((one) => one.dataset.name)"
             )
         )
 
@@ -199,13 +198,13 @@ def _table(page: Page) -> None:
     page.js("document.querySelector('#peers button.who').click()")
     assert "12D3KooW" in page.js("return document.querySelector('#peers .details').textContent")
     page.js(
-        "const find = document.getElementById('filter'); find.value = 'ben'; find.dispatchEvent(new "
-        "Event('input'))"
+        "const find = document.getElementById('filter'); find.value = 'ben'; "
+        "find.dispatchEvent(new Event('input'))"
     )
     assert names() == ["ben"]
     page.js(
-        "const find = document.getElementById('filter'); find.value = ''; find.dispatchEvent(new "
-        "Event('input'))"
+        "const find = document.getElementById('filter'); find.value = ''; "
+        "find.dispatchEvent(new Event('input'))"
     )
 
 

@@ -63,8 +63,9 @@ def test_averagers_agree_before_they_meet_and_hold_the_same_afterwards() -> None
             {"strategy": "powersgd:4"},
             {"codec": "powersgd:4"},
         ):
+            settings = {"strategy": strategy, **wrong}
             with pytest.raises(UsageError):
-                Averager(first, tensors[0], name="wrong", **{"strategy": strategy, **wrong})  # type: ignore[arg-type]
+                Averager(first, tensors[0], name="wrong", **settings)  # type: ignore[arg-type]
         with Averager(first, [torch.zeros(3)], name="partial", min_fraction=0.5) as partial:
             assert partial._round.min_fraction == 0.5
 

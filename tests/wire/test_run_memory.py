@@ -150,7 +150,7 @@ def test_a_failed_device_ends_the_command_with_a_sentence_and_nothing_saved(
 
 @pytest.mark.parametrize("mode", ["gradients", "diloco"])
 def test_a_volunteer_whose_device_fails_leaves_the_run(mode: str, looked_at: Callable[..., None]) -> None:
-    """The volunteer withdraws its progress report at once, which would otherwise live for half a minute."""
+    """The volunteer's progress report is withdrawn at once; it would otherwise live for half a minute."""
     failing = threading.Event()
 
     def may_fail(samples: int) -> None:

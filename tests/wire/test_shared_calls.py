@@ -320,7 +320,13 @@ def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_rea
         async def handle(name: str, request: bytes) -> calls.Outcome:
             return grpc.StatusCode.OK, "", b"x"
 
-        served = calls.ServedCalls(context, handle, lambda name, request: None, enter, leave)  # type: ignore[arg-type]
+        served = calls.ServedCalls(
+            context,  # type: ignore[arg-type]
+            handle,
+            lambda name, request: None,
+            enter,
+            leave,
+        )
         async with asyncio.TaskGroup() as group:
             task = group.create_task(served.run())
             await until(lambda: len(served._unsent) >= calls._UNSENT_MAX)

@@ -258,7 +258,8 @@ def test_shared_frozen_and_unused_parameters(node: Node, mode: str) -> None:
         both.train()
         assert both.net.enter.weight is both.net.leave.weight  # type: ignore[union-attr]
         assert torch.equal(both.net.fixed.weight, fixed)  # type: ignore[union-attr,arg-type]
-        assert torch.equal(both.net.unused, torch.ones(3)), "no gradient: not stepped, weight decay included"  # type: ignore[arg-type]
+        # no gradient: not stepped, weight decay included
+        assert torch.equal(both.net.unused, torch.ones(3))  # type: ignore[arg-type]
 
 
 def test_bfloat16_parameters(node: Node, mode: str) -> None:

@@ -130,7 +130,7 @@ class Cells:
             self.grid.on_records(self._holders, self._lost)
 
     def on_reported_place(self, place: str) -> None:
-        """Record the place that another peer reported; its shape may differ from this peer's."""
+        """Record the place that another peer reports; its shape may differ from this peer's."""
         shape = shape_of(place)
         if shape is not None and shape != self.grid.shape:
             self.grid.adopt_shape(shape)

@@ -31,7 +31,7 @@ from averaging.optim.finite import (
 from averaging.optim.memory import Fragment, storage_for, zeros_beside
 from averaging.optim.modes import ModeParts
 from averaging.optim.modes.outer import OuterSGD
-from averaging.optim.offload import HostStaging, Links
+from averaging.optim.offload import HostStaging, OffloadLinks
 from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import UsageError
 
@@ -73,7 +73,7 @@ class LocalSteps:
             )
         self._names = names_of(self.weights, parts.inner)
         storage = storage_for(self.weights, parts.offload)
-        self._links = Links(self.weights, parts.make_link)
+        self._links = OffloadLinks(self.weights, parts.make_link)
         self._late_checks = LateChecks(self._names)
         self._staging = (
             HostStaging(self.weights, self._links) if self._links and storage is not None else None

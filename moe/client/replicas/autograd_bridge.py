@@ -66,7 +66,9 @@ def attach_backward(
     as GradScaler expects to happen, reaches no expert: the input gradients are NaN then.
     """
     anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=torch.is_grad_enabled())
-    return tuple(_RemoteFunction.apply(_RemoteBackward(backward), list(outputs), anchor, *inputs))  # type: ignore[no-untyped-call]
+    remote = _RemoteBackward(backward)
+    joined = _RemoteFunction.apply(remote, list(outputs), anchor, *inputs)  # type: ignore[no-untyped-call]
+    return tuple(joined)
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

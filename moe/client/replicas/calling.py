@@ -48,6 +48,7 @@ from swarm.core.ids import PeerId
 if TYPE_CHECKING:
     from swarm.node import Node
 
+_TOO_SLOW = "it was too slow to be waited for"
 _REPEATS_MAX = 3  # of a backward pass that got no reply
 _REPEAT_FIRST_S = 0.05  # before the first repetition; doubles
 # share of the remaining time that one attempt may take, so that a lost reply can be asked for again
@@ -204,7 +205,7 @@ class ReplicaCalls:
                         self.stats.overtaken(str(call.uid), peer, now_s)  # type: ignore[arg-type]
                     # it had at least half of the available time
                     elif winner is None and asked_s[peer] < (begun_s + now_s) / 2.0:
-                        self.stats.failed(str(call.uid), peer, now_s, "it was too slow to be waited for")  # type: ignore[arg-type]
+                        self.stats.failed(str(call.uid), peer, now_s, _TOO_SLOW)  # type: ignore[arg-type]
         if hedged.winner is None:
             raise error
         return ForwardResult(call.uid, by_peer[hedged.winner], reply)  # type: ignore[index]

@@ -47,7 +47,7 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLoad(Event):
+class ServerLoadShown(Event):
     """Load of the server and its experts."""
 
     kind: ClassVar[str] = "load"
@@ -59,7 +59,7 @@ class ServerLoad(Event):
 class ServePresentation(Presentation):
     """Sentences for the events of a server, and a table of its busiest experts."""
 
-    picture_events = (ServerLoad,)
+    picture_events = (ServerLoadShown,)
 
     def __init__(self) -> None:
         self._loads = 0
@@ -67,7 +67,7 @@ class ServePresentation(Presentation):
 
     def is_due(self, event: Event) -> bool:
         """Show a load now and then, and only if samples were computed since."""
-        if not isinstance(event, ServerLoad):
+        if not isinstance(event, ServerLoadShown):
             return True
         self._loads += 1
         samples = sum(one.forward_samples + one.backward_samples for one in event.experts)
@@ -80,7 +80,7 @@ class ServePresentation(Presentation):
         match event:
             case Served():
                 return _served(event)
-            case ServerLoad():
+            case ServerLoadShown():
                 rate = sum(one.samples_per_s for one in event.experts)
                 forward = sum(one.forward_samples for one in event.experts)
                 backward = sum(one.backward_samples for one in event.experts)
@@ -91,7 +91,7 @@ class ServePresentation(Presentation):
         return super().sentence(event)
 
     def draw(self, event: Event) -> Group | None:
-        return load_table(event) if isinstance(event, ServerLoad) else None
+        return load_table(event) if isinstance(event, ServerLoadShown) else None
 
 
 def _served(event: Served) -> str:
@@ -113,7 +113,7 @@ def _served(event: Served) -> str:
     )
 
 
-def load_table(load: ServerLoad) -> Group:
+def load_table(load: ServerLoadShown) -> Group:
     """Draw a table of the busiest experts."""
     from rich.console import Group
     from rich.table import Table
@@ -153,5 +153,5 @@ def load_table(load: ServerLoad) -> Group:
     )
 
 
-def _queue(load: ServerLoad) -> str:
+def _queue(load: ServerLoadShown) -> str:
     return f"{load.queued} requests queued, a new one waits {1000 * load.wait_s:.0f} ms"

@@ -14,7 +14,7 @@ from averaging.allreduce.work import Arrived, Averaged, ReductionKernels, Spoile
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.framing import unpack
 from averaging.reduction.partition import Plan, plan_chunks
-from averaging.reduction.reduce import Contribution, Job
+from averaging.reduction.reduce import Contribution, ReductionJob
 from averaging.reduction.vector import FlatVector
 from swarm.compression import find
 from swarm.compression.plain import PlainCodec
@@ -57,7 +57,7 @@ def test_blocks_and_borders_of_tensors_do_not_change_the_bytes(codec: str, block
     assert bytes(payload) == sent.view(torch.uint8).numpy().tobytes()
 
     (done,) = one.reduce(
-        [Job(mine, [Contribution(0, 0.5, one.own_values(mine)), Contribution(1, 1.0, payload)])]
+        [ReductionJob(mine, [Contribution(0, 0.5, one.own_values(mine)), Contribution(1, 1.0, payload)])]
     )
     assert isinstance(done, Averaged)
     expected = ((ours[mine.start : mine.stop] * 0.5 + sent.float()) / 1.5).to(dtype)
@@ -91,14 +91,14 @@ def test_members_that_spoil_an_average_are_named() -> None:
     fine = bytes(4 * chunk.numel)
     nan = torch.full((chunk.numel,), float("nan")).numpy().tobytes()
     own = vector[chunk.start : chunk.stop]
-    (done,) = work.reduce([Job(chunk, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
+    (done,) = work.reduce([ReductionJob(chunk, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
     assert done == Spoiled(chunk, (1,))
     assert (
         work.flaw(chunk, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)], 1)
         == "element 0 is NaN or infinity"
     )
     own[-1] = float("inf")
-    (done,) = work.reduce([Job(chunk, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
+    (done,) = work.reduce([ReductionJob(chunk, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
     assert done == Spoiled(chunk, (0,))
     assert work.settle([Arrived(chunk, memoryview(nan), b"\x03")]) == [None]
 
@@ -113,7 +113,11 @@ def test_the_default_dtype_changes_no_byte(codec: str, default: torch.dtype) -> 
         mine, theirs = work.plan.chunks
         sent = work.encode([theirs])
         (done,) = work.reduce(
-            [Job(mine, [Contribution(1, 1.0, bytes(work.codec.encoded_bytes(mine.numel)))], own=True)]
+            [
+                ReductionJob(
+                    mine, [Contribution(1, 1.0, bytes(work.codec.encoded_bytes(mine.numel)))], own=True
+                )
+            ]
         )
         assert isinstance(done, Averaged)
         message = sent[0]

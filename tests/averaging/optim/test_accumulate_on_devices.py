@@ -15,7 +15,7 @@ import torch
 from averaging.optim.accumulate import GradientAccumulator
 from averaging.optim.finite import DeviceCheck, all_finite
 from averaging.optim.modes.settings import Diloco, Gossip, Gradients, Local
-from averaging.optim.offload import Links
+from averaging.optim.offload import OffloadLinks
 from tests.averaging.matchmaking.table import backward, batch, model, seat, vector
 from tests.averaging.optim.late import LateLink, no_host_reads
 
@@ -114,7 +114,7 @@ def test_offloaded_gradients_are_added_at_the_next_step_and_not_waited_for_at_th
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_check_on_the_device_does_not_mistake_large_values_for_infinity(dtype: torch.dtype) -> None:
     large = torch.full((300, 7), torch.finfo(dtype).max, dtype=dtype)
-    links = Links([large], LateLink)
+    links = OffloadLinks([large], LateLink)
     assert DeviceCheck({0: large, 3: torch.ones(2)}, links).bad_places() == []
     broken = {
         0: large,

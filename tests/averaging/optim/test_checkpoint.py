@@ -66,7 +66,8 @@ def test_a_file_is_plain_safetensors_under_the_models_names(tmp_path: Path) -> N
     }
     assert parameters.keys() == dict(net.named_parameters()).keys()
     assert all(torch.equal(value, dict(net.named_parameters())[key]) for key, value in parameters.items())
-    assert torch.equal(tensors["optimizer.0.weight.exp_avg"], state.inner.state[net[0].weight]["exp_avg"])  # type: ignore[index]
+    kept = state.inner.state[net[0].weight]  # type: ignore[index]
+    assert torch.equal(tensors["optimizer.0.weight.exp_avg"], kept["exp_avg"])
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_reason(tmp_path: Path) -> None:

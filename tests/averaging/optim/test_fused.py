@@ -112,7 +112,8 @@ def test_local_steps_of_a_fused_optimizer_keep_channels_last_weights(settings: A
             one.mode.prepare(epoch)
             one.advance()
         thetas.append(one.theta)
-        assert net[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index,union-attr]
+        weight = net[0].weight  # type: ignore[index]
+        assert weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
     torch.testing.assert_close(thetas[0], thetas[1], rtol=1e-5, atol=1e-6)
 
 

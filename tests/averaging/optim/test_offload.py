@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from averaging.optim.memory import Fragment
-from averaging.optim.offload import CudaLink, HostStaging, Links, block_sizes, link_of
+from averaging.optim.offload import HostStaging, OffloadLink, OffloadLinks, block_sizes, link_of
 from tests.averaging.optim.late import LateLink
 
 HOST = torch.device("cpu")
@@ -65,7 +65,7 @@ class FakeCuda:
 
 def test_a_link_orders_copies_and_the_trainers_stream_both_ways() -> None:
     cuda = FakeCuda()
-    link = CudaLink(HOST, cuda)
+    link = OffloadLink(HOST, cuda)
     cuda.call("backward")
     source, target = torch.arange(4.0), torch.zeros(4)
     arrival: Any = link.fetch([(source, target)])
@@ -92,9 +92,9 @@ def test_a_link_orders_copies_and_the_trainers_stream_both_ways() -> None:
 def test_the_host_and_devices_without_streams_have_no_link() -> None:
     assert link_of(HOST) is None
     assert link_of(torch.device("meta")) is None
-    assert not Links([torch.zeros(1)])
+    assert not OffloadLinks([torch.zeros(1)])
     both = [torch.zeros(1), torch.empty(1, device="meta")]
-    assert not Links(both, lambda device: LateLink(device) if device == HOST else None), (
+    assert not OffloadLinks(both, lambda device: LateLink(device) if device == HOST else None), (
         "all devices, or none"
     )
 
@@ -116,7 +116,7 @@ def test_staged_values_come_back_whatever_the_blocks(seed: int, monkeypatch: pyt
     torch.manual_seed(seed)
     dtypes = [torch.float32, torch.bfloat16]
     tensors = [torch.randn(rng.randint(0, 40)).to(rng.choice(dtypes)) for _ in range(12)]
-    staging = HostStaging(tensors, Links(tensors, LateLink))
+    staging = HostStaging(tensors, OffloadLinks(tensors, LateLink))
     assert staging.pinned_bytes < sum(tensor.nbytes for tensor in tensors) + 2 * 4 * 4
     for _ in range(3):
         chosen = rng.sample(range(12), 7)

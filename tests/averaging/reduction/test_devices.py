@@ -23,7 +23,7 @@ from averaging.reduction.devices import CudaQueue, PlainQueue, Queues, queue_of
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.framing import unpack
 from averaging.reduction.partition import Chunk, plan_chunks
-from averaging.reduction.reduce import Contribution, Job
+from averaging.reduction.reduce import Contribution, ReductionJob
 from averaging.reduction.staging import Staging
 from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import find, names
@@ -253,7 +253,7 @@ def everything(work: ReductionKernels) -> dict[str, Any]:
             other.encode(values, torch.empty(other.encoded_bytes(chunk.numel), dtype=torch.uint8))
         )
         contributions = [Contribution(0, 1.0, work.own_values(chunk)), Contribution(1, 1.0, payload)]
-        (averaged,) = work.reduce([Job(chunk, contributions)])
+        (averaged,) = work.reduce([ReductionJob(chunk, contributions)])
         assert isinstance(averaged, Averaged)
         done.append(averaged.digest)
     for chunk, message in zip(theirs, sent, strict=True):

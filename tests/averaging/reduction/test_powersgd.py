@@ -359,7 +359,7 @@ def alone(tensors: list[torch.Tensor], queues: Queues | None = None) -> LowRank:
 
 
 def mean_of_one(state: LowRank) -> None:
-    """Do the arithmetic of a round of one member between `take` and the result."""
+    """Run a round of one member, from after `take` to the commit."""
     first = state.first(alike=True)
     second = state.second(first.read(0, first.numel).clone())
     mean = second.read(0, second.numel).clone()
