@@ -30,9 +30,9 @@ def identity(identity: str | None, create: bool, as_json: bool) -> int:
     """
     path = Path(identity).expanduser() if identity is not None else default_identity()
     existed = path.exists()
-    opened = Identity.load(path, create=create)
-    peer_id = str(opened.peer_id)
-    opened.close()
+    if create and not existed:
+        Identity.load(path, create=True).close()
+    peer_id = str(Identity.read(path).peer_id)  # without the lock: a peer may be using it
     print_result(
         "identity",
         {"peer_id": peer_id, "path": str(path), "created": not existed},

@@ -54,10 +54,7 @@ class Identity:
             if create:
                 file.parent.mkdir(parents=True, exist_ok=True)
             elif not file.exists():
-                raise UsageError(
-                    f"there is no identity file {file}: make one with `swarm identity --create`, or leave "
-                    "the path out"
-                )
+                raise _no_file(file)
             lock = _take_lock(file)
             raw = _read_or_create(file)
             key = Ed25519PrivateKey.from_private_bytes(_decode(raw, file))
@@ -76,7 +73,7 @@ class Identity:
         """
         file = Path(path).expanduser()
         if not file.exists():
-            raise UsageError(f"there is no identity file {file}")
+            raise _no_file(file)
         try:
             return cls(Ed25519PrivateKey.from_private_bytes(_decode(_read_or_create(file), file)), path=file)
         except OSError as error:
@@ -116,6 +113,12 @@ def verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
     except (BadSignatureError, ValueError):
         return False
     return True
+
+
+def _no_file(file: Path) -> UsageError:
+    return UsageError(
+        f"there is no identity file {file}: make one with `swarm identity --create`, or leave the path out"
+    )
 
 
 def _encode(key: Ed25519PrivateKey) -> bytes:

@@ -159,6 +159,8 @@ def test_an_identity_in_use_is_reported_with_the_next_step(
 
     held = Identity.load(tmp_path / "home" / "identity")
     try:
+        assert main(["identity", "--json", "--identity", str(tmp_path / "home" / "identity")]) == 0
+        assert json.loads(capsys.readouterr().out)["peer_id"] == str(held.peer_id)  # showing needs no lock
         assert main(["start", str(run_file), "--listen", "127.0.0.1:0"]) == 2
     finally:
         held.close()
