@@ -218,7 +218,7 @@ def test_a_specification_outlives_its_founder_and_forgeries_are_not_stored() -> 
         for service in services[1:]:
             peer_of(network, service).supervisor.spawn(
                 "keeping",
-                functools.partial(directory_of(network, service).keep, one, ignore),
+                functools.partial(directory_of(network, service).renew, one, ignore),
             )
         await asyncio.sleep(5)
         await network.crash(peer_of(network, services[0]))
