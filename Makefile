@@ -70,7 +70,7 @@ chaos: install-dev
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)
 
 chaos-quick: install-dev
-	$(BIN)/python -m pytest -m "chaos" -k "(in_the_middle and 0.1) or (outlive and not long)" $(ARGS)
+	$(BIN)/python -m pytest -m "chaos" -k "(one_of_four_members and 0.1) or orphaned or (training_survives and not long)" $(ARGS)
 
 SEED ?= 1
 PEERS ?= 200
