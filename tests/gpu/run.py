@@ -112,7 +112,7 @@ def check_steps() -> list[list[Step]]:
         pytest_step("codecs", 90, "tests/gpu/test_codecs.py"),
         pytest_step("rounds", 110, "tests/gpu/test_rounds.py"),
         pytest_step("training", 110, "tests/gpu/test_training.py"),
-        pytest_step("recipes", 200, "tests/gpu/test_recipes.py"),
+        pytest_step("recipes", 120, "tests/gpu/test_recipes.py"),
         pytest_step("memory", 110, "tests/gpu/test_memory.py"),
         pytest_step("out of memory", 100, "tests/gpu/test_out_of_memory.py"),
     ]
