@@ -5,6 +5,7 @@
 # make gpu     checks and figures on a machine with a GPU, in eight minutes, without a network (docs/gpu.md)
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
+# make histories  peers that keep one history through cuts, restarts and a liar: a million random steps, every order of votes
 # make proto   regenerate swarm/wire from proto/
 # make docs    the documentation as a site in build/docs; needs no network once its tools are installed
 PYTHON ?= python3
@@ -14,10 +15,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 
 DOCS_OUT ?= build/docs
 
-.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick install install-dev install-docs clean
+.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick histories install install-dev install-docs clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -9
+	@sed -n 's/^# //p' Makefile | head -10
 
 # The stamps hold what was installed: a change of pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -79,6 +80,9 @@ SCENARIO ?= storm
 
 sim: install-dev
 	@$(BIN)/python -m swarm.testing.scenarios --seed $(SEED) --peers $(PEERS) --hours $(HOURS) --scenario $(SCENARIO) $(ARGS)
+
+histories: install-dev
+	$(BIN)/python -m pytest -m "slow" tests/sim/test_histories.py tests/sim/test_vote_states.py $(ARGS)
 
 sim-quick:
 	@$(MAKE) --no-print-directory sim PEERS=40 HOURS=0.2

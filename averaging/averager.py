@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -20,18 +20,21 @@ import torch
 
 from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.twophase import TwoPhase
+from averaging.config import AveragerConfig, RunAverager
+from averaging.history.round_lineage import RoundLineage
+from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.group import Member
-from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
 from averaging.matchmaking.logic.messages import AveragerName
-from averaging.matchmaking.service.matchmaking_service import GroupService, GroupServiceConfig
-from averaging.matchmaking.service.presence import DhtPresence, PresenceConfig
+from averaging.matchmaking.service.matchmaking_service import GroupService
+from averaging.matchmaking.service.presence import STORE_TIMEOUT_S, DhtPresence
+from averaging.mixed_codecs import CodecChoice, MixedCodecs
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.devices import describe_out_of_memory
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.layout import vector_schema
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import LowRank
-from averaging.reduction.robust import MEAN, Aggregation
+from averaging.reduction.robust import Aggregation, AggregationRule, aggregation_of
 from averaging.reduction.staging import Staging
 from averaging.result import PendingRound, RoundResult, check_step
 from averaging.service import AveragingService
@@ -54,36 +57,8 @@ __all__ = ["Averager", "AveragerConfig", "PendingRound", "RoundResult"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CLOSE_S_MAX = 2.0
+DECLARE_S = 1.0  # longest time that the constructor waits until others can see this peer
 _CANCEL_S_MAX = 2.0  # the tensor work of a cancelled round ends within this
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AveragerConfig:
-    """Settings that rarely need a change. The group sizes in `groups.matchmaking` are those of
-    the averager.
-    """
-
-    run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
-    # Upload bandwidth in bytes/s; a peer with more reduces more. None: as measured in the rounds before.
-    bandwidth: float | None = None
-    declare_s: float = 1.0  # longest time that the constructor waits until others can see this peer
-    # Further text that peers must have in common: compared before a group forms, as shapes and codec are.
-    compatibility_tag: str = ""
-    aggregation: Aggregation = MEAN  # its numbers; `rule` and `clip_to_median` are the averager's
-    groups: GroupServiceConfig = field(default_factory=GroupServiceConfig)
-    presence: PresenceConfig = field(default_factory=PresenceConfig)
-    round: RoundConfig = field(default_factory=RoundConfig)
-
-    def __post_init__(self) -> None:
-        if self.bandwidth is not None and not 0.0 < self.bandwidth < float("inf"):
-            raise UsageError(
-                f"bandwidth must be a positive number of bytes per second, not {self.bandwidth!r}"
-            )
-        if self.aggregation.clip_to_median is not None or self.round.aggregation != MEAN or self.round.audit:
-            raise UsageError(
-                "give the averager itself aggregation, clip_to_median and audit: its config has only the "
-                "rules' numbers"
-            )
 
 
 class Averager:
@@ -93,17 +68,19 @@ class Averager:
     `tensors`: a sequence, or a mapping like `dict(model.named_parameters())`, whose names then appear in
     messages. `node`: this process as a peer. `target_group_size`: the largest size of a group (the same
     number on all peers); more peers form several groups, with other members each time (`rounds_to_mix`).
-    `codec`: the encoding of values on the network. `aggregation`: "mean", or "trimmed_mean", "median",
+    `codec`: the encoding of values on the network, by name; or a function of a tensor's name and the tensor
+    that returns the name, such as `lambda name, tensor: "int8" if tensor.numel() > 16384 else "float16"`:
+    each step then makes one all-reduce for each codec. `aggregation`: "mean", or "trimmed_mean", "median",
     "centered_clip", which a minority of hostile peers cannot move far, and which count every peer once,
-    whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds this many medians of the
-    group's norms (None: never). `audit`: the share of the chunks that a second peer recomputes, to name
-    reducers that lied; then a reducer's failure fails the round, which is retried, because nobody takes over
-    chunks that could not be audited (0.0: trust reducers; robust aggregations limit senders, not reducers).
-    `min_fraction`: a round counts as failed when less of the vector was averaged. `auxiliary`: reduce for
-    others, contribute and receive nothing. `error_feedback`: add the error of a lossy codec in one round to
-    the next; for gradients and other differences, not for parameters. `strategy=PowerSgd(rank=4)`: average
-    matrices by factors of that rank, which travel in `codec` (16 bits or more); it has error feedback of its
-    own, and is for differences, too.
+    whatever its weight (an `Aggregation` sets their numbers). `clip_to_median`: shorten contributions whose
+    norm exceeds this many medians of the group's norms (None: never). `audit`: the share of the chunks that a
+    second peer recomputes, to name reducers that lied; then a reducer's failure fails the round, which is
+    retried, because nobody takes over chunks that could not be audited (0.0: trust reducers; robust
+    aggregations limit senders, not reducers). `min_fraction`: a round counts as failed when less of the
+    vector was averaged. `auxiliary`: reduce for others, contribute and receive nothing. `error_feedback`: add
+    the error of a lossy codec in one round to the next; for gradients and other differences, not for
+    parameters. `strategy=PowerSgd(rank=4)`: average matrices by factors of that rank, which travel in `codec`
+    (16 bits or more); it has error feedback of its own, and is for differences, too.
 
     What the network does is reported in results; only UsageError is raised. A context manager; `close`
     announces to the others that this peer leaves.
@@ -121,11 +98,11 @@ class Averager:
         node: Node,
         tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
         *,
-        name: str = "default",
+        name: str | RunAverager = "default",
         target_group_size: int = 4,
-        codec: str = "float16",
+        codec: str | CodecChoice = "float16",
         min_group_size: int = 2,
-        aggregation: str = "mean",
+        aggregation: AggregationRule | Aggregation = "mean",
         clip_to_median: float | None = None,
         audit: float = 0.0,
         min_fraction: float = 1.0,
@@ -135,17 +112,16 @@ class Averager:
         config: AveragerConfig | None = None,
     ) -> None:
         self.config = config or AveragerConfig()
+        run, self._waiting_share_max = "", None
+        if isinstance(name, RunAverager):
+            self._waiting_share_max = name.waiting_share_max
+            run, name = name.name.run, name.name.averager
         if not _NAME.fullmatch(name):
             raise UsageError(
                 "an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not "
                 f"{name[:100]!r}"
             )
-        if self.config.aggregation.rule not in ("mean", aggregation):
-            raise UsageError(
-                f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's "
-                f"aggregation is {aggregation!r}"
-            )
-        self._aggregation = replace(self.config.aggregation, rule=aggregation, clip_to_median=clip_to_median)
+        self._aggregation = aggregation_of(aggregation, clip_to_median)
         if not 0.0 < min_fraction <= 1.0:  # RoundConfig checks it too, but later
             raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")
         node.network.check()
@@ -154,15 +130,15 @@ class Averager:
         self.min_fraction = min_fraction
         self._names = tuple(tensors) if isinstance(tensors, Mapping) else ()
         self._staging = Staging(list(tensors.values() if isinstance(tensors, Mapping) else tensors))
-        # The smaller min_fraction counts: a config may be shared by many averagers.
-        self._round = replace(
-            self.config.round,
-            aggregation=self._aggregation,
-            audit=audit,
-            min_fraction=min(min_fraction, self.config.round.min_fraction),
-        )
+        self._round = RoundConfig(aggregation=self._aggregation, audit=audit, min_fraction=min_fraction)
+        self._mixed: MixedCodecs | None = None
+        if not isinstance(codec, str):
+            if strategy is not None or error_feedback:
+                raise UsageError("PowerSGD and error feedback need one codec: give its name")
+            self._mixed = MixedCodecs(self._names, self._staging.tensors, codec)
+            codec = "float32"  # unused
         self._codec = find(codec)
-        self._low_rank = self._factored(strategy, codec, audit) if strategy is not None else None
+        self._low_rank = self._factored(strategy, codec, run, audit) if strategy is not None else None
         self.feedback: Feedback | LowRank | None = self._low_rank  # to save and load its state
         if error_feedback and self._low_rank is None:
             self.feedback = self.new_feedback()
@@ -170,21 +146,22 @@ class Averager:
         if strategy is not None:
             settings += f", {strategy.compatibility_tag}"
         settings += f", for {self.config.compatibility_tag}" if self.config.compatibility_tag else ""
-        self.schema = vector_schema(self._staging.layout, self._codec, settings, self._round.chunk_bytes)
-        run = self.config.run or hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
-        self._full_name = AveragerName(run=run, averager=name)
-        matchmaking = replace(
-            self.config.groups.matchmaking, target_group_size=target_group_size, min_group_size=min_group_size
+        self.schema = (
+            vector_schema(self._staging.layout, self._codec, settings, self._round.chunk_bytes)
+            if self._mixed is None
+            else self._mixed.schema(settings, self._round.chunk_bytes)
         )
+        open_run = hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
+        self._full_name = AveragerName(run=run or open_run, averager=name)
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
         self._result_buffer = ResultBuffer(self._staging.queues)
         self._averages: Averages | None = None  # result of the pending round, until it is written back
         self._last_round_s = 0.0
         self._closed = False
-        node.network.run(self._open(matchmaking), 10.0)
+        node.network.run(self._open(target_group_size, min_group_size), 10.0)
 
-    def _factored(self, strategy: PowerSgd, codec: str, audit: float) -> LowRank:
+    def _factored(self, strategy: PowerSgd, codec: str, run: str, audit: float) -> LowRank:
         if not isinstance(strategy, PowerSgd):
             raise UsageError(
                 f"a strategy is swarm.PowerSgd(rank=…), or None for no compression by factors, "
@@ -192,7 +169,7 @@ class Averager:
             )
         if self._round.min_fraction < 1.0:
             raise UsageError("PowerSGD needs the whole of its factors: min_fraction is 1")
-        seed = f"{self.config.run} {self.name}".encode()
+        seed = f"{run} {self.name}".encode()
         return LowRank(
             self._staging.tensors,
             strategy,
@@ -223,7 +200,7 @@ class Averager:
         gather: object = None,
         wait: Literal[True] = True,
         *,
-        round_key: str | int | None = None,
+        round_key: str | int | RoundLineage | None = None,
         apply: Literal["replace", "delta"] = "replace",
         lend: bool | None = None,
     ) -> RoundResult: ...
@@ -236,7 +213,7 @@ class Averager:
         gather: object = None,
         *,
         wait: Literal[False],
-        round_key: str | int | None = None,
+        round_key: str | int | RoundLineage | None = None,
         apply: Literal["replace", "delta"] = "replace",
         lend: bool | None = None,
     ) -> PendingRound: ...
@@ -248,7 +225,7 @@ class Averager:
         gather: object = None,
         wait: bool = True,
         *,
-        round_key: str | int | None = None,
+        round_key: str | int | RoundLineage | None = None,
         apply: Literal["replace", "delta"] = "replace",
         lend: bool | None = None,
     ) -> RoundResult | PendingRound:
@@ -256,8 +233,9 @@ class Averager:
 
         `weight`: this peer's share, usually a number of samples; 0 only receives. `timeout_s`: limit for the
         whole step; within it a round that fails is retried with the remaining peers. `gather`: any msgpack
-        value up to 16 KiB, handed to all members. `round_key`: only peers with equal keys meet.
-        `apply="delta"`: the tensors may change meanwhile, and get average minus snapshot added. `lend=True`:
+        value up to 16 KiB, handed to all members. `round_key`: only peers with equal keys meet; or the place
+        of the round in the history of a run, whose electors must agree to it. `apply="delta"`: the tensors
+        may change meanwhile, and get average minus snapshot added. `lend=True`:
         the tensors do not change until the result is taken, so that float32 ones on the host need no copy
         (None: `wait`). Raises UsageError for wrong arguments, a closed averager, or a step while another is
         in progress.
@@ -266,11 +244,12 @@ class Averager:
         check_step(weight, timeout_s, apply)
         options = RoundOptions(
             weight=0.0 if self.auxiliary else float(weight),
-            round_key=round_key_text(round_key),
+            round_key=round_key_text(round_key.key if isinstance(round_key, RoundLineage) else round_key),
             gathered=pack_gathered(
                 gather, self._low_rank.start_digest if self._low_rank is not None else b""
             ),
             timeout_s=timeout_s,
+            history=round_key if isinstance(round_key, RoundLineage) else None,
         )
         member = self._member(options.weight)
         delta = apply == "delta"
@@ -280,7 +259,7 @@ class Averager:
         self._reserve(pending)
         try:
             strategy = self._stage(
-                options.weight > 0.0, delta, read_in_place=not delta and (wait if lend is None else lend)
+                options, delta, read_in_place=not delta and (wait if lend is None else lend)
             )
             staged_s = time.monotonic() - started_s
             pending.attach(
@@ -315,8 +294,9 @@ class Averager:
             queues=staging.queues,
         )
 
-    def _stage(self, contributes: bool, delta: bool, *, read_in_place: bool) -> Strategy:
+    def _stage(self, options: RoundOptions, delta: bool, *, read_in_place: bool) -> Strategy:
         """Take the values that go into the round, in the caller's thread."""
+        contributes = options.weight > 0.0
         if self._low_rank is not None:
             self._low_rank.take(gives=contributes, keeps=delta and not self.auxiliary)
             return TwoPhase(
@@ -325,8 +305,13 @@ class Averager:
                 self.node.peer_id,
                 self.node.network.pool,
                 self._round,
+                options.history,
             )
         gives = contributes or (delta and not self.auxiliary)
+        if self._mixed is not None:
+            return self._mixed.take(
+                self._service.all_reduce, self._round, gives=gives, read_in_place=read_in_place
+            )
         assert not isinstance(self.feedback, LowRank)
         vector = self._staging.take(read_in_place=read_in_place) if gives else self._staging.nothing()
         vector.describe = functools.partial(self._staging.layout.describe, names=self._names)
@@ -336,6 +321,7 @@ class Averager:
             result_buffer=self._result_buffer,
             config=self._round,
             feedback=self.feedback,
+            history=options.history,
         )
 
     async def _conduct(
@@ -371,7 +357,7 @@ class Averager:
             try:
                 self._apply(averages, delta)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or (self._low_rank or averages).written:
+                if not is_out_of_memory(error) or (self._low_rank or self._mixed or averages).written:
                     raise
                 outcome = outcome.without_memory(self._untouched(error))
         ended_s = time.monotonic()
@@ -388,6 +374,8 @@ class Averager:
     def _apply(self, averages: Averages, delta: bool) -> None:
         if self._low_rank is not None:
             (self._low_rank.add_difference if delta else self._low_rank.put)()
+        elif self._mixed is not None:
+            self._mixed.apply(delta=delta)
         elif delta:
             self._staging.add_difference(averages)
         else:
@@ -396,11 +384,14 @@ class Averager:
     def _member(self, weight: float) -> Member:
         contact = self.node.contact
         bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
-        bandwidth = min(bandwidth, self.node.config.bandwidth.min_bytes_per_s or bandwidth)
+        cap = self.node.config.bandwidth.min_bytes_per_s
+        is_set = self.config.bandwidth is not None or (cap is not None and cap <= bandwidth)
+        bandwidth = min(bandwidth, cap or bandwidth)
         return Member(
             contact=contact,
             weight=weight,
             bandwidth=bandwidth if contact.addresses else 0.0,
+            bandwidth_is_set=is_set,
             auxiliary=self.auxiliary,
         )
 
@@ -409,6 +400,8 @@ class Averager:
         previous = self._pending
         if previous is not None:
             previous.wait_given_up(_CANCEL_S_MAX)
+            if previous.abandoned:
+                self._release(previous)
         with self._lock:
             if self._closed:
                 raise UsageError("this averager is closed")
@@ -426,7 +419,7 @@ class Averager:
 
     # --- life
 
-    async def _open(self, matchmaking: MatchmakingConfig) -> None:
+    async def _open(self, target_group_size: int, min_group_size: int) -> None:
         node = self.node
         self._service = node.service(AveragingService)
         self._presence = DhtPresence(
@@ -434,7 +427,7 @@ class Averager:
             name=self._full_name,
             own=lambda: node.contact,
             schema=self.schema,
-            config=self.config.presence,
+            group_size=target_group_size,
         )
         self._groups = GroupService(
             exchange=self._service.exchange,
@@ -442,18 +435,25 @@ class Averager:
             name=self._full_name,
             schema=self.schema,
             rng=random.SystemRandom(),
-            background=node.supervisor,
-            config=replace(self.config.groups, matchmaking=matchmaking),
+            supervisor=node.supervisor,
+            target_group_size=target_group_size,
+            min_group_size=min_group_size,
+            grace_period=GracePeriod(
+                self.config.grace_s_max,
+                unknown_peer_s=node.timings.unknown_peer_s,
+                waiting_share_max=self._waiting_share_max,
+            ),
+            timings=node.timings,
         )
         self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(
             f"presence of {self.name}", self._presence.renew, restart=True
         )
         self._service.add(self._close_on_loop)
         announcing = node.supervisor.spawn(f"announcing {self.name}", self._announce)
-        await asyncio.wait([announcing], timeout=self.config.declare_s)
+        await asyncio.wait([announcing], timeout=DECLARE_S)
 
     async def _announce(self) -> None:
-        await self._presence.wait_until_declared(self.config.presence.store_timeout_s)
+        await self._presence.wait_until_declared(STORE_TIMEOUT_S)
         try:
             await self._groups.announce(self.node.contact)
         except NetworkError:

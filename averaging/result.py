@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from averaging.history.certificate import Certificate
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.core.ids import PeerId
 
@@ -21,6 +22,7 @@ class RoundResult:
     others' tensors or codec differ; "passed" the round of this key took place without this peer;
     "unreachable" other holders are known, and none answers; "few" too few peers for a group; "nobody
     contributes" all weights were 0; "round" the round failed (`detail` names the peer and the cause);
+    "quorum" the group cannot commit for the run, since most of the peers that decide are out of reach;
     "memory" this peer ran out of memory, on a device or on the host (`detail` says which), and a later step
     may succeed; "cancelled"; "closed".
     """
@@ -47,6 +49,9 @@ class RoundResult:
     bytes_received: int = 0
     attempts: int = 0  # groups in which the round was tried
     group_id: str = ""  # hex; "" when no group came about
+    certificate: Certificate | None = None  # the proof that the round was committed; None: it was not
+    # others may have committed what this peer voted for: it does not know
+    unresolved: bool = False
 
     def without_memory(self, detail: str) -> RoundResult:
         """Return this result as failed because this peer ran out of memory."""
@@ -79,6 +84,7 @@ class PendingRound:
         self._error: Exception | None = None  # a bug here, not a result of the network
         self._result: RoundResult | None = None
         self._discarded = ""  # why there will be no result
+        self._committed = False
         self._future: concurrent.futures.Future[None] | None = None
 
     @property
@@ -94,7 +100,7 @@ class PendingRound:
 
     def cancel(self) -> None:
         """Cancel the round; other members see this peer leave. The tensors stay unchanged. Does nothing once
-        the result was taken.
+        the round is committed: then `result` has the average, until the next step.
         """
         self._discard("cancelled")
 
@@ -114,7 +120,7 @@ class PendingRound:
                 if self._error is not None and not self._discarded:
                     self._release(self)
                     raise self._error
-                if self._discarded or outcome is None:
+                if (self._discarded and not self._committed) or outcome is None:
                     reason = self._discarded or "closed"
                     texts = {
                         "cancelled": "the round was cancelled here",
@@ -146,8 +152,16 @@ class PendingRound:
         """Mark the round as ended: the coroutine touches no tensor any more. Without an outcome and an error
         it was cancelled.
         """
-        self._outcome, self._error = outcome, error
+        with self._lock:
+            self._outcome, self._error = outcome, error
+            if outcome is not None and not outcome.failed:
+                self._committed = True  # with the others: a cancellation comes too late
         self._over()
+
+    @property
+    def abandoned(self) -> bool:
+        """Return whether the caller gave up a round that was committed nevertheless, and took no result."""
+        return bool(self._discarded) and self._committed and self._result is None
 
     def wait_given_up(self, timeout_s: float) -> None:
         """Wait for the end of a round that was cancelled; return at once for one that was not."""
@@ -166,7 +180,7 @@ class PendingRound:
             self._discarded = self._discarded or why
         if self._future is not None:
             self._future.cancel()
-        if self.done:
+        if self.done and not self._committed:
             self._release(self)
 
     def _settled(self, future: concurrent.futures.Future[None]) -> None:
@@ -175,7 +189,7 @@ class PendingRound:
 
     def _over(self) -> None:
         self._ended.set()
-        if self._discarded:
+        if self._discarded and not self._committed:
             self._release(self)
 
 

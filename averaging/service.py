@@ -29,7 +29,6 @@ class AveragingService:
         self.all_reduce = AllReduce(
             handlers=node.handlers,
             channels=node.channels,
-            own=node.peer_id,
             pool=node.network.pool,
             clock=node.clock,
             notary=Notary(node.identity, random.SystemRandom()),

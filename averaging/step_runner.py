@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import msgpack
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.allreduce import AllReduce, RoundMemory
 from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.outcome import RoundOutcome
+from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, Group, Member
 from averaging.matchmaking.logic.messages import ROUND_KEY_MAX, SearchFailed
 from averaging.matchmaking.service.matchmaking_service import GroupService
@@ -20,6 +22,7 @@ from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.vector import FlatVector
 from averaging.result import RoundResult
+from swarm.core.backoff import backoff_s
 from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
@@ -27,7 +30,7 @@ from swarm.core.ids import PeerId
 _RESERVE = 0.2  # smallest share of the time that the search leaves for the round
 _RESERVE_MAX = 0.5  # largest share, however long rounds took
 _PAUSE_FIRST_S = 0.05  # between a broken round and the next attempt, doubled each time
-_PAUSE_MAX_S = 2.0
+_PAUSE_S_MAX = 2.0
 _ROUNDS_RESERVED = 2.0  # the search leaves the duration of this many earlier rounds
 
 
@@ -39,6 +42,7 @@ class RoundOptions:
     round_key: str
     gathered: bytes  # msgpack
     timeout_s: float  # for everything, retries included
+    history: RoundLineage | None = None  # of a run whose electors must agree to the round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ class WholeVector:
     result_buffer: ResultBuffer
     config: RoundConfig
     feedback: Feedback | None
+    history: RoundLineage | None = None
     gathered_prefix_bytes: int = 0
 
     async def run(self, group: Group, deadline_s: float) -> RoundOutcome:
@@ -85,8 +90,8 @@ class WholeVector:
             self.vector,
             deadline_s=deadline_s,
             config=self.config,
-            result_buffer=self.result_buffer,
-            feedback=self.feedback,
+            memory=RoundMemory(self.result_buffer, self.feedback),
+            history=self.history,
         )
 
 
@@ -102,6 +107,7 @@ class StepRunner:
         self._left_out: dict[PeerId, str] = {}
         self._accused: dict[PeerId, str] = {}
         self._last_failure = ""  # why the last attempt failed
+        self._unresolved = False  # others may have committed it
         self._sent = self._received = self._attempts = 0
 
     async def run(self, member: Member, options: RoundOptions) -> StepOutcome:
@@ -123,22 +129,31 @@ class StepRunner:
             if isinstance(found, SearchFailed):
                 return self._failure(found.reason, self._explain(found.detail), group)
             group = found
+            lacking = await self._lacks_quorum(group, options.history)
+            if lacking:
+                return self._failure("quorum", lacking, group)
             outcome = await self._run_round(group, end_s)
+            self._unresolved = outcome.unresolved
             if not outcome.failed:
                 return self._success(group, outcome)
             if outcome.out_of_memory:  # a retry would run out of memory again
                 return self._failure("memory", outcome.reason or "", group)
             if not any(one.weight > 0.0 for one in group.members):
                 return self._failure("nobody contributes", "all members of the group have weight 0", group)
-            await asyncio.sleep(
-                min(
-                    _PAUSE_FIRST_S * 2.0 ** (self._attempts - 1),
-                    _PAUSE_MAX_S,
-                    max(end_s - self._clock.monotonic_s(), 0.0),
-                )
-            )
+            pause_s = backoff_s(self._attempts, _PAUSE_FIRST_S, _PAUSE_S_MAX)
+            await asyncio.sleep(min(pause_s, max(end_s - self._clock.monotonic_s(), 0.0)))
             if self._clock.monotonic_s() >= end_s:
                 return self._failure("deadline", outcome.reason or "", group)
+
+    async def _lacks_quorum(self, group: Group, history: RoundLineage | None) -> str:
+        """Return why this group cannot commit, before it sends anything; "" when it can."""
+        if history is None:
+            return ""
+        contributors = [member.peer_id for member in group.members if member.weight > 0.0]
+        reason = await history.may_begin(contributors)
+        if reason:
+            self._groups.round_over(committed=False, left_out=frozenset(), accused={})
+        return reason
 
     async def _run_round(self, group: Group, end_s: float) -> RoundOutcome:
         """Run one round with one group."""
@@ -178,6 +193,7 @@ class StepRunner:
             clipped=dict(outcome.clipped),
             weight=_weight_of_average(group, outcome),
             digest=outcome.digest,
+            certificate=outcome.certificate,
             **self._common(group),
         )
         return StepOutcome(result=result, averages=outcome.averages, last_round_s=self._last_round_s)
@@ -201,6 +217,7 @@ class StepRunner:
             "bytes_sent": self._sent,
             "bytes_received": self._received,
             "attempts": self._attempts,
+            "unresolved": self._unresolved,
             "group_id": group.group_id.hex() if group is not None else "",
         }
 

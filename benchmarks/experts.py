@@ -90,10 +90,10 @@ def rows(setting: Setting) -> list[Row]:
     setting.say(f"experts, {CLIENTS} clients: {', '.join(names)}")
     tallies = interleave(makers, names, replace(setting.plan, warm_up=1), setting.say)
     own, peer = tallies[0], tallies[1] if len(tallies) == 2 else None
-    return [*(_row(what, own, peer) for what in COUNTS), _first_answer(setting), *_crowds(setting)]
+    return [*(row_of(what, own, peer) for what in COUNTS), _first_answer(setting), *_crowds(setting)]
 
 
-def _row(what: str, own: Tally, peer: Tally | None) -> Row:
+def row_of(what: str, own: Tally, peer: Tally | None) -> Row:
     def rate(outcome: Round) -> float:
         return CLIENTS * COUNTS[what] / outcome.phases[what]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from averaging.allreduce.config import RoundConfig
-from averaging.allreduce.liveness import LivenessConfig
-from averaging.allreduce.pacing import PacingConfig
-from averaging.averager import AveragerConfig
-from averaging.matchmaking.logic.grace_period import GracePeriodConfig
-from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
-from averaging.matchmaking.service.matchmaking_service import GroupServiceConfig
-from averaging.matchmaking.service.presence import PresenceConfig
 from averaging.optim.epoch_averager import AveragingOptions, BackgroundRound, EpochAverager
 from averaging.optim.modes import Mode, ModeParts
 from averaging.optim.optimizer import OptimizerConfig
 from benchmarks.training_setups import Scale, TrainingSetup
 from swarm.core.ids import PeerId
+from swarm.core.presets import WAN
 from swarm.node import Node
 from swarm.run.task import Draw
 from swarm.run.tasks.bytelm_model import ByteData, ByteTransformer
@@ -252,25 +245,13 @@ class Peer:
                 self._pending = rounds.begin(mode.state.epoch, lambda: False, math.inf)
 
 
-def _patient_config() -> OptimizerConfig:
-    """Return a config with long timeouts: no peer is missing here, and a busy machine must not change what is
-    averaged.
-    """
-    grace_period = GracePeriodConfig(unknown_peer_s=SLOW_S, margin_s=SLOW_S, grace_s_max=SLOW_S)
-    groups = GroupServiceConfig(
-        query_timeout_s=SLOW_S,
-        records_timeout_s=SLOW_S,
-        matchmaking=MatchmakingConfig(grace_period=grace_period, leader_ping_interval_s=5.0),
-    )
-    presence = PresenceConfig(ttl_s=4 * SLOW_S, store_timeout_s=SLOW_S)
-    liveness = LivenessConfig(probe_s=SLOW_S, first_s=SLOW_S, timeout_s_max=SLOW_S)
-    pacing = PacingConfig(sender_s=SLOW_S, reducer_s=SLOW_S, voter_s=SLOW_S, first_s=SLOW_S)
-    rounds = RoundConfig(join_s=SLOW_S, liveness=liveness, pacing=pacing)
-    return OptimizerConfig(
-        group_size_max=PEERS,
-        round_timeout_s=2 * SLOW_S,
-        averager=AveragerConfig(groups=groups, presence=presence, round=rounds, declare_s=READY_S),
-    )
+# No peer is missing here, and a busy machine must not change what is averaged.
+PATIENT = replace(
+    WAN,
+    query_timeout_s=SLOW_S,
+    records_timeout_s=SLOW_S,
+    unknown_peer_s=SLOW_S,
+)
 
 
 def _rounds(node: Node, run: str, mode: Mode, setup: TrainingSetup) -> EpochAverager:
@@ -278,9 +259,10 @@ def _rounds(node: Node, run: str, mode: Mode, setup: TrainingSetup) -> EpochAver
         codec=setup.codec, error_feedback=setup.error_feedback, strategy=setup.strategy
     )
     # in a mode in which peers may remain alone, a long wait for a busy partner delays both
-    return EpochAverager(
-        node, run, mode, options, OptimizerConfig() if mode.traits.proceeds_alone else _patient_config()
-    )
+    alone = mode.traits.proceeds_alone
+    node.timings = WAN if alone else PATIENT
+    patient = OptimizerConfig(group_size_max=PEERS, round_timeout_s=2 * SLOW_S)
+    return EpochAverager(node, run, mode, options, OptimizerConfig() if alone else patient, None)
 
 
 def _advance(mode: Mode, gathered: list[object]) -> None:

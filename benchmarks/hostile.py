@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from averaging.allreduce.auditing import Auditor
-from averaging.allreduce.work import Averaged, ReductionKernels
+from averaging.allreduce.kernels import Averaged, ReductionKernels
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, ResultBuffer

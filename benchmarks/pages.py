@@ -31,6 +31,8 @@ TITLES = {
     "trainer": ("Trainers", "Whole training processes beside hivemind's."),
     "start": ("Start of a trainer", "From the start of the process to its first joint round."),
     "state": ("State transfer", "Downloading the training state from donors."),
+    "cuts": ("Network cuts", "One history again after a swarm was cut in two."),
+    "joining": ("Joining", "Many newcomers that join a run at the same moment."),
     "dht": ("DHT", "Stores and reads of real nodes."),
     "experts": ("Experts", "Calls, mixtures and callers side by side, beside hivemind."),
     "slowdown": (

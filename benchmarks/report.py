@@ -106,8 +106,31 @@ def merge(
 
 # the order of the pages: the first word of a row's identifier
 ORDER = (
-    *("allreduce", "links", "group", "killed", "frozen", "trainer", "start", "state", "dht", "experts"),
-    *("slowdown", "speeds", "convergence", "churn", "codec", "cuda", "simulated", "monitor", "hostile"),
+    *(
+        "allreduce",
+        "links",
+        "group",
+        "killed",
+        "frozen",
+        "trainer",
+        "start",
+        "state",
+        "joining",
+        "cuts",
+        "dht",
+    ),
+    *(
+        "experts",
+        "slowdown",
+        "speeds",
+        "convergence",
+        "churn",
+        "codec",
+        "cuda",
+        "simulated",
+        "monitor",
+        "hostile",
+    ),
 )
 
 

@@ -15,10 +15,12 @@ from benchmarks import (
     codecs,
     convergence,
     cuda,
+    cuts,
     dht,
     experts,
     group_formation,
     hostile,
+    joining,
     links,
     mixtures,
     peer_failures,
@@ -27,6 +29,7 @@ from benchmarks import (
     simulated_monitoring,
     simulated_progress,
     simulated_rounds,
+    slow_peers,
     slowdown,
     trainer_costs,
     unequal_speeds,
@@ -94,6 +97,8 @@ SECTIONS = {
     "losses": Section(rows=_once(lambda request: peer_failures.rows(request.setting)), compared=True),
     "trainers": Section(rows=_once(lambda request: trainer_costs.rows(request.setting)), compared=True),
     "state": Section(rows=_once(lambda request: states.rows(request.setting)), compared=True),
+    "cuts": Section(rows=_once(lambda request: cuts.rows(request.setting.say))),
+    "joining": Section(rows=_once(lambda request: joining.rows(request.setting.say))),
     "dht": Section(rows=_dht, compared=True),
     "experts": Section(
         rows=_once(lambda request: [*experts.rows(request.setting), *mixtures.rows(request.setting)]),
@@ -111,6 +116,7 @@ SECTIONS = {
             lambda request: [*slowdown.rows(request.setting.say), *unequal_speeds.rows(request.setting.say)]
         )
     ),
+    "slow-peers": Section(rows=_once(lambda request: slow_peers.rows(request.setting.say))),
     "convergence": Section(rows=lambda request: convergence.rows(request.setting.say, request.folder)),
     "churn": Section(rows=_once(lambda request: churn.rows(request.setting.say))),
     "cuda": Section(rows=lambda request: cuda.rows(request.setting.say), check=cuda.check),

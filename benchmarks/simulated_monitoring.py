@@ -18,7 +18,7 @@ from benchmarks.results import Aim, Row, Series
 from benchmarks.simulated_dht import Say, simulated_row
 from swarm.dht.logic.records import encode_value
 from swarm.metrics.record import Metrics, RoundReport
-from swarm.metrics.reporter import MetricsConfig, Reporter
+from swarm.metrics.reporter import Reporter
 from swarm.monitor.collector import Collector
 from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.view import MonitorView, RunView
@@ -168,7 +168,6 @@ def _reporter(member: SwarmMember, number: int, peers: int, seed: int) -> Report
         run_id=RUN,
         source=lambda: metrics_of(number, peer.clock.swarm_s()),
         peers=lambda: min(peers, _KNOWN_MAX),
-        config=MetricsConfig(),
         rng=Chance(seed, "reporter", number),
     )
 

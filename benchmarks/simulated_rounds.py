@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
 from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from benchmarks.results import Row, Series
 from benchmarks.simulated_dht import simulated_row
 from swarm.testing.chance import Chance
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 
 GROUP_SIZE = 16
@@ -46,16 +47,7 @@ def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
     async def scenario() -> RoundFigures:
         network, chance = SimulatedNetwork(seed, LINK), Chance(seed, "rounds")
         members = [network.peer() for _ in range(peers)]
-        services = {
-            peer.peer_id: AllReduce(
-                handlers=peer.handlers,
-                channels=peer.caller,
-                own=peer.peer_id,
-                pool=None,  # type: ignore[arg-type]  # the virtual loop runs the work of a pool
-                clock=peer.clock,
-            )
-            for peer in members
-        }
+        services = {peer.peer_id: all_reduce_of(peer) for peer in members}
         values = {peer.peer_id: torch.full((ELEMENTS,), float(place)) for place, peer in enumerate(members)}
         groups = [
             _group(members[first : first + GROUP_SIZE], chance) for first in range(0, peers, GROUP_SIZE)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, PendingRound, RoundResult
+    from averaging.optim.auxiliary import AuxiliaryPeer
     from averaging.optim.optimizer import (
         Diloco,
         Gossip,
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
         StepReport,
     )
     from averaging.reduction.lowrank import PowerSgd
-    from moe.client.mixture.layer import MixtureConfig, PassReport, RemoteMixtureOfExperts
+    from averaging.reduction.robust import Aggregation
+    from moe.client.mixture.layer import PassReport, RemoteMixtureOfExperts
     from moe.client.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
     from moe.client.pipeline.sequential import PipelineConfig, PipelineReport, RemoteSequential
     from moe.client.remote import RemoteExpert, WireCodecs
@@ -52,14 +54,18 @@ if TYPE_CHECKING:
     from swarm.core.identity import Identity
     from swarm.core.ids import Address, Contact, Key, PeerId
     from swarm.dht.service.dht_service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
+    from swarm.net.throttle import Bandwidth
     from swarm.node import Node, NodeConfig
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Address": "swarm.core.ids",
+    "Aggregation": "averaging.reduction.robust",
+    "AuxiliaryPeer": "averaging.optim.auxiliary",
     "Averager": "averaging.averager",
     "AveragerConfig": "averaging.averager",
+    "Bandwidth": "swarm.net.throttle",
     "Contact": "swarm.core.ids",
     "DeadlineExceeded": "swarm.core.errors",
     "Diloco": "averaging.optim.optimizer",
@@ -80,7 +86,6 @@ _HOMES = {
     "LoadResult": "averaging.optim.optimizer",
     "Local": "averaging.optim.optimizer",
     "ManyAnswers": "swarm.dht.service.dht_service",
-    "MixtureConfig": "moe.client.mixture.layer",
     "NamespaceRules": "swarm.dht.logic.rules",
     "NetworkError": "swarm.core.errors",
     "Node": "swarm.node",
@@ -111,8 +116,11 @@ _HOMES = {
 
 __all__ = [
     "Address",
+    "Aggregation",
+    "AuxiliaryPeer",
     "Averager",
     "AveragerConfig",
+    "Bandwidth",
     "Contact",
     "DeadlineExceeded",
     "Diloco",
@@ -133,7 +141,6 @@ __all__ = [
     "LoadResult",
     "Local",
     "ManyAnswers",
-    "MixtureConfig",
     "NamespaceRules",
     "NetworkError",
     "Node",

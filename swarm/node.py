@@ -11,18 +11,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import swarm
 from swarm.core.clock import SystemClock
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.notify import wait_until_set
+from swarm.core.presets import Preset, timings_of
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
-from swarm.net.channels import Channels, ChannelsConfig
+from swarm.net.channels import Channels
 from swarm.net.hello import Introductions
-from swarm.net.joining import Joining, JoiningConfig
+from swarm.net.joining import Joining
 from swarm.net.listening import announced, parse_listen
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
@@ -36,6 +38,10 @@ from swarm.runtime.thread import NetworkThread
 _logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 10.0
+# The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
+_FIRST_JOIN_S = 0.2
+_BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
+_HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed
 _CALLBACKS_S_MAX = 1.0
 _CLOSE_S_MAX = 1.8
 ServiceT = TypeVar("ServiceT")
@@ -43,22 +49,17 @@ ServiceT = TypeVar("ServiceT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """Settings that rarely need a change."""
+    """A node's settings."""
 
+    # The links between the peers: "local" (all on one machine), "lan" or "wan" (the internet). It sets the
+    # timeouts, grace periods and intervals of the node and of every service on it.
+    preset: Preset = "wan"
     # Display name, at most 40 characters; it is published with this peer's metrics.
     name: str = ""
     # Addresses to announce instead of this machine's: host, host:port or multiaddr; for a forwarded port.
     announce: tuple[str, ...] = ()
-    # The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
-    first_join_s: ClassVar[float] = 0.2
-    # Limit of the peer book.
-    book_entries_max: ClassVar[int] = 1000
-    # Interval at which the peer book is saved and unused connections are closed.
-    housekeeping_s: ClassVar[float] = 30.0
     # Caps for tensors and other bulk data; too small: rounds wait for this peer.
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
-    channels: ChannelsConfig = field(default_factory=ChannelsConfig)
-    joining: JoiningConfig = field(default_factory=JoiningConfig)
 
 
 class Node:
@@ -82,6 +83,7 @@ class Node:
         config: NodeConfig | None = None,
     ) -> None:
         self.config = config or NodeConfig()
+        self.timings = timings_of(self.config.preset)
         entries = [bootstrap] if isinstance(bootstrap, str | Contact) else list(bootstrap)
         contacts = [one if isinstance(one, Contact) else Contact.parse(one) for one in entries]
         listen_address = parse_listen(listen) if listen is not None else None
@@ -96,9 +98,7 @@ class Node:
         self.peer_id: PeerId = self.identity.peer_id
         self.contact = Contact(self.peer_id)
         self.clock = SystemClock()
-        self.book = PeerBook(
-            self.peer_id, self.clock.swarm_s, _book_path(self.identity), self.config.book_entries_max
-        )
+        self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
@@ -119,7 +119,10 @@ class Node:
         self.supervisor = Supervisor()
         throttle = Throttle(self.config.bandwidth)
         self.channels = Channels(
-            self.identity, self.config.channels, on_connected=self._connected, throttle=throttle
+            self.identity,
+            on_connected=self._connected,
+            throttle=throttle,
+            dial_timeout_s=self.timings.dial_timeout_s,
         )
         self._server = Server(throttle=throttle)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
@@ -132,6 +135,7 @@ class Node:
             book=self.book,
             clock=self.clock,
             supervisor=self.supervisor,
+            timings=self.timings,
         )
         self.dht = Dht(service, self.network)
         # Registered first and called last, because other services send their goodbyes through it.
@@ -141,11 +145,11 @@ class Node:
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
             self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
-        self._joining = Joining(bootstrap, self._introductions, self.book, service.join, self.config.joining)
+        self._joining = Joining(bootstrap, self._introductions, self.book, service.join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         if bootstrap:
-            await self._wait(self._joining.attempted, self.config.first_join_s)
+            await wait_until_set(self._joining.attempted, _FIRST_JOIN_S)
 
     @property
     def addresses(self) -> list[str]:
@@ -174,7 +178,7 @@ class Node:
         """Wait until a bootstrap peer, or a peer remembered from an earlier run, has answered. Returns False
         when none did in time: `join_failures` says why.
         """
-        return self.network.run(self._wait(self._joining.joined, timeout_s), timeout_s + 1.0)
+        return self.network.run(wait_until_set(self._joining.joined, timeout_s), timeout_s + 1.0)
 
     @property
     def join_failures(self) -> list[str]:
@@ -254,17 +258,9 @@ class Node:
 
     async def _run_housekeeping(self) -> None:
         while True:
-            await asyncio.sleep(self.config.housekeeping_s)
+            await asyncio.sleep(_HOUSEKEEPING_S)
             await self.channels.close_idle()
             await asyncio.get_running_loop().run_in_executor(self.network.pool, self.book.save)
-
-    async def _wait(self, event: asyncio.Event, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _connected(self, contact: Contact, address: Address, seconds: float) -> None:
         self.book.record_connection(contact.peer_id, address)
@@ -275,7 +271,7 @@ class Node:
 
     async def _introduce(self, contact: Contact) -> None:
         try:
-            await self._introductions.introduce(contact, timeout_s=self.config.joining.hello_timeout_s)
+            await self._introductions.introduce(contact, timeout_s=self.timings.hello_timeout_s)
         except SwarmError as error:
             _logger.debug("%s", error)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.expert_load import EXPERT, WIDTH, module_of, perform
-from benchmarks.experts import AIMS, CLIENTS, COUNTS, _row
+from benchmarks.experts import AIMS, CLIENTS, COUNTS, row_of
 from benchmarks.interleaving import Tally
 from benchmarks.measured_systems import Round
 
@@ -43,7 +43,7 @@ def test_a_figure_counts_calls_per_second_of_all_clients() -> None:
     tally.rounds.append(Round(ok=True, phases={"small": 2.0, "large": 1.0, "train": 4.0}))
     peer = Tally("theirs")
     peer.rounds.append(Round(ok=True, phases={"small": 20.0, "large": 1.0, "train": 4.0}))
-    row = _row("small", tally, peer)
+    row = row_of("small", tally, peer)
     assert row.ours.median == CLIENTS * COUNTS["small"] / 2.0
     assert row.ratio == pytest.approx(10.0)
     assert row.met is (AIMS["small"] <= 10.0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from averaging.reduction.robust import MEAN
 from benchmarks import hostile
 from benchmarks.report import as_record
 
@@ -35,14 +36,14 @@ def test_hostile_peers_ruin_the_mean_but_no_robust_aggregation() -> None:
 
 def test_the_average_without_hostile_peers_is_the_mean() -> None:
     vectors = [torch.full((5000,), float(place)) for place in range(hostile.PEERS)]
-    assert torch.equal(hostile.average(vectors, hostile.MEAN), torch.full((5000,), 3.5))
+    assert torch.equal(hostile.average(vectors, MEAN), torch.full((5000,), 3.5))
     vectors[0][7] = float("nan")
     vectors[1][7] = float("nan")
     with pytest.raises(hostile.Diverged):
-        hostile.average(vectors, hostile.MEAN)
+        hostile.average(vectors, MEAN)
 
 
-def test_rows_can_be_stored() -> None:
+def test_hostile_rows_can_be_stored_as_records() -> None:
     messages: list[str] = []
     rows = [
         *hostile.costs(messages.append, elements=5000, rounds=1),

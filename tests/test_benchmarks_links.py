@@ -51,7 +51,7 @@ def play(
 
     monkeypatch.setattr(links, "interleave", interleave)
     monkeypatch.setattr(links, "why_not", lambda: None)
-    monkeypatch.setattr(links.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("benchmarks.links.time.monotonic", lambda: clock[0])
     rows = [row for found in links.rows(setting([])) for row in found]
     return measured, [row.identifier for row in rows]
 
@@ -71,7 +71,7 @@ def test_a_system_without_a_round_is_not_tried_again(monkeypatch: pytest.MonkeyP
     assert sum(HIVEMIND in name for names in measured for name in names) == 1
 
 
-def test_swarm_alone_is_measured_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_swarm_is_measured_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, identifiers = play(monkeypatch, round_s=links.TOTAL_S / 2)
     assert len(measured) == len(links.SCENARIOS) * len(links.CODECS)
     assert all(len(names) == 1 for names in measured[3:])

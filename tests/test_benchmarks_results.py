@@ -28,7 +28,7 @@ def test_a_median_ignores_the_outlier_and_needs_a_sample() -> None:
     assert series().median is None
 
 
-def test_a_ratio_names_its_direction() -> None:
+def test_a_ratio_follows_its_direction_and_needs_positive_values() -> None:
     assert ratio(0.5, 2.0, "peer / ours") == 4.0
     assert ratio(0.5, 2.0, "ours / peer") == 0.25
     assert ratio(None, 2.0, "peer / ours") is None

@@ -14,7 +14,7 @@ def test_the_monitor_sees_every_peer_and_costs_are_counted() -> None:
     assert found.record_bytes < 1000
 
 
-def test_each_size_has_two_rows() -> None:
+def test_each_swarm_size_has_a_row_for_peers_and_one_for_the_monitor() -> None:
     ((peer, monitor),) = rows(lambda text: None, sizes=(4,))
     assert (peer.identifier, monitor.identifier) == (
         "simulated-4-metrics-peer",

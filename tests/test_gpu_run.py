@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu import run
 
@@ -69,7 +70,7 @@ def test_a_step_gets_no_more_than_what_is_left_after_those_that_follow(tmp_path:
     assert [one.outcome for one in runner.outcomes] == ["ran out of time", "left out"]
 
 
-def test_what_a_step_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+def test_processes_that_a_step_started_end_with_it(tmp_path: Path) -> None:
     child = (
         "import subprocess, sys; waiting = 'import threading; threading.Event().wait()'; "
         "print(subprocess.Popen([sys.executable, '-c', waiting]).pid)"
@@ -78,6 +79,25 @@ def test_what_a_step_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     [number] = re.findall(r"^\[parent\] (\d+)$", (tmp_path / "tests.log").read_text(), re.MULTILINE)
     status = Path(f"/proc/{number}/stat")
     assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize(("device", "threads"), [("cpu", "1"), ("cuda", "None")])
+def test_steps_on_the_host_compute_with_one_thread_and_those_on_a_gpu_with_all(
+    device: str, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run side by side: their threads waited for one another, and seconds of work took minutes."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv(run.DEVICE_VARIABLE, device)
+    said = "import os; print('threads:', os.environ.get('OMP_NUM_THREADS'))"
+    run.Runner(tmp_path, total_s=60.0).run([python("host", said)])
+    assert f"[host] threads: {threads}\n" in (tmp_path / "tests.log").read_text()
+
+
+@pytest.mark.skipif(
+    os.environ.get("SWARM_GPU_DEVICE", "cpu") != "cpu", reason="all threads are used beside a GPU"
+)
+def test_tests_on_the_host_compute_with_one_thread() -> None:
+    assert torch.get_num_threads() == 1
 
 
 def test_every_check_runs_and_there_is_time_for_the_benchmark() -> None:

@@ -97,5 +97,5 @@ def test_factories_are_given_a_dtype_and_a_device(path: Path) -> None:
         ("torch.full((3,), torch.tensor(1.0), dtype=d, device=x)", [1]),
     ],
 )
-def test_the_search_finds_what_relies_on_a_default(source: str, lines: list[int]) -> None:
+def test_calls_that_rely_on_a_default_dtype_or_device_are_found(source: str, lines: list[int]) -> None:
     assert implicit(source) == lines

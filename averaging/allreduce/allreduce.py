@@ -2,8 +2,9 @@
 side.
 
 Each member cuts the vector alike, reduces the shard that its bandwidth earns it, and sends and receives the
-others' (`averaging.allreduce.round`). The result stays encoded and is handed over only when all living
-members hold the same bytes (`averaging.allreduce.quorum`).
+others'. A round is a pure machine (`averaging.allreduce.logic.machine`) and its driver. The result stays
+encoded, and is handed over once a certificate proves that more than half of the contributors hold the same
+bytes.
 """
 
 from __future__ import annotations
@@ -11,29 +12,42 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, TypeVar
 
 import torch
 
+from averaging.allreduce import wire
 from averaging.allreduce.auditing import Auditor
 from averaging.allreduce.config import (
     ACCOUNT,
+    ENDORSE,
     EXCHANGE,
     FETCH,
     HEARTBEAT,
-    HELD,
+    INVENTORY,
     OFFER,
     VOTE,
     Dialer,
     RoundConfig,
 )
-from averaging.allreduce.holding import ChunkInventory
-from averaging.allreduce.metering import MeteredDialer, MeteredStream
-from averaging.allreduce.quorum import RoundMembership
-from averaging.allreduce.round import Round
-from averaging.allreduce.work import ReductionKernels
+from averaging.allreduce.driver import RoundDriver
+from averaging.allreduce.finished import FinishedRound
+from averaging.allreduce.kernels import ReductionKernels
+from averaging.allreduce.logic.effects import Finish
+from averaging.allreduce.logic.events import Heard
+from averaging.allreduce.logic.machine import RoundMachine
+from averaging.allreduce.logic.membership import JOIN_S
+from averaging.allreduce.logic.setup import RoundSetup, proposal_of
+from averaging.allreduce.logic.values import RoundState
+from averaging.allreduce.network import RoundNetwork
+from averaging.allreduce.offload import ComputeOffload, OutOfMemory
+from averaging.allreduce.outcome import RoundOutcome, outcome_of
+from averaging.allreduce.voter import Voter
+from averaging.history.certificate import Proposal, Vote
+from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group
 from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, ResultBuffer
@@ -49,15 +63,18 @@ from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 from swarm.net.rpc import Handlers, Stream
+from swarm.runtime.supervise import Supervisor
 from swarm.wire.reduce_pb2 import (
     AccountReply,
     AccountRequest,
+    EndorseReply,
+    EndorseRequest,
     FetchReply,
     FetchRequest,
     HeartbeatReply,
     HeartbeatRequest,
-    HeldReply,
-    HeldRequest,
+    InventoryReply,
+    InventoryRequest,
     OfferReply,
     OfferRequest,
     VoteReply,
@@ -67,104 +84,80 @@ from swarm.wire.reduce_pb2 import (
 _FINISHED_MAX = 16  # rounds whose end is remembered, for members that ask late
 _WAITING_MAX = 256  # streams and votes of rounds that have not begun here
 _WAITING_PER_PEER_MAX = 8
+_METHODS = (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
+
+T = TypeVar("T")
+# An elector's answer to a proposal with a result and the contributors' votes for it: its vote, or why not.
+Endorser: TypeAlias = Callable[[PeerId, Proposal, bytes, Sequence[Vote]], Awaitable[Vote | str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOutcome:
-    """How a round ended for this member."""
+@dataclass(frozen=True, slots=True)
+class RoundMemory:
+    """The memory of an averager from one round to the next."""
 
-    failed: bool
-    reason: str | None  # of a failure; names the peer, and what it was doing. "deadline: …" when time ran out
-    # the result, the same bytes on all members. None when failed, and for an auxiliary member
-    averages: Averages | None
-    # who is in the average, with the fraction of the vector's elements that it is in; {} when failed
-    contributions: Mapping[PeerId, float]
-    # who was found to have lied as a reducer, by this member's own audit, and in what
-    accused: Mapping[PeerId, str]
-    left_out: Mapping[PeerId, str]  # who was left out somewhere or died, and why; our own id when it was us
-    # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
-    digest: str
-    # whose values were shortened, and in what fraction of the elements; {} when failed
-    clipped: Mapping[PeerId, float]
-    bytes_sent: int  # of tensors, framing included
-    bytes_received: int
-    # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
-    seconds: Mapping[str, float]
-    out_of_memory: bool = False  # it failed because this member had no memory left: `reason` says where
-
-    @classmethod
-    def broken(cls, reason: str, *, out_of_memory: bool = False) -> RoundOutcome:
-        """A round that failed before anything was sent."""
-        return cls(
-            failed=True,
-            reason=reason,
-            averages=None,
-            contributions={},
-            accused={},
-            left_out={},
-            digest="",
-            clipped={},
-            bytes_sent=0,
-            bytes_received=0,
-            seconds={},
-            out_of_memory=out_of_memory,
-        )
-
-    @property
-    def vector(self) -> torch.Tensor | None:
-        """Return the decoded result, flat float32, as a new tensor each time; None without averages."""
-        return self.averages.decoded() if self.averages is not None else None
+    result_buffer: ResultBuffer = field(default_factory=ResultBuffer)  # where the averages are stored
+    # the errors of a codec that loses something, which change when a round is committed; None: they are lost
+    feedback: Feedback | None = None
 
 
 class AllReduce:
-    """Runs rounds and serves those of others. Lives on the network loop; `own` is this node's PeerId."""
+    """Runs rounds and serves those of others. Lives on the network loop."""
 
     def __init__(
-        self,
-        *,
-        handlers: Handlers,
-        channels: Dialer,
-        own: PeerId,
-        pool: Executor,
-        clock: Clock,
-        notary: Notary | None = None,
+        self, *, handlers: Handlers, channels: Dialer, pool: Executor, clock: Clock, notary: Notary
     ) -> None:
-        """`notary`: for audits, with which rounds can do without it."""
-        self.speed = Speed()
-        self._channels = MeteredDialer(channels, self.speed, clock)
-        self._own = own
+        """`notary`: this node's identity, which signs votes, and the chance by which it audits."""
+        self._network = RoundNetwork(channels, clock)
+        self._own = notary.identity.peer_id
         self._pool = pool
         self._notary = notary
-        self._clock = clock
-        self._rounds: dict[bytes, Round] = {}
-        # of running and of the last finished rounds
-        self._quorums: OrderedDict[bytes, RoundMembership] = OrderedDict()
-        # of those of them that committed: others may come for what they hold
-        self._holdings: dict[bytes, ChunkInventory] = {}
+        self._rounds: OrderedDict[bytes, RoundDriver | FinishedRound] = OrderedDict()
+        self._endorsers: dict[str, Endorser] = {}
         self._begun = asyncio.Event()
         self._waiting: Counter[PeerId] = Counter()
-        self._join_s = RoundConfig().join_s
+        self._background = Supervisor()
+        self._conducting: set[RoundDriver] = set()  # they run, or tell members how they ended
         self._handlers = handlers
         _keep_freed_memory()
         handlers.stream(EXCHANGE, self._serve_exchange)
         handlers.unary(HEARTBEAT, self._serve_heartbeat)
         handlers.unary(VOTE, self._serve_vote)
         handlers.unary(ACCOUNT, self._serve_account)
-        handlers.unary(HELD, self._serve_held)
+        handlers.unary(INVENTORY, self._serve_inventory)
         handlers.unary(FETCH, self._serve_fetch)
         handlers.unary(OFFER, self._serve_offer)
+        handlers.unary(ENDORSE, self._serve_endorse)
 
     def close(self) -> None:
         """Answer no more, and fail the rounds that run."""
-        for method in (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, HELD, FETCH, OFFER):
+        for method in _METHODS:
             self._handlers.remove(method.name)
-        for running in list(self._rounds.values()):
-            running.quorum.fail(f"peer {self._own} was closed")
+        for driver in list(self._conducting):
+            driver.close()
+
+    @property
+    def speed(self) -> Speed:
+        """Return what this node's link was seen to do."""
+        return self._network.speed
+
+    @property
+    def running(self) -> list[RoundDriver]:
+        """Return the rounds that have not ended here."""
+        return [one for one in self._rounds.values() if isinstance(one, RoundDriver)]
 
     @property
     def waiting(self) -> int:
-        """How many calls of faster members wait for rounds that have not begun here."""
+        """Return how many calls of faster members wait for rounds that have not begun here."""
         return self._waiting.total()
+
+    def serve_history(self, run: str, endorser: Endorser | None) -> None:
+        """Answer questions for this peer's vote as an elector of a run with `endorser`; None: no more."""
+        if endorser is None:
+            self._endorsers.pop(run, None)
+        elif run in self._endorsers:
+            raise UsageError(f"votes of the run {run!r} are given by somebody else on this node")
+        else:
+            self._endorsers[run] = endorser
 
     async def run(
         self,
@@ -173,131 +166,134 @@ class AllReduce:
         *,
         deadline_s: float,
         config: RoundConfig | None = None,
-        result_buffer: ResultBuffer | None = None,
-        feedback: Feedback | None = None,
+        memory: RoundMemory | None = None,
+        history: RoundLineage | None = None,
     ) -> RoundOutcome:
         """Average `vector` with the group; returns by `deadline_s` (on the clock's `monotonic_s`).
 
         `vector`: flat, contiguous, float32, on any device, in one tensor or several; read until this returns,
-        never written. `landing`: where the averages are kept, the same for one round after the other.
-        `feedback`: what this averager's rounds leave out, for a codec that loses something; it moves on when
-        this round is committed. What the network or a peer does is an outcome. UsageError: the vector is
-        anything else, this group cannot be served (nobody reduces, an unknown codec), or the round runs
-        already.
+        never written. `memory`: of the averager, the same for one round after the other. `history`: of the
+        run, whose electors then have a vote; None: the votes of more than half of the contributors commit.
+        What the network or a peer does is an outcome. A call that is cancelled before the round is committed
+        has no effect; afterwards the cancellation has none.
+
+        UsageError: the vector is anything else, this group cannot be served (nobody reduces, an unknown
+        codec), or the round runs already.
         """
-        started_s = self._clock.monotonic_s()
         config = config or RoundConfig()
-        running = self._begin(
-            group,
-            vector if isinstance(vector, FlatVector) else FlatVector([vector]),
-            result_buffer or ResultBuffer(),
-            config,
+        vector = vector if isinstance(vector, FlatVector) else FlatVector([vector])
+        setup = self._setup(group, vector.numel, deadline_s, config, history)
+        memory = memory or RoundMemory()
+        averages = Averages(setup.plan, setup.codec, memory.result_buffer)
+        kernels = ReductionKernels(setup.plan, setup.codec, setup.own, vector, averages, config.aggregation)
+        kernels.weights = setup.weights
+        kernels.begin_feedback = _feedback_of(memory.feedback, group, kernels)
+        driver = self._begin(setup, kernels, config, history)
+        self._conducting.add(driver)
+        self._background.spawn("averaging round", driver.conduct).add_done_callback(
+            lambda _: self._conducting.discard(driver)
         )
-        quorum = running.quorum
-        kernels = running.kernels
-        kernels.begin_feedback = _feedback_of(feedback, group, kernels)
-        quorum.deadline_s = deadline_s
         try:
-            async with asyncio.timeout(max(deadline_s - started_s, 0.0)):
-                await running.conduct()
-        except TimeoutError:
-            quorum.fail(f"deadline: {running.missing()}")
+            finish = await _ended(driver)
         finally:
-            quorum.fail(f"peer {self._own} gave the round up")  # without effect after any other end
-            del self._rounds[group.group_id]
-            self.speed.round_over()
-            if quorum.verdict is not None and quorum.verdict.failure is None and not config.audit:
-                self._holdings[group.group_id] = running.recovery.holding
-            if quorum.verdict is None or quorum.verdict.failure is not None:
+            if not driver.ended.done() or driver.ended.cancelled():
                 kernels.roll_back()
-        conducted_s = self._clock.monotonic_s()
-        outcome = self._outcome(running, config, started_s, conducted_s)
-        if not outcome.failed:
-            self.speed.committed(outcome.bytes_sent, conducted_s - started_s)
-            if not await running.conclude():  # the others have committed, and go on without us
-                outcome = _broken(outcome, f"{quorum.name(kernels.own)} {running.out_of_memory}")
-        if outcome.failed:
-            kernels.roll_back()
-        await quorum.announce()
-        return outcome
+            self._rounds[group.group_id] = FinishedRound(driver.machine, averages)
+            self.speed.round_over()
+        if history is not None and finish.failure is not None and not finish.unresolved:
+            history.release(setup.proposal)
+        return await self._conclude(driver, finish)
 
     # ---- rounds
 
-    def _begin(
-        self, group: Group, vector: FlatVector, result_buffer: ResultBuffer, config: RoundConfig
-    ) -> Round:
+    def _setup(
+        self,
+        group: Group,
+        numel: int,
+        deadline_s: float,
+        config: RoundConfig,
+        history: RoundLineage | None,
+    ) -> RoundSetup:
         own = group.index(self._own)
-        if group.group_id in self._quorums:
+        if group.group_id in self._rounds:
             raise UsageError("this round has run already")
         codec = find(group.codec)
         shares = shares_of(group.members) if len(group.members) > 1 else [1.0]
         chunk_bytes = chunk_bytes_for([member.bandwidth for member in group.members], config.chunk_bytes)
-        plan = plan_chunks(vector.numel, shares, codec, chunk_bytes)
-        if not any(member.weight > 0 for member in group.members) and vector.numel:
+        plan = plan_chunks(numel, shares, codec, chunk_bytes)
+        if not any(member.weight > 0 for member in group.members):
             raise UsageError("nobody in this group contributes: all weights are 0")
-        quorum = RoundMembership(group, own, caller=self._channels, clock=self._clock, config=config)
-        kernels = ReductionKernels(
-            plan, codec, own, vector, Averages(plan, codec, result_buffer), config.aggregation
+        return RoundSetup(
+            group=group,
+            own=own,
+            plan=plan,
+            codec=codec,
+            weights=relative_weights([member.weight for member in group.members]),
+            proposal=proposal_of(group, history),
+            electors=history.electors if history is not None else (),
+            goodbyes=dict(history.goodbyes) if history is not None else {},
+            audited=config.audit > 0.0,
+            min_fraction=config.min_fraction,
+            begun_s=self._network.now_s,
+            deadline_s=deadline_s,
         )
-        kernels.weights = relative_weights([member.weight for member in group.members])
-        running = Round(group, kernels, quorum, channels=self._channels, pool=self._pool, config=config)
-        if config.audit:
-            if self._notary is None:
-                raise UsageError("audits need an identity to sign with: give this all-reduce a notary")
-            running.auditor = Auditor(group, kernels, self._notary, config.audit)
-        self._rounds[group.group_id] = running
-        self._quorums[group.group_id] = quorum
-        finished = [group_id for group_id in self._quorums if group_id not in self._rounds]
+
+    def _begin(
+        self,
+        setup: RoundSetup,
+        kernels: ReductionKernels,
+        config: RoundConfig,
+        history: RoundLineage | None,
+    ) -> RoundDriver:
+        driver = RoundDriver(
+            RoundMachine(setup),
+            kernels,
+            self._network,
+            ComputeOffload(self._pool, kernels.queues),
+            Voter(self._notary.identity, setup.proposal, history),
+            Auditor(setup.group, kernels, self._notary, config.audit) if config.audit else None,
+        )
+        self._rounds[setup.group.group_id] = driver
+        finished = [group_id for group_id, one in self._rounds.items() if isinstance(one, FinishedRound)]
         for group_id in finished[:-_FINISHED_MAX]:
-            del self._quorums[group_id]
-            self._holdings.pop(group_id, None)
+            del self._rounds[group_id]
         self._begun.set()
         self._begun = asyncio.Event()
-        return running
+        return driver
 
-    def _outcome(
-        self, running: Round, config: RoundConfig, started_s: float, conducted_s: float
-    ) -> RoundOutcome:
-        quorum, kernels, group = running.quorum, running.kernels, running.group
-        own = quorum.votes.cast[kernels.own]
-        failure = quorum.verdict.failure if quorum.verdict is not None else "internal error"
-        fared = running.fared()
-        if (
-            failure is None
-            and not group.members[kernels.own].auxiliary
-            and fared.covered < config.min_fraction
-        ):
-            failure = (
-                f"nobody is left who contributes to {1.0 - fared.covered:.0%} of the vector: "
-                f"{'; '.join(fared.left_out.values())}"
-            )
-        fractions = fared.fractions if failure is None else {}
-        clipped = fared.clipped if failure is None else {}
-        left_out = fared.left_out
-        whole = failure is None and not group.members[kernels.own].auxiliary
-        exchanged_s = quorum.cast_s if quorum.cast_s is not None else conducted_s
-        return RoundOutcome(
-            failed=failure is not None,
-            reason=failure,
-            averages=kernels.averages if whole else None,
-            contributions={group.members[place].peer_id: fraction for place, fraction in fractions.items()},
-            accused={
-                group.members[place].peer_id: lie
-                for place, lie in (running.auditor.accused if running.auditor else {}).items()
-            },
-            left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
-            digest=own.digest.hex() if whole else "",
-            out_of_memory=failure is not None and bool(running.out_of_memory),
-            clipped={group.members[place].peer_id: fraction for place, fraction in clipped.items()},
-            bytes_sent=running.traffic.sent,
-            bytes_received=running.traffic.received,
-            seconds={
-                "total": self._clock.monotonic_s() - started_s,
-                "exchange": exchanged_s - started_s,
-                "commit": conducted_s - exchanged_s,
-                **kernels.seconds,
-            },
+    async def _conclude(self, driver: RoundDriver, finish: Finish) -> RoundOutcome:
+        """Let error feedback move on, and the averages go to their devices, if the round is committed."""
+        machine, kernels, setup = driver.machine, driver.kernels, driver.machine.setup
+        ended_s = self._network.now_s
+        exchanged_s = machine.voted_s if machine.voted_s is not None else ended_s
+        seconds = {
+            "total": ended_s - setup.begun_s,
+            "exchange": exchanged_s - setup.begun_s,
+            "commit": ended_s - exchanged_s,
+            **kernels.seconds,
+        }
+        accused = driver.auditor.accused if driver.auditor is not None else {}
+        outcome = replace(
+            outcome_of(machine, kernels.averages, accused, seconds),
+            bytes_sent=driver.bytes_sent,
+            bytes_received=driver.bytes_received,
+            out_of_memory=finish.failure is not None and bool(driver.offload.out_of_memory),
         )
+        if outcome.failed:
+            if finish.certificate is not None and kernels.feedback is not None and not outcome.out_of_memory:
+                await uninterrupted(driver.offload.start(kernels.conclude_feedback, machine.assembly.held))
+            kernels.roll_back()  # without effect on what is delivered
+            return outcome
+        self.speed.committed(outcome.bytes_sent, ended_s - setup.begun_s)
+        if kernels.feedback is None and not kernels.queues:
+            return outcome
+        try:
+            await uninterrupted(driver.offload.start(kernels.conclude, machine.assembly.held))
+        except OutOfMemory:  # the others have committed, and go on without us
+            kernels.roll_back()
+            name = setup.name(setup.own)
+            return outcome.without_memory(f"{name} {driver.offload.out_of_memory}")
+        return outcome
 
     # ---- calls of members
 
@@ -308,105 +304,135 @@ class AllReduce:
         header, _ = unpack(message)
         if not header.HasField("open"):
             raise PeerError("a stream of a round begins with an opening")
-        quorum = await self._find(header.open.group_id, stream.peer_id)
-        running = self._rounds.get(header.open.group_id)
-        if running is None:
-            failure = quorum.verdict.failure if quorum.verdict is not None else None
+        found = await self._find(header.open.group_id, stream.peer_id)
+        place = _place(found, stream.peer_id)
+        if isinstance(found, FinishedRound) or not found.running:
+            finish = found.machine.finished
+            failure = finish.failure if finish is not None else "internal error"
             raise PeerError(
                 f"this round failed here: {failure}" if failure is not None else "this round is over"
             )
-        await running.span.serve(
-            _place(quorum, stream.peer_id), header.open, MeteredStream(stream, self.speed, self._clock)
-        )
+        await found.serve(place, header.open, stream)
 
     async def _serve_heartbeat(self, caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
-        quorum = self._quorums.get(request.group_id)
-        return (
-            quorum.answer_heartbeat(_place(quorum, caller))
-            if quorum is not None
-            else HeartbeatReply(state=HeartbeatReply.UNKNOWN)
-        )
+        found = self._rounds.get(request.group_id)
+        if found is None:
+            return wire.state_to_wire(RoundState.UNKNOWN, "")
+        place = _place(found, caller)
+        if isinstance(found, RoundDriver):
+            found.feed(Heard(place))
+        finish = found.machine.finished
+        return wire.state_to_wire(found.machine.state, (finish.failure or "") if finish is not None else "")
 
     async def _serve_vote(self, caller: PeerId, request: VoteRequest) -> VoteReply:
-        quorum = await self._find(request.group_id, caller)
-        return await quorum.answer_vote(_place(quorum, caller), request)
+        found = await self._find(request.group_id, caller)
+        place = _place(found, caller)
+        statement = wire.statement_from_wire(request.statement, len(found.machine.setup.members))
+        return VoteReply(statement=wire.statement_to_wire(await found.answer_votes(place, statement)))
 
-    async def _serve_held(self, caller: PeerId, request: HeldRequest) -> HeldReply:
-        quorum = await self._find(request.group_id, caller)
-        place = _place(quorum, caller)
-        running = self._rounds.get(request.group_id)
-        if running is not None:
-            return await running.recovery.answer_held(place, request)
-        return self._held(request.group_id).tell(request, sealed=True)
+    async def _serve_inventory(self, caller: PeerId, request: InventoryRequest) -> InventoryReply:
+        found = await self._find_repairable(request.group_id, caller)
+        return await found.answer_inventory(_place(found, caller), request)
 
     async def _serve_fetch(self, caller: PeerId, request: FetchRequest) -> FetchReply:
-        quorum = await self._find(request.group_id, caller)
-        _place(quorum, caller)
-        running = self._rounds.get(request.group_id)
-        if running is not None:
-            return await running.recovery.answer_fetch(request)
-        return self._held(request.group_id).give(request.chunk, request.digest)
+        found = await self._find_repairable(request.group_id, caller)
+        _place(found, caller)
+        if request.chunk >= len(found.machine.setup.plan.chunks):
+            raise PeerError(f"there is no chunk {request.chunk}")
+        return await found.answer_fetch(request)
 
     async def _serve_offer(self, caller: PeerId, request: OfferRequest) -> OfferReply:
-        quorum = await self._find(request.group_id, caller)
-        place = _place(quorum, caller)
-        running = self._rounds.get(request.group_id)
-        if running is None:
+        found = await self._find_repairable(request.group_id, caller)
+        place = _place(found, caller)
+        if isinstance(found, FinishedRound):
             raise PeerError("this round is over")
-        return running.recovery.contributions.take_offer(place, request)
-
-    def _held(self, group_id: bytes) -> ChunkInventory:
-        """Return the averages that a finished round left in memory. Raises PeerError when the round failed
-        here.
-        """
-        holding = self._holdings.get(group_id)
-        if holding is None:
-            raise PeerError("this round failed here")
-        return holding
+        found.take_offer(place, request.chunk, request.payload, request.withdrawn)
+        return OfferReply()
 
     async def _serve_account(self, caller: PeerId, request: AccountRequest) -> AccountReply:
-        running = self._rounds.get(request.group_id)
-        if running is None or running.auditor is None:
+        found = self._rounds.get(request.group_id)
+        if found is None or not found.machine.setup.audited:
             raise PeerError("this peer is in no round of that name that is audited")
-        return running.auditor.answer(_place(running.quorum, caller), request)
+        _place(found, caller)
+        finish = found.machine.finished
+        if isinstance(found, FinishedRound) or found.auditor is None:
+            failure = finish.failure if finish is not None else None
+            raise PeerError(f"this round failed here: {failure}" if failure else "this round is over")
+        return found.auditor.answer(_place(found, caller), request)
 
-    async def _find(self, group_id: bytes, caller: PeerId) -> RoundMembership:
-        """The round of this name; waits a little for one that has not begun here: a faster member may be
-        first.
+    async def _serve_endorse(self, caller: PeerId, request: EndorseRequest) -> EndorseReply:
+        endorser = self._endorsers.get(request.run)
+        if endorser is None:
+            raise PeerError("this peer takes no part in that run")
+        proposal, result, votes = wire.endorsement_from_wire(request)
+        answer = await endorser(caller, proposal, result, votes)
+        if isinstance(answer, Vote):
+            return EndorseReply(vote=wire.vote_to_wire(answer))
+        return EndorseReply(refusal=answer)
+
+    async def _find_repairable(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
+        """Return the round of this name. Raises PeerError where reducers are audited: a member that took a
+        shard over could not be.
+        """
+        found = await self._find(group_id, caller)
+        if found.machine.setup.audited:
+            raise PeerError("this round is audited: nobody takes over what another member reduces")
+        return found
+
+    async def _find(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
+        """Return the round of this name; wait a little for one that has not begun here, because a faster
+        member may be first.
         """
         if len(group_id) != GROUP_ID_BYTES:
             raise PeerError(f"a round's name has {GROUP_ID_BYTES} bytes, not {len(group_id)}")
-        if group_id not in self._quorums:
+        if group_id not in self._rounds:
             if self._waiting[caller] >= _WAITING_PER_PEER_MAX or self._waiting.total() >= _WAITING_MAX:
                 raise PeerError("too many calls wait here for rounds that have not begun")
             self._waiting[caller] += 1
             try:
-                async with asyncio.timeout(self._join_s):
-                    while group_id not in self._quorums:
+                async with asyncio.timeout(JOIN_S):
+                    while group_id not in self._rounds:
                         await self._begun.wait()
             except TimeoutError:
                 raise PeerError(
-                    f"this peer is in no round of that name, and did not begin one within {self._join_s:g} s"
+                    f"this peer is in no round of that name, and did not begin one within {JOIN_S:g} s"
                 ) from None
             finally:
                 self._waiting[caller] -= 1
                 if not self._waiting[caller]:
                     del self._waiting[caller]
-        return self._quorums[group_id]
+        return self._rounds[group_id]
 
 
-def _broken(outcome: RoundOutcome, reason: str) -> RoundOutcome:
-    """The outcome of a committed round that this member had no memory to end."""
-    return replace(
-        outcome,
-        failed=True,
-        reason=reason,
-        averages=None,
-        contributions={},
-        digest="",
-        clipped={},
-        out_of_memory=True,
-    )
+async def _ended(driver: RoundDriver) -> Finish:
+    """Wait for the end of a round. A cancellation gives it up, unless it is committed already."""
+    try:
+        await asyncio.wait({driver.ended})
+    except asyncio.CancelledError:
+        if driver.running:
+            driver.give_up()
+        await uninterrupted(driver.ended)
+        finish = driver.ended.result()
+        if finish.failure is not None:
+            raise
+        _forget_cancellation()
+    return driver.ended.result()
+
+
+async def uninterrupted(future: asyncio.Future[T]) -> T:
+    """Wait for `future` whether this task is cancelled or not: the cancellation comes too late."""
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            _forget_cancellation()
+    return future.result()
+
+
+def _forget_cancellation() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
 
 
 def _feedback_of(
@@ -433,8 +459,8 @@ def _keep_freed_memory() -> None:
     bytes(31 << 20)
 
 
-def _place(quorum: RoundMembership, caller: PeerId) -> int:
+def _place(found: RoundDriver | FinishedRound, caller: PeerId) -> int:
     try:
-        return quorum.group.index(caller)
+        return found.machine.setup.group.index(caller)
     except UsageError:
         raise PeerError(f"{caller} is not a member of this round") from None

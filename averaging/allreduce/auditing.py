@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from averaging.allreduce.assembly import decode_places
-from averaging.allreduce.commit import digest_payload
-from averaging.allreduce.config import ACCOUNT, Dialer
-from averaging.allreduce.work import Recomputation, ReductionKernels
+from averaging.allreduce.config import ACCOUNT
+from averaging.allreduce.kernels import Recomputation, ReductionKernels
+from averaging.allreduce.logic.versions import decode_places, digest_payload
 from averaging.matchmaking.logic.group import Group
 from averaging.reduction.audit import SIGNATURE_BYTES, Notary, Signed, chunks_max, draw, fault, statement
 from averaging.reduction.partition import Chunk
 from averaging.reduction.reduce import Contribution
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.identity import verify
+from swarm.net.rpc import Caller
 from swarm.wire.reduce_pb2 import AccountReply, AccountRequest
 
 Work: TypeAlias = Callable[[Callable[[Recomputation], bytes], Recomputation], Awaitable[bytes]]
@@ -96,7 +96,7 @@ class Auditor:
 
     # ---- as an auditor
 
-    async def audit(self, channels: Dialer, work: Work) -> Finding | None:
+    async def audit(self, channels: Caller, work: Work) -> Finding | None:
         """Look at some chunks of others; what is wrong with the first that is not as it should be. `work`
         runs tensor work.
 
@@ -113,7 +113,7 @@ class Auditor:
                 return finding
         return None
 
-    async def _look_at(self, chunk: Chunk, channels: Dialer, work: Work) -> Finding | None:
+    async def _look_at(self, chunk: Chunk, channels: Caller, work: Work) -> Finding | None:
         reducer = self._group.members[chunk.reducer]
         name = f"peer {reducer.peer_id}"
         digest, contributors = self._kernels.digests[chunk.index]

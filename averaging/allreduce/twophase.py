@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from blake3 import blake3
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.allreduce import AllReduce, RoundMemory, uninterrupted
 from averaging.allreduce.config import RoundConfig
-from averaging.allreduce.labour import ComputeOffload, OutOfMemory
+from averaging.allreduce.offload import ComputeOffload, OutOfMemory
+from averaging.allreduce.outcome import RoundOutcome
+from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group
 from averaging.reduction.averages import Averages
 from averaging.reduction.powersgd import START_DIGEST_BYTES, LowRank
@@ -33,53 +35,58 @@ class _Second:
 
 
 class TwoPhase:
-    """Holds the rounds of one step of an averager whose strategy is PowerSGD."""
+    """The rounds of one step of an averager whose strategy is PowerSGD."""
 
     gathered_prefix_bytes = START_DIGEST_BYTES  # of every member's metadata, before what its user gathers
 
     def __init__(
-        self, low_rank: LowRank, all_reduce: AllReduce, own: PeerId, pool: Executor, config: RoundConfig
+        self,
+        low_rank: LowRank,
+        all_reduce: AllReduce,
+        own: PeerId,
+        pool: Executor,
+        config: RoundConfig,
+        history: RoundLineage | None = None,
     ) -> None:
+        """`history`: of the run; it is for the second all-reduce, because only that one decides."""
         self._low_rank, self._all_reduce, self._own = low_rank, all_reduce, own
-        self._pool, self._config = pool, config
+        self._pool, self._config, self._history = pool, config, history
 
     async def run(self, group: Group, deadline_s: float) -> RoundOutcome:
         """One round with this group; the low-rank strategy's `take` came before. Its outcome is that of the
         second all-reduce.
         """
         # between the all-reduces whole matrices are multiplied: never on the loop, unless it is all there is
-        labour = ComputeOffload(
-            self._pool, replace(self._config, inline=self._config.inline is True), self._low_rank.queues
-        )
+        offload = ComputeOffload(self._pool, self._low_rank.queues, heavy=True)
         try:
-            return await self._hold(group, deadline_s, labour)
+            return await self._run(group, deadline_s, offload)
         except OutOfMemory as error:
             return RoundOutcome.broken(f"peer {self._own} {error}", out_of_memory=True)
         finally:
-            await labour.finish()
+            await offload.finish()
 
-    async def _hold(self, group: Group, deadline_s: float, labour: ComputeOffload) -> RoundOutcome:
+    async def _run(self, group: Group, deadline_s: float, offload: ComputeOffload) -> RoundOutcome:
         first: RoundOutcome | None = None
         mean: torch.Tensor | None = None
         if self._low_rank.layout.matrices:
             phase = _first(group)
             alike = bool(phase.members[group.index(self._own)].weight)
-            vector = await labour.work(self._low_rank.first, alike)
+            vector = await offload.work(self._low_rank.first, alike)
             first = await self._all_reduce.run(
                 phase,
                 vector,
                 deadline_s=deadline_s,
                 config=self._config,
-                result_buffer=self._low_rank.result_buffers[0],
+                memory=RoundMemory(self._low_rank.result_buffers[0]),
             )
             if first.failed:
                 return replace(first, reason=f"{first.reason} (in the first of two all-reduces)")
             if first.averages is not None:
-                mean = await labour.work(Averages.decoded, first.averages)
+                mean = await offload.work(Averages.decoded, first.averages)
         receives = not group.members[group.index(self._own)].auxiliary
         if receives and mean is None:  # there are no matrices
             mean = torch.empty(0, dtype=torch.float32, device="cpu")
-        vector = await labour.work(self._low_rank.second, mean)
+        vector = await offload.work(self._low_rank.second, mean)
         feedback = self._low_rank.others
         sent_before = feedback.sent
         outcome = await self._all_reduce.run(
@@ -87,11 +94,12 @@ class TwoPhase:
             vector,
             deadline_s=deadline_s,
             config=self._config,
-            result_buffer=self._low_rank.result_buffers[1],
-            feedback=feedback,
+            memory=RoundMemory(self._low_rank.result_buffers[1], feedback),
+            history=self._history,
         )
-        if not outcome.failed:
-            await labour.work(self._commit, _Second(outcome, feedback.sent > sent_before))
+        if not outcome.failed:  # it is committed: a cancellation comes too late
+            second = _Second(outcome, feedback.sent > sent_before)
+            await uninterrupted(offload.start(self._commit, second))
         return _merged(first, outcome) if first is not None else outcome
 
     def _commit(self, second: _Second) -> None:

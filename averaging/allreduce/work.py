@@ -1,447 +1,147 @@
-"""The tensor work of a round, in batches of chunks, on a thread of the node's pool: encode what is sent,
-average what came, keep results.
-
-One hop to the pool per batch, none per operation: a hop costs as much as a hundred kilobytes of work. Within
-a chunk, everything is done to one block before the next is begun, so that it stays in the cache. What these
-functions are given is not touched by anybody else meanwhile.
+"""The tensor work of one round, chunk by chunk: averages that came are checked, and chunks that are ready are
+averaged. Values and averages on their way through this member are kept here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from typing import TYPE_CHECKING
 
-import torch
-from blake3 import blake3
+from averaging.allreduce.kernels import Arrived, Averaged, Spoiled
+from averaging.allreduce.logic import effects as do
+from averaging.allreduce.logic import events as on
+from averaging.reduction.reduce import Contribution, ReductionJob
+from swarm.core.errors import PeerError
 
-from averaging.allreduce.assembly import decode_places, encode_places
-from averaging.allreduce.commit import Version, digest_average, digest_payload
-from averaging.reduction.averages import Averages
-from averaging.reduction.devices import Fetch, Queue, Queues
-from averaging.reduction.feedback import FeedbackRound
-from averaging.reduction.framing import pack
-from averaging.reduction.partition import Chunk, Plan
-from averaging.reduction.reduce import Contribution, ReductionJob, blocks, first_bad
-from averaging.reduction.robust import MEAN, Aggregation, Rows, prepare
-from averaging.reduction.vector import HOST, FlatVector
-from swarm.compression import Codec, view_bytes, view_tensor
-from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeContribution, ExchangeHeader
+if TYPE_CHECKING:
+    from averaging.allreduce.driver import RoundDriver
+
+_BATCH_CHUNKS = 2  # averaged in one hop to the pool; larger: fewer hops, later first bytes
+_CHECKS_MAX = 8  # averages that are checked in one hop
 
 
-@dataclass(frozen=True, slots=True)
-class Averaged:
-    """A chunk that this member reduced."""
+class ChunkWork:
+    """Queues of chunks, and the values that belong to them. `check` and `reduce` run until cancelled."""
 
-    chunk: Chunk
-    message: bytes  # for everybody else
-    digest: bytes  # of the average and of who was clipped
-    contributors: bytes
-    clipped: bytes = b""
+    def __init__(self, driver: RoundDriver) -> None:
+        self._driver = driver
+        self._values: dict[tuple[int, int], memoryview] = {}  # (chunk, member)
+        self._inputs: dict[int, dict[int, memoryview]] = {}  # of chunks that are being reduced
+        self._unchecked: dict[int, memoryview] = {}  # averages that came
+        self._to_check: deque[do.CheckAverage] = deque()
+        self._to_reduce: deque[do.Reduce] = deque()
 
+    def perform(self, effect: do.CheckAverage | do.Reduce) -> None:
+        """Take a piece of work."""
+        if isinstance(effect, do.Reduce):
+            self._to_reduce.append(effect)
+        else:
+            self._to_check.append(effect)
 
-@dataclass(frozen=True, slots=True)
-class Spoiled:
-    """A chunk that could not be reduced, and whose values are to blame; nobody's: the sum itself
-    overflows.
-    """
+    def halt(self) -> None:
+        """Drop the work that is not begun."""
+        self._to_reduce.clear()
+        self._to_check.clear()
 
-    chunk: Chunk
-    places: tuple[int, ...]
+    def drop(self) -> None:
+        """Drop everything."""
+        self.halt()
+        self._values.clear()
+        self._inputs.clear()
+        self._unchecked.clear()
 
+    def keep_value(self, place: int, chunk: int, payload: memoryview) -> None:
+        """Keep a member's values of a chunk."""
+        self._values[chunk, place] = payload
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """An average that came from its reducer, or from another member that holds it."""
-
-    chunk: Chunk
-    payload: memoryview
-    contributors: bytes
-    clipped: bytes = b""  # a bitmap like the contributors, or nothing
-    digest: bytes = b""  # which it must have; empty: not known
-
-    @classmethod
-    def of(cls, chunk: Chunk, payload: memoryview, average: ExchangeAverage) -> Arrived:
-        """Return an average that came on its reducer's stream and was announced."""
-        return cls(chunk, payload, average.contributors, average.clipped)
-
-    def version(self, digest: bytes) -> Version:
-        """As which version it is held, when its planned reducer made it."""
-        return Version(0, self.contributors, digest, self.clipped)
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputation:
-    """A chunk, and what its average should be made of."""
-
-    chunk: Chunk
-    contributions: Sequence[Contribution]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Working space for one chunk, on the host."""
-
-    values: torch.Tensor  # what one member contributes to a block
-    total: torch.Tensor  # the sum, of the whole chunk: float32's encoding is a view of it
-    encoded: torch.Tensor
-    read: torch.Tensor  # our own values, where tensors meet within a chunk
-    rows: Rows  # of all members, for rules that compare them
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A chunk that is on its way from its device to the host: its values, or their encoding."""
-
-    values: torch.Tensor  # on the device
-    fetch: Fetch
-    place: torch.Tensor  # where it arrives
-
-    def arrive(self) -> torch.Tensor:
-        """Wait for it. Its memory is used again when the `_fetching` that began it ends."""
-        self.fetch.wait()
-        return self.place
-
-
-@dataclass
-class ReductionKernels:
-    """The tensor work of a round: its input vector, its result, scratch space, and the seconds used.
-
-    Where `queues` is true, every method may wait for a device, and is called in threads of the pool, after
-    `prepare`.
-    """
-
-    plan: Plan
-    codec: Codec
-    own: int
-    vector: FlatVector
-    averages: Averages
-    aggregation: Aggregation = MEAN
-    weights: Sequence[float] = ()  # relative, by place
-    begin_feedback: Callable[[], FeedbackRound] | None = None  # None: what rounds leave out is lost
-    feedback: FeedbackRound | None = None  # what earlier rounds left out goes along
-    # (chunk, encoded values); None: contributions travel unsigned
-    sign: Callable[[int, memoryview], bytes] | None = None
-    # chunk: digest and contributors of its average
-    digests: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    excluded_reason: str | None = None  # why this member stopped contributing; None: it contributes
-    seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "reduce": 0.0, "settle": 0.0})
-    _free: list[_Scratch] = field(default_factory=list)
-
-    @property
-    def queues(self) -> Queues:
-        """The queues of the devices on which this member has its vector, or will have its averages; none: all
-        of it is on the host.
+    def on_average(self, event: on.AverageArrived, payload: memoryview) -> None:
+        """Keep an average that came, and tell the machine. Raises PeerError when it cannot be what it
+        says.
         """
-        return self.vector.queues or self.averages.result_buffer.queues
+        known = self._unchecked.get(event.chunk)
+        self._unchecked[event.chunk] = payload
+        try:
+            self._driver.feed(event)
+        except PeerError:
+            if known is None:
+                del self._unchecked[event.chunk]
+            else:
+                self._unchecked[event.chunk] = known
+            raise
 
-    def prepare(self, receives: bool) -> None:
-        """Before everything else: have the memory that the round needs, and wait until the vector is there.
-
-        `lands`: this member takes the averages. Afterwards, threads of the pool wait for this round's own
-        work only, not for the trainer's.
-        """
-        if self.begin_feedback is not None:
-            self.feedback = self.begin_feedback()
-        if self.queues:
-            self.averages.prepare(receives=receives)
-            self.vector.queues.finish()
-
-    def encode(self, chunks: Sequence[Chunk]) -> list[bytes | int]:
-        """The messages that carry our values of `chunks`; an element of the vector that cannot be sent ends
-        the list with its index.
-        """
-        started_s = time.perf_counter()
-        messages: list[bytes | int] = []
-        with self._borrowed() as scratch, self._fetching(chunks, self._launch) as launched:
-            for chunk in chunks:
-                messages.append(
-                    self._message(chunk, *self._payload(chunk, scratch, launched.get(chunk.index)))
+    async def check(self) -> None:
+        """Check averages as they come and keep them, as many at once as there are."""
+        driver, kernels = self._driver, self._driver.kernels
+        while True:
+            while not self._to_check:
+                await driver.change()
+            batch = [self._to_check.popleft() for _ in range(min(len(self._to_check), _CHECKS_MAX))]
+            arrived = [
+                Arrived(
+                    kernels.plan.chunks[one.chunk],
+                    self._unchecked.pop(one.chunk),
+                    one.contributors,
+                    one.clipped,
                 )
-                if isinstance(messages[-1], int):
-                    break
-        self.seconds["encode"] += time.perf_counter() - started_s
-        return messages
+                for one in batch
+            ]
+            digests = await driver.offload.work(kernels.settle, arrived)
+            for one, digest in zip(arrived, digests, strict=True):
+                flaw = kernels.codec.flaw(one.payload, one.chunk.numel) if digest is None else ""
+                driver.feed(on.AverageChecked(one.chunk.index, digest, flaw))
 
-    def reduce(self, jobs: Sequence[ReductionJob]) -> list[Averaged | Spoiled]:
-        """Average chunks of our own shard, into `averages`."""
-        started_s = time.perf_counter()
-        done: list[Averaged | Spoiled] = []
-        with (
-            self._borrowed() as scratch,
-            self._fetching([job.chunk for job in jobs if job.own], self._launch_own) as launched,
-        ):
+    async def reduce(self) -> None:
+        """Average chunks as they become ready, as many at once as there are."""
+        driver, kernels = self._driver, self._driver.kernels
+        while True:
+            while not self._to_reduce:
+                await driver.change()
+            batch = [self._to_reduce.popleft() for _ in range(min(len(self._to_reduce), _BATCH_CHUNKS))]
+            jobs = [await self._job(one) for one in batch]
+            full = [job for job in jobs if not job.empty]
+            done = await driver.offload.work(kernels.reduce, full) if full else []
             for job in jobs:
-                contributions = job.contributions
-                if job.own:
-                    way = launched.get(job.chunk.index)
-                    ours = Contribution(
-                        self.own,
-                        self.weights[self.own],
-                        way.arrive() if way is not None else self._own(job.chunk),
-                    )
-                    contributions = sorted(
-                        [*contributions, ours], key=lambda contribution: contribution.place
-                    )
-                done.append(self._reduce_one(job.chunk, contributions, scratch))
-        self.seconds["reduce"] += time.perf_counter() - started_s
-        return done
+                if job.empty:  # nobody is left who contributes to it
+                    self._on_averaged(job, kernels.nothing(job.chunk))
+            for job, outcome in zip(full, done, strict=True):
+                if isinstance(outcome, Averaged):
+                    self._on_averaged(job, outcome)
+                else:
+                    await self._on_spoiled(job, outcome)
 
-    def settle(self, arrived: Sequence[Arrived]) -> list[bytes | None]:
-        """Keep averages that came: the digest of each, None where its values are no numbers, or not those
-        that were asked for.
-        """
-        started_s = time.perf_counter()
-        digests = [self._settle_one(average) for average in arrived]
-        self.seconds["settle"] += time.perf_counter() - started_s
-        return digests
+    async def _job(self, reduce: do.Reduce) -> ReductionJob:
+        driver, kernels = self._driver, self._driver.kernels
+        inputs = self._inputs.setdefault(reduce.chunk, {})
+        for place in reduce.places:
+            value = self._values.pop((reduce.chunk, place), None)
+            if value is not None:
+                inputs[place] = value
+        chunk = kernels.plan.chunks[reduce.chunk]
+        own = reduce.own and kernels.excluded_reason is None
+        found = [Contribution(place, kernels.weights[place], inputs[place]) for place in reduce.places]
+        if own and driver.auditor is not None:  # what is averaged must be shown later: encoded
+            payload = await driver.offload.work(driver.auditor.own, chunk)
+            found.append(Contribution(kernels.own, kernels.weights[kernels.own], payload))
+            found.sort(key=lambda contribution: contribution.place)
+        return ReductionJob(chunk, found, own and driver.auditor is None)
 
-    def nothing(self, chunk: Chunk) -> Averaged:
-        """The average of a chunk to which nobody contributes."""
-        contributors = encode_places((), self.plan.members)
-        message = pack(ExchangeHeader(average=ExchangeAverage(chunk=chunk.index, contributors=contributors)))
-        self.averages.mark_empty(chunk)
-        self.digests[chunk.index] = (digest_payload(b""), contributors)
-        return Averaged(chunk, message, digest_payload(b""), contributors)
+    def _on_averaged(self, job: ReductionJob, done: Averaged) -> None:
+        driver, chunk = self._driver, done.chunk
+        self._inputs.pop(chunk.index, None)
+        if driver.auditor is not None:
+            driver.auditor.keep(chunk.index, job.contributions)
+        if chunk.reducer == driver.kernels.own:
+            driver.give(done.message)
+        driver.feed(on.ChunkReduced(chunk.index, done.contributors, done.digest, done.clipped))
 
-    def exclude_self(self, element: int) -> None:
-        """Stop contributing to all chunks because of this element: a gradient with NaN in one chunk cannot be
-        trusted in the others.
-        """
-        if self.excluded_reason is None:
-            what = self.vector.describe(element)
-            self.excluded_reason = (
-                f"{what} is {self.vector.element(element):g}, which {self.codec.name} cannot carry"
-            )
-
-    def exclude_self_for(self, chunk: Chunk) -> None:
-        """Stop contributing, as `exclude_self`, because this member's values of this chunk spoiled its
-        average.
-        """
-        self.exclude_self(chunk.start + (first_bad(self.own_values(chunk), self.codec.magnitude_max) or 0))
-
-    def own_values(self, chunk: Chunk) -> torch.Tensor:
-        """Return this member's contribution to a chunk that it reduces itself: float32, not encoded, on the
-        host, where the others' are.
-        """
-        with self._fetching([chunk], self._launch_own) as launched:
-            way = launched.get(chunk.index)
-            return way.arrive().clone() if way is not None else self._own(chunk)
-
-    def flaw(self, chunk: Chunk, contributions: Sequence[Contribution], place: int) -> str:
-        """Return what is wrong with the values by which a member spoiled the average of a chunk, in words."""
-        values = next(item.values for item in contributions if item.place == place)
-        found = "" if isinstance(values, torch.Tensor) else self.codec.flaw(values, chunk.numel)
-        return found or "together they are too large"
-
-    def encoded(self, chunk: Chunk) -> bytes:
-        """Our values of a chunk as they would travel."""
-        with self._borrowed() as scratch, self._fetching([chunk], self._launch) as launched:
-            return bytes(self._payload(chunk, scratch, launched.get(chunk.index))[1])
-
-    def recompute(self, given: Recomputation) -> bytes:
-        """The digest that the average of a chunk must have if it was made of these contributions."""
-        with self._borrowed() as scratch:
-            computed = self._compute(given.chunk, given.contributions, scratch, None)
-        if isinstance(computed, Spoiled):
-            return b""
-        _, digest, clipped = computed
-        return digest_average(digest, clipped)
-
-    def _message(self, chunk: Chunk, values: torch.Tensor, payload: memoryview) -> bytes | int:
-        if not self.codec.is_finite(payload):
-            with self.vector.queues.working():
-                return chunk.start + (first_bad(values, self.codec.magnitude_max) or 0)
-        signature = self.sign(chunk.index, payload) if self.sign is not None else b""
-        return pack(
-            ExchangeHeader(contribution=ExchangeContribution(chunk=chunk.index, signature=signature)), payload
-        )
-
-    def _payload(
-        self, chunk: Chunk, scratch: _Scratch, launched: _Launched | None
-    ) -> tuple[torch.Tensor, memoryview]:
-        """Return the values to send of a chunk, and their encoding, and record them in the error feedback.
-        They lie in `scratch`, unless the chunk was `launched`.
-        """
-        if launched is not None:
-            return launched.values, view_tensor(launched.arrive())
-        with self.vector.queues.working():  # pieces may lie on several devices
-            values = self.vector.read(chunk.start, chunk.stop, scratch.read)
-            if self.feedback is None:
-                return values, self.codec.encode(values, scratch.encoded)
-            given = self.feedback.give(chunk.start, values, scratch.read[: chunk.numel])
-            payload = self.codec.encode(given, scratch.encoded)
-            if self.codec.is_finite(payload):
-                self.feedback.sent(chunk.start, given, payload, scratch.values[: chunk.numel])
-            return given, payload
-
-    def _launch(self, chunk: Chunk, queue: Queue) -> tuple[torch.Tensor, torch.Tensor]:
-        """Have a chunk encoded on its device: what is sent, and its encoding."""
-        with queue.working():
-            values = self.vector.read(chunk.start, chunk.stop)
-            if self.feedback is not None:
-                values = self.feedback.give(chunk.start, values, torch.empty_like(values))
-            encoded = torch.empty(
-                self.codec.encoded_bytes(chunk.numel), dtype=torch.uint8, device=values.device
-            )
-            self.codec.write(values, encoded)
-            # of values that cannot be sent, too: then this member excludes itself
-            if self.feedback is not None:
-                self.feedback.sent(chunk.start, values, encoded, torch.empty_like(values))
-        return values, encoded
-
-    def _launch_own(self, chunk: Chunk, queue: Queue) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_launch`, for a chunk that we reduce: its values as they are."""
-        values = self._own(chunk)
-        return values, values
-
-    @contextlib.contextmanager
-    def _fetching(
-        self, chunks: Sequence[Chunk], launch: Callable[[Chunk, Queue], tuple[torch.Tensor, torch.Tensor]]
-    ) -> Iterator[dict[int, _Launched]]:
-        """Launch those of `chunks` that lie on a device, by their index, and have them copied to the host.
-
-        All are on their way before any is waited for: copies run beside the next chunk's encoding. Afterwards
-        nothing is on its way, and all memory is back, also when a launch failed.
-        """
-        vector, result_buffer = self.vector, self.averages.result_buffer
-        launched: dict[int, _Launched] = {}
-        buffers: list[torch.Tensor] = []
-        try:
-            for chunk in chunks if vector.queues else ():
-                queue = vector.queues.of(vector.device_of(chunk.start, chunk.stop))
-                if queue is not None:
-                    values, source = launch(chunk, queue)
-                    buffers.append(result_buffer.borrow(source.nbytes, vector.queues))
-                    place = buffers[-1][: source.nbytes].view(source.dtype)
-                    launched[chunk.index] = _Launched(values, queue.fetch(source, place), place)
-            yield launched
-        finally:
-            for way in launched.values():
-                way.fetch.wait()
-            result_buffer.give_back(buffers)
-
-    def _own(self, chunk: Chunk) -> torch.Tensor:
-        """Return this member's contribution to a chunk of its own shard, on its device."""
-        with self.vector.queues.working():  # pieces may lie on several devices
-            values = self.vector.read(chunk.start, chunk.stop)
-            if self.feedback is not None:
-                values = self.feedback.give(chunk.start, values, torch.empty_like(values))
-                self.feedback.kept(chunk.start, chunk.stop)
-        return values
-
-    def conclude(self, held: Mapping[int, Version]) -> None:
-        """The round is committed, with these versions of the chunks: averages go to their devices, and error
-        feedback moves on.
-
-        What went into no average is still to be sent. The vector's owner may write to it afterwards.
-        """
-        if self.vector.queues:
-            self.averages.upload(self.vector)
-        feedback = self.feedback
-        if feedback is None or not feedback.open:
-            return
-        with self.vector.queues.working():
-            self._commit(feedback, held)
-        self.vector.queues.finish()
-
-    def roll_back(self) -> None:
-        """Leave error feedback unchanged: the round has failed. Does nothing when it has ended."""
-        if self.feedback is not None:
-            self.feedback.roll_back()
-
-    def _commit(self, feedback: FeedbackRound, held: Mapping[int, Version]) -> None:
-        if self.excluded_reason is not None or not self.weights[self.own]:
-            feedback.keep_sender_residual()
-        else:
-            for chunk in self.plan.chunks:
-                version = held.get(chunk.index)
-                if version is None or self.own not in decode_places(version.contributors, self.plan.members):
-                    feedback.undelivered(chunk.start, self.vector.read(chunk.start, chunk.stop))
-        feedback.commit()
-
-    def _compute(
-        self,
-        chunk: Chunk,
-        contributions: Sequence[Contribution],
-        scratch: _Scratch,
-        feedback: FeedbackRound | None,
-    ) -> tuple[list[memoryview], bytes, bytes] | Spoiled:
-        """The encoded average in pieces, which lie in `scratch`, their digest, and who was clipped."""
-        codec, cut = self.codec, blocks(chunk, self.codec)
-        prepared = prepare(
-            self.aggregation, contributions, codec, cut, scratch.total[: chunk.numel], scratch.rows
-        )
-        if prepared.spoiled:
-            return Spoiled(chunk, prepared.spoiled)
-        state = blake3()
-        pieces = []
-        for block in cut:  # all that is to be done to a block is done before the next: it stays in the cache
-            total = scratch.total[block.start : block.stop]
-            work = scratch.values[: block.stop - block.start]
-            prepared.rule.compute(block, total, work)
-            if feedback is not None:
-                feedback.correct(chunk.start + block.start, total)
-            piece = codec.encode(total, scratch.encoded[block.first_byte : block.end_byte])
-            if not codec.is_finite(piece):
-                return Spoiled(chunk, prepared.rule.spoilers())
-            if feedback is not None:
-                feedback.reduced(chunk.start + block.start, total, piece, work)
-            state.update(piece)
-            pieces.append(piece)
-        return (
-            pieces,
-            state.digest(),
-            encode_places(prepared.clipped, self.plan.members) if prepared.clipped else b"",
-        )
-
-    def _reduce_one(
-        self, chunk: Chunk, contributions: Sequence[Contribution], scratch: _Scratch
-    ) -> Averaged | Spoiled:
-        computed = self._compute(chunk, contributions, scratch, self.feedback)
-        if isinstance(computed, Spoiled):
-            return computed
-        pieces, digest, clipped = computed
-        contributors = encode_places(
-            (contribution.place for contribution in contributions), self.plan.members
-        )
-        average = ExchangeAverage(chunk=chunk.index, contributors=contributors, clipped=clipped)
-        message = pack(ExchangeHeader(average=average), *pieces)
-        for block, piece in zip(blocks(chunk, self.codec), pieces, strict=True):
-            self.averages.keep(chunk, piece, block.first_byte)
-        digest = digest_average(digest, clipped)
-        self.digests[chunk.index] = (digest, contributors)
-        return Averaged(chunk, message, digest, contributors, clipped)
-
-    def _settle_one(self, arrived: Arrived) -> bytes | None:
-        empty = not any(arrived.contributors)
-        # first: it brings the payload into the cache
-        digest = digest_average(digest_payload(arrived.payload), arrived.clipped)
-        if (arrived.digest and digest != arrived.digest) or not self.codec.is_finite(
-            view_bytes(arrived.payload)
-        ):
-            return None
-        if empty:
-            self.averages.mark_empty(arrived.chunk)
-        else:
-            self.averages.keep(arrived.chunk, arrived.payload)
-        self.digests[arrived.chunk.index] = (digest, arrived.contributors)
-        return digest
-
-    @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[_Scratch]:
-        """Scratch space for one chunk; threads work side by side, each with its own. It comes back whatever
-        happens.
-        """
-        try:
-            scratch = self._free.pop()
-        except IndexError:
-            numel_max = max((chunk.numel for chunk in self.plan.chunks), default=0)
-            values, total, read = (torch.empty(numel_max, dtype=torch.float32, device=HOST) for _ in range(3))
-            encoded = torch.empty(self.codec.encoded_bytes(numel_max), dtype=torch.uint8, device=HOST)
-            scratch = _Scratch(values, total, encoded, read, Rows())
-        try:
-            yield scratch
-        finally:
-            self._free.append(scratch)
+    async def _on_spoiled(self, job: ReductionJob, spoiled: Spoiled) -> None:
+        driver, kernels = self._driver, self._driver.kernels
+        flaws: dict[int, str] = {}
+        for place in spoiled.places:
+            if place == kernels.own:
+                await driver.offload.work(kernels.exclude_self_for, spoiled.chunk)
+                flaws[place] = str(kernels.excluded_reason)
+                driver.feed(on.OwnValuesExcluded(flaws[place]))
+            else:
+                flaws[place] = kernels.flaw(spoiled.chunk, job.contributions, place)
+        driver.feed(on.ChunkSpoiled(spoiled.chunk.index, flaws))

@@ -18,25 +18,46 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from averaging.optim.admission import Blocklist
-from averaging.optim.config import OptimizerConfig
-from averaging.optim.contacts import contact_of
+from averaging.blocklist import PeerBlocklist
 from averaging.optim.epoch_averager import EpochAverager
+from averaging.optim.history import RunHistory
 from averaging.optim.modes import CapturedRound, Mode
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult
+from averaging.optim.state.donor import donors_key
 from averaging.optim.state.download import Download, DownloadedState
+from averaging.optim.state.encoding import EXACT
 from averaging.optim.state.intake import PartialState
+from averaging.optim.state.snapshot import read_header
+from averaging.optim.state.training_state import root_of_header
+from swarm.core.backoff import Backoff
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError
-from swarm.core.ids import Contact, Key, PeerId
+from swarm.core.ids import Contact, PeerId
+from swarm.dht.service.dht_service import Entry
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
 _log = logging.getLogger(__name__)
 
+# longest wait in the first step for the first read of the others' progress
+FIRST_REFRESH_TIMEOUT_S = 5.0
+# epochs captured while the state is downloaded, one copy of the gradients each; beyond it the download
+# restarts
+REPLAY_ROUNDS_MAX = 64
+# a download that ends sooner takes no part in rounds; this is the longest that others wait for this peer
+CAPTURE_AFTER_S = 0.5
+# how long to wait for a round in progress when the download has ended. Too small: the round fails for the
+# others, too
+CAPTURE_GRACE_S = 3.0
+
 _POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 _READ_TIMEOUT_S = 5.0
+_HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
+_UNREADABLE_S = 15.0  # a peer that could not read any record for this long believes to be alone
+# between two attempts at downloading the state: many newcomers may wait for a place at a few donors
+_RETRY_S_FIRST = 0.25
+_RETRY_S_MAX = 4.0
 _DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
 _FAILURES_SHOWN_MAX = 3  # in one message
 _REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
@@ -48,10 +69,12 @@ class _Attempt:
 
     deadline_s: float
     started_s: float
+    codec: str = EXACT
     failures: dict[PeerId, str] = field(default_factory=dict)
     partial: PartialState | None = None  # chunks of an incomplete download
     bytes_received: int = 0
     reason: str = ""
+    retries: Backoff = field(default_factory=lambda: Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, random.Random()))
 
     @property
     def left_s(self) -> float:
@@ -67,41 +90,48 @@ class CatchUp:
         mode: Mode,
         tracker: Tracker,
         averager: EpochAverager,
-        blocklist: Blocklist,
-        config: OptimizerConfig,
+        blocklist: PeerBlocklist,
+        history: RunHistory | None,
     ) -> None:
+        """`history`: of the state; None in modes without a common state."""
+        self._history = history
         self._node, self._run_id, self._mode, self._state = node, tracker.run_id, mode, mode.state
-        self._tracker, self._averager, self._config = tracker, averager, config
+        self._tracker, self._averager = tracker, averager
         # bytes so far and in total; called on the network thread
         self.on_progress: Callable[[int, int], None] | None = None
         # donors of a state that does not fit, or of chunks that do not match their digests, with the reason:
         # this optimizer does not ask them again
         self.distrusted: dict[PeerId, str] = {}
+        self._registered_epoch = -1  # that the others were told of last
         self._blocklist = blocklist
 
-    def load(self, timeout_s: float) -> LoadResult:
+    def load(
+        self, timeout_s: float, among: frozenset[PeerId] = frozenset(), codec: str = EXACT
+    ) -> LoadResult:
         """Fetch the state until it is loaded, no other peer takes part in the run, or `timeout_s` is over.
+        With `among`, these donors are asked and no others, as long as one of them declares the state.
+        `codec`: how they are asked to encode it (`averaging.optim.state.encoding`).
 
-        What was accumulated is dropped. `bytes_received` and `failures` of the result cover all downloads
-        of this call.
+        The learner is suspended, and the caller resumes it. `bytes_received` and `failures` of the result
+        cover all downloads of this call.
         """
         now_s = time.monotonic()
-        attempt = _Attempt(deadline_s=now_s + timeout_s, started_s=now_s)
-        self._tracker.wait_refresh(min(self._config.first_refresh_timeout_s, timeout_s), first=True)
+        attempt = _Attempt(deadline_s=now_s + timeout_s, started_s=now_s, codec=codec)
+        self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, timeout_s), first=True)
         while True:
-            if self._blocklist.own:
+            if self._blocklist.own_is_banned:
                 return self._not_loaded(attempt, "the owner of this run has banned this peer")
-            self._tracker.wait_refresh(min(self._config.first_refresh_timeout_s, max(attempt.left_s, 0.01)))
-            donors = self._donors(attempt)
+            self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
+            donors = self._donors(attempt, among)
             if not donors:
-                if not self._tracker.others():
-                    return self._not_loaded(attempt, self._alone_reason(), alone=True)
+                # a peer that wrongly believes to be alone begins another history of the run
                 waited_s = time.monotonic() - attempt.started_s
-                if (
-                    self._tracker.swarm_epoch() == 0
-                    and self._state.epoch == 0
-                    and waited_s >= self._config.no_donor_wait_s
-                ):
+                has_waited = waited_s >= self._node.timings.no_donor_wait_s
+                has_read = self._tracker.refresh_age_s() < waited_s
+                patient = has_waited and (has_read or waited_s >= _UNREADABLE_S)
+                if self._tracker.is_alone() and (patient or not self._node.peers()):
+                    return self._not_loaded(attempt, self._alone_reason(), alone=True)
+                if has_waited and self._state.epoch == 0 and not self._tracker.has_begun():
                     return self._not_loaded(
                         attempt,
                         "all peers of this run are in its first epoch, and none has a state to give",
@@ -112,9 +142,10 @@ class CatchUp:
                 result = self._download_once(attempt, donors)
                 if result is not None:
                     return result
-            if attempt.left_s <= self._config.load_retry_s:
+            pause_s = attempt.retries.next_s()
+            if attempt.left_s <= pause_s:
                 return self._not_loaded(attempt, f"not done within {timeout_s:g} s: {attempt.reason}")
-            threading.Event().wait(self._config.load_retry_s * random.uniform(0.5, 1.0))
+            threading.Event().wait(pause_s)
 
     def _alone_reason(self) -> str:
         """Describe a run in which no other peer is visible, including failed connections: perhaps this peer
@@ -142,22 +173,30 @@ class CatchUp:
 
     def _download_once(self, attempt: _Attempt, donors: list[Contact]) -> LoadResult | None:
         """Make one download and take part in its rounds. Return None when it must be tried again."""
-        self._mode.learner.suspend()
-        # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
-        self._averager.open()
-        epoch = max(self._tracker.swarm_epoch(), self._state.epoch)
-        self._register(epoch)  # a peer that closes the epoch now waits for this one, at weight 0
         download = Download(
             run=self._run_id,
             caller=self._node.channels,
             bytes_max=self._state.bytes_max(),
-            epoch_min=epoch,
-            epoch_known=epoch,
-            config=self._config.download,
+            epoch_min=0,
+            epoch_known=self._tracker.swarm_epoch,
             on_progress=self.on_progress,
             partial=attempt.partial,
             pool=self._node.network.pool,
+            codec=attempt.codec,
         )
+        # until a donor has a place for it, this peer is in nobody's way: rounds do not wait for it
+        if not self._reserve(attempt, download, donors):
+            return None
+        attempt.retries.reset()
+        self._mode.learner.suspend()
+        # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
+        self._averager.open()
+        ahead = self._history.ahead if self._history is not None else None
+        if self._history is not None and ahead is not None:
+            self._history.follow(ahead)
+        download.epoch_min = epoch = max(self._tracker.swarm_epoch(), self._state.epoch)
+        # a peer that closes the epoch now waits for this one, at weight 0
+        self._register(epoch, joining=True)
         future = self._node.network.submit(download.fetch(donors, max(attempt.left_s, 0.1)))
         try:
             captured, epoch = self._capture_rounds_during(download, future, epoch)
@@ -167,7 +206,7 @@ class CatchUp:
                 str(error)
                 or "the swarm completed an epoch during the download, and this peer was not in its round"
             )
-            self._tracker.begin_epoch(self._state.epoch)  # this peer is not in the epoch that it reported
+            self._unregister()
             return None
         finally:
             future.cancel()  # Ctrl-C: no work may continue in the background
@@ -177,6 +216,21 @@ class CatchUp:
             attempt.partial = download.partial
         return self._install(attempt, downloaded, captured, epoch)
 
+    def _reserve(self, attempt: _Attempt, download: Download, donors: list[Contact]) -> bool:
+        """Return whether a donor keeps a place for this peer; if not, note why."""
+        timeout_s = max(attempt.left_s, 0.1)
+        try:
+            if self._node.network.run(download.reserve(donors), timeout_s):
+                return True
+        except NetworkError as error:
+            attempt.reason = str(error)
+        else:
+            reasons = {peer: why for peer, why in download.failures.items() if why}
+            attempt.failures.update(reasons)
+            shown = [f"{peer}: {why}" for peer, why in reasons.items()][:_FAILURES_SHOWN_MAX]
+            attempt.reason = f"no donor has a place for this peer ({'; '.join(shown)})"
+        return False
+
     def _capture_rounds_during(
         self, download: Download, future: concurrent.futures.Future[DownloadedState], epoch: int
     ) -> tuple[dict[int, CapturedRound], int]:
@@ -184,7 +238,7 @@ class CatchUp:
         epoch, and the epoch that the swarm is in.
         """
         captured: dict[int, CapturedRound] = {}
-        concurrent.futures.wait([future], self._config.capture_after_s)
+        concurrent.futures.wait([future], CAPTURE_AFTER_S)
         future.add_done_callback(lambda _: self._tracker.wake_waiters())
         while not future.done():
             if not self._tracker.wait_full(epoch, _POLL_INTERVAL_S, future.done):
@@ -194,7 +248,7 @@ class CatchUp:
                 captured.clear()
                 epoch = swarm_epoch
             else:
-                result = self._averager.average(epoch, future.done, self._config.capture_grace_s)
+                result = self._averager.average(epoch, future.done, CAPTURE_GRACE_S)
                 if result.failed:
                     _log.info(
                         "epoch %d of run %s was not received during the download: %s",
@@ -205,11 +259,13 @@ class CatchUp:
                     self._mode.failed(result.reason)
                     threading.Event().wait(_POLL_INTERVAL_S)
                     continue
+                if self._history is not None and result.certificate is not None:
+                    self._history.commit(result.certificate)
                 captured[epoch] = self._mode.capture(epoch, list(result.gathered.values()))
                 epoch += 1
-                if len(captured) > self._config.replay_rounds_max:
+                if len(captured) > REPLAY_ROUNDS_MAX:
                     captured.clear()
-            self._tracker.begin_epoch(epoch, joining=True)
+            self._tracker.begin_epoch(epoch, late=True, joining=True)
             if download.epoch is not None and any(
                 one not in captured for one in range(download.epoch, epoch)
             ):
@@ -228,21 +284,27 @@ class CatchUp:
                 f"the swarm completed epoch {missing[0]} while the state of epoch {downloaded.epoch} "
                 "was being downloaded"
             )
-            self._tracker.begin_epoch(self._state.epoch)
+            self._unregister()
             return None
         try:
-            self._state.load(downloaded.blob)
+            if not self._belongs(downloaded):  # the swarm went on, or the donor is of another history
+                attempt.reason = "the downloaded state belongs to another history than the swarm's"
+                self._unregister()
+                return None
+            self._state.load(downloaded.blob, attempt.codec)
         except PeerError as error:
             attempt.reason = str(error)
             attempt.failures.update(dict.fromkeys(downloaded.donors, str(error)))
             attempt.partial = None
             self._distrust(dict.fromkeys(downloaded.donors, str(error)))
-            self._tracker.begin_epoch(self._state.epoch)
+            self._unregister()
             return None
         replayed = range(downloaded.epoch, epoch)
         for one in replayed:
             self.advance(lambda one=one: self._mode.replay(captured.pop(one)))  # type: ignore[misc]
-        self._register(self._state.epoch)
+        if self._history is not None:
+            self._history.settle()
+        self._register(self._state.epoch, joining=False)
         return LoadResult(
             loaded=True,
             epoch=self._state.epoch,
@@ -255,16 +317,36 @@ class CatchUp:
             seconds=time.monotonic() - attempt.started_s,
         )
 
+    def _belongs(self, downloaded: DownloadedState) -> bool:
+        """Return whether a downloaded state belongs to the history that this peer follows."""
+        if self._history is None or not self._history.covers_swarm:
+            return True
+        root = root_of_header(read_header(downloaded.blob)[0])
+        if root is None:
+            return True
+        following = self._history.follow_to(root.head, downloaded.donors)
+        return self._node.network.run(following, _HISTORY_TIMEOUT_S)
+
     def _distrust(self, peers: Mapping[PeerId, str]) -> None:
         self.distrusted.update(peers)
         while len(self.distrusted) > _DISTRUSTED_MAX:
             del self.distrusted[next(iter(self.distrusted))]
 
-    def _register(self, epoch: int) -> None:
-        """Enter `epoch`, and report it to the others directly: a peer that reads it later in the DHT could
-        close the epoch without this peer.
+    def _unregister(self) -> None:
+        """Report that this peer is not in the epoch that it had reported, and waits for a state."""
+        if self._history is not None:
+            self._history.unfollow()
+        self._tracker.begin_epoch(self._state.epoch, joining=True)
+
+    def _register(self, epoch: int, *, joining: bool) -> None:
+        """Enter `epoch`, and report it directly to the peers that have a state, unless they know it already:
+        one that reads it later in the DHT could close the epoch without this peer. `joining`: this peer has
+        not got the epoch's state.
         """
-        self._tracker.begin_epoch(epoch, joining=True)
+        self._tracker.begin_epoch(epoch, late=True, joining=joining)
+        if not joining and epoch == self._registered_epoch:
+            return
+        self._registered_epoch = epoch
         try:
             self.probe(_REGISTER_S)
         except NetworkError as error:
@@ -286,33 +368,41 @@ class CatchUp:
             apply()
             if state.scheduler is not None:
                 state.scheduler.step()
-            state.mark_changed(state.epoch + 1)
+            state.mark_changed(state.epoch + 1, root=self._averager.root_of(state.epoch + 1))
 
-    def _donors(self, attempt: _Attempt) -> list[Contact]:
+    def _read_donors(self, shard: str) -> dict[str, Entry]:
+        key = donors_key(self._run_id, shard)
+        for latest in (False, True):  # replicas that have just come may lack the records
+            get = self._node.dht.service.get(key, latest=latest, timeout_s=_READ_TIMEOUT_S)
+            found = self._node.network.run(get, _READ_TIMEOUT_S + 1)
+            if isinstance(found, dict) and found:
+                return found
+        return {}
+
+    def _donors(self, attempt: _Attempt, among: frozenset[PeerId]) -> list[Contact]:
         """Return the peers that declare to have the state, the most promising first: those in the swarm's
-        epoch, then those with a canonical state, in random order.
+        epoch, then those with a canonical state, in random order. In a large run they are of this peer's
+        shard, so that newcomers spread over all donors.
         """
+        shard = self._tracker.tree.shard_name
         try:
-            found = self._node.network.run(
-                self._node.dht.service.get(Key(f"run.{self._run_id}", "donors"), timeout_s=_READ_TIMEOUT_S),
-                _READ_TIMEOUT_S + 1,
-            )
+            found = self._read_donors(shard) or (self._read_donors("") if shard else {})
         except SwarmError as error:
             attempt.reason = str(error)
             return []
         epoch = self._tracker.swarm_epoch()
         ranked: list[tuple[bool, bool, float, Contact]] = []
-        for entry in found.values() if isinstance(found, dict) else ():
+        for entry in found.values():
             value: Any = entry.value
             if (
                 entry.writer == self._node.peer_id
                 or entry.writer in self.distrusted
-                or entry.writer in self._blocklist
+                or entry.writer in self._blocklist.banned
                 or not isinstance(value, dict)
             ):
                 continue
             try:
-                contact = contact_of(entry.writer, value.get("addresses"))
+                contact = Contact.from_record(entry.writer, value.get("addresses"))
             except PeerError as error:
                 attempt.failures[entry.writer] = str(error)
                 continue
@@ -320,4 +410,5 @@ class CatchUp:
             plausible = isinstance(reported, int) and epoch - 1 <= reported <= epoch + 1
             ranked.append((not plausible, value.get("canonical") is not True, random.random(), contact))
         ranked.sort(key=lambda one: one[:3])
-        return [contact for *_, contact in ranked]
+        donors = [contact for *_, contact in ranked]
+        return [contact for contact in donors if contact.peer_id in among] or donors

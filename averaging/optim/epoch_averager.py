@@ -4,18 +4,25 @@ whole state.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from averaging.averager import Averager
+from averaging.config import AveragerConfig, RunAverager
+from averaging.history.certificate import RoundKind
+from averaging.history.lineage import Chain
+from averaging.history.round_lineage import RoundLineage
+from averaging.matchmaking.logic.messages import AveragerName
 from averaging.optim.config import OptimizerConfig
+from averaging.optim.history import RunHistory
 from averaging.optim.memory import rows_of
 from averaging.optim.modes import Mode, ModeTraits
 from averaging.optim.state.training_state import TrainingState
@@ -24,19 +31,31 @@ from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import CODECS, LowRank
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.result import PendingRound, RoundResult
-from averaging.service import AveragingService
 from swarm.compression import resolve
-from swarm.compression.adaptive import ADAPTIVE
+from swarm.compression.adaptive import ADAPTIVE, Role
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
+_log = logging.getLogger(__name__)
+
+_NAMED_MAX = 3  # peers named in one message
 _POLL_S = 0.002
 _CHECK_INTERVAL_S = 0.04
+_STATE_TIMEOUT_S = 120.0  # of one round over the state: it is larger than the gradients, and rare
+# share of the time that a run spends on waiting for one late peer. A peer that is late beyond that is left
+# out of the round, and its samples count in the next epoch
+_WAITING_SHARE_MAX = 0.1
+# longest time that a group waits for a late peer. Longer than a plain averager does: peers come to a round
+# only when their training step ends
+_GRACE_S_MAX = 30.0
+# a round is cancelled this long after the others went on to the next epoch. Too small: slow links lose rounds
+# that were about to end
+OBSOLETE_ROUND_GRACE_S = 5.0
 _CANCEL_S_MAX = 2.0
-_DISTANCE_ELEMENTS = 1 << 22  # compared at a time: bounds the float32 copies, unless one row is longer
+DISTANCE_ELEMENTS = 1 << 22  # compared at a time: bounds the float32 copies, unless one row is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +65,11 @@ class StateRound:
     result: RoundResult
     # relative norm of the difference between this peer's parameters and the average
     drift: float | None = None
-    # False: most others have other step counters or another schedule than this peer
-    counters_agree: bool = True
+    # why this peer must download the state, though the round succeeded: it differs from the others in what is
+    # not averaged; "" if it does not
+    deviation: str = ""
+    # the peers to download it from; empty: any
+    donors: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +82,7 @@ class AveragingOptions:
     audit: float = 0.0
     error_feedback: bool = False
     strategy: PowerSgd | None = None
+    auxiliary: bool = False  # this peer reduces for others, and contributes nothing
     state_sync_epochs: int = 0  # interval of rounds over the state; 0: never
 
     def __post_init__(self) -> None:
@@ -128,8 +151,11 @@ class EpochAverager:
         mode: Mode,
         options: AveragingOptions,
         config: OptimizerConfig,
+        history: RunHistory | None,
     ) -> None:
+        """`history`: of the state; None in modes without a common state."""
         self._node, self._run_id, self._mode, self._state = node, run_id, mode, mode.state
+        self._history = history
         self._options, self._config = options, config
         self._epoch_averager: Averager | None = None
         self._state_averager: Averager | None = None
@@ -154,12 +180,6 @@ class EpochAverager:
             others = range(1, self._mode.traits.slots)
             self._feedbacks = [first, *(self._epoch_averager.new_feedback() for _ in others)]
             self.load_feedback(self._feedback)
-
-    def ban(self, peers: frozenset[PeerId]) -> None:
-        """Exclude these peers, and no others, from all groups of this run from now on."""
-        self._node.network.loop.call_soon_threadsafe(
-            lambda: self._node.service(AveragingService).exchange.blocklist.ban(self._run_id, peers)
-        )
 
     def feedback_state(self) -> Any:
         """Return the state of error feedback: one state, a list for a mode whose rounds alternate between
@@ -198,15 +218,30 @@ class EpochAverager:
         if self._feedbacks:
             self._epoch_averager.feedback = self._feedbacks[epoch % len(self._feedbacks)]
         weight, metadata = self._mode.prepare(epoch)
+        history = self._history
+        if history is not None and history.abstains and not history.is_break:
+            weight = 0.0
         pending = self._epoch_averager.step(
             weight=weight,
             timeout_s=self._config.round_timeout_s,
             gather=metadata,
-            round_key=epoch,
+            round_key=self._round_key(epoch, RoundKind.EPOCH),
             wait=False,
             lend=True,
         )
         return BackgroundRound(pending, is_obsolete, grace_s)
+
+    def _round_key(self, epoch: int, kind: RoundKind) -> int | str | RoundLineage:
+        """Return under which key a round in `epoch` is held: with its place in the history that it extends,
+        if it extends one.
+        """
+        history = self._history
+        if history is None:
+            return epoch
+        key = history.round_key(epoch)
+        if not history.covers_swarm:
+            return key
+        return history.round(kind, epoch + 1 if kind is RoundKind.EPOCH else epoch, key)
 
     def average(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RoundResult:
         """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
@@ -226,6 +261,11 @@ class EpochAverager:
         self._state_averager = self._make_averager(tensors, "state", options)
         self._state_addresses = addresses
 
+    def root_of(self, epoch: int) -> Chain | None:
+        """Return the head of the history for a state of this epoch; None when it is of another."""
+        root = self._history.root if self._history is not None else None
+        return root if root is not None and root.root_epoch == epoch else None
+
     def average_state(self, is_obsolete: Callable[[], bool], grace_s: float) -> StateRound:
         """Average the state with the others, all with the same weight. The round is cancelled as in
         `begin`.
@@ -239,12 +279,13 @@ class EpochAverager:
         # the round overwrites the parameters; the mode and the drift need their previous values
         before = [p.detach().clone() for p in state.parameters if p.requires_grad]
         counters = state.counters_digest()
-        metadata = {"counters": counters, "extras": state.extra_counts()}
+        frozen = state.frozen_digest()
+        metadata = {"counters": counters, "extras": state.extra_counts(), "frozen": frozen}
         pending = self._state_averager.step(
             weight=1.0,
-            timeout_s=self._config.state_timeout_s,
+            timeout_s=_STATE_TIMEOUT_S,
             gather=metadata,
-            round_key=state.epoch,
+            round_key=self._round_key(state.epoch, RoundKind.STATE),
             wait=False,
             lend=True,
         )
@@ -262,15 +303,14 @@ class EpochAverager:
                 )
                 drift = relative_distance(before, [p.detach() for p in state.parameters if p.requires_grad])
                 self._mode.on_state_averaged(before)
-                state.mark_changed(state.epoch, canonical=True)
+                if self._history is not None and result.certificate is not None:
+                    self._history.commit(result.certificate)
+                state.mark_changed(state.epoch, canonical=True, root=self.root_of(state.epoch))
         except BaseException:  # Ctrl-C, as in `BackgroundRound.result`
             background_round.cancel()
             raise
-        most = Counter(
-            metadata.get("counters") for metadata in received if isinstance(metadata.get("counters"), bytes)
-        ).most_common(1)
-        counters_agree = not most or most[0][0] == counters or most[0][1] * 2 <= len(received)
-        return StateRound(result=result, drift=drift, counters_agree=counters_agree)
+        deviation, donors = _deviation(result.gathered, counters, frozen)
+        return StateRound(result=result, drift=drift, deviation=deviation, donors=donors)
 
     def close(self) -> None:
         """Close both averagers."""
@@ -281,8 +321,10 @@ class EpochAverager:
     def _make_averager(
         self, tensors: Sequence[torch.Tensor], name: str, options: AveragingOptions
     ) -> Averager:
-        traits, config = self._mode.traits, self._config.of_run(self._run_id)
-        role = traits.role if name == "epochs" else "statistic"
+        traits, interval_epochs = self._mode.traits, 1 if name == "epochs" else self.state_sync_epochs
+        # of rounds that are further apart, each may wait as long as a round of one epoch may
+        waiting_share_max = _WAITING_SHARE_MAX / max(interval_epochs, 1)
+        role: Role = traits.role if name == "epochs" else "statistic"
         # clipping needs a common origin, which parameters do not have
         clip_to_median = options.aggregation.clip_to_median if role.endswith("gradient") else None
         # with the adaptive codec, factors take 16 bits
@@ -290,16 +332,57 @@ class EpochAverager:
         return Averager(
             self._node,
             tensors,
-            name=name,
+            name=RunAverager(
+                name=AveragerName(run=self._run_id, averager=name), waiting_share_max=waiting_share_max
+            ),
             target_group_size=traits.group_size or self._config.group_size_max,
             codec=resolve(options.codec, role, sum(tensor.numel() for tensor in tensors)).name,
-            aggregation=options.aggregation.rule,
-            clip_to_median=clip_to_median,
+            aggregation=replace(options.aggregation, clip_to_median=clip_to_median),
             audit=options.audit,
             error_feedback=options.error_feedback,
             strategy=options.strategy,
-            config=replace(config, compatibility_tag=traits.compatibility_tag),
+            auxiliary=options.auxiliary,
+            config=AveragerConfig(compatibility_tag=traits.compatibility_tag, grace_s_max=_GRACE_S_MAX),
         )
+
+
+def _deviation(
+    gathered: Mapping[PeerId, object], counters: bytes, frozen: bytes
+) -> tuple[str, frozenset[PeerId]]:
+    """Return why this peer must download the state, and the donors to ask, from what all members of a round
+    over the state sent with it. Both are empty when this peer agrees with the others.
+
+    Of frozen parameters one version wins everywhere, also when no majority holds it: peers that began with
+    different ones have nothing else to become equal by.
+    """
+
+    sent = {peer: one for peer, one in gathered.items() if isinstance(one, dict)}
+
+    def digests(name: str) -> dict[PeerId, bytes]:
+        return {peer: one[name] for peer, one in sent.items() if isinstance(one.get(name), bytes)}
+
+    held = digests("frozen")
+    votes = Counter(held.values())
+    winner = max(votes, key=lambda digest: (votes[digest], digest), default=frozen)
+    if frozen and winner != frozen:
+        return (
+            "the frozen parameters of this peer differ from those of others",
+            frozenset(peer for peer, digest in held.items() if digest == winner),
+        )
+    held = digests("counters")
+    most = Counter(held.values()).most_common(1)
+    if most and most[0][0] != counters and most[0][1] * 2 > len(sent):
+        return "most peers have other step counters or another schedule", frozenset()
+    others = [peer.short for peer, digest in held.items() if digest != counters]
+    if others:
+        _log.warning(
+            "%d of %d peers have other hyperparameters, step counters or schedules than this one (%s): "
+            "pass the same optimizer and scheduler on all peers",
+            len(others),
+            len(sent),
+            ", ".join(others[:_NAMED_MAX]),
+        )
+    return "", frozenset()
 
 
 def _are_counts(value: Any) -> bool:
@@ -315,7 +398,7 @@ def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
     """
     norms: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for a, b in zip(one, other, strict=True):
-        for left, right in zip(rows_of(a, _DISTANCE_ELEMENTS), rows_of(b, _DISTANCE_ELEMENTS), strict=True):
+        for left, right in zip(rows_of(a, DISTANCE_ELEMENTS), rows_of(b, DISTANCE_ELEMENTS), strict=True):
             wide = right.to(torch.float32)
             found = torch.linalg.vector_norm(left.to(torch.float32) - wide), torch.linalg.vector_norm(wide)
             norms.setdefault(a.device, []).append(found)

@@ -6,39 +6,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from averaging.optim.catchup import CatchUp
-from averaging.optim.config import OptimizerConfig
-from averaging.optim.epoch_averager import BackgroundRound, EpochAverager, StateRound
+from averaging.optim.catchup import FIRST_REFRESH_TIMEOUT_S, CatchUp
+from averaging.optim.closing import CloseOutcome, EpochCloser
+from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, BackgroundRound, EpochAverager
 from averaging.optim.modes import Mode
+from averaging.optim.progress.logic.punctuality import longest_wait_s
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
-from averaging.result import RoundResult
-from swarm.core.errors import NetworkError
+from averaging.optim.state.encoding import EXACT
 from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
 _RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples/s
-_PROBE_TIMEOUT_S = 10.0
-_REFRESH_TIMEOUT_S = 2.0
-# in modes where peers differ anyway: a peer at most this far behind keeps its own state
-_TOLERATED_LAG_EPOCHS_MAX = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _CloseOutcome:
-    """How an attempt at closing the epoch ended."""
-
-    stepped: bool
-    reason: str = ""
-    alone: bool = False
-    behind: bool = False
-    round: RoundResult | None = None
-    rounds_failed: int = 0
 
 
 @dataclass(slots=True)
@@ -62,15 +47,19 @@ class EpochLoop:
         donor: Donor,
         averager: EpochAverager,
         catch_up: CatchUp,
-        config: OptimizerConfig,
+        load_timeout_s: float,
     ) -> None:
+        self._closer = EpochCloser(mode, tracker, donor, averager, catch_up)
+        # called before epochs of this peer's own are given up, by the id that torch gave each
+        self.reunion_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
-        self._averager, self._catch_up, self._config = averager, catch_up, config
+        self._averager, self._catch_up, self._load_timeout_s = averager, catch_up, load_timeout_s
         self._traits, self._learner = self._mode.traits, self._mode.learner
         self._rate = 0.0
         self._last_step_ended_s: float | None = None  # when the last step ended
         self._started = False
         self._resync_reason = ""  # why the state must be downloaded before anything else
+        self._resync_donors: frozenset[PeerId] = frozenset()  # the donors to ask; empty: all
         self._background: _BackgroundEpoch | None = None
         # samples at the time when the round failed, in a mode that keeps training
         self._failed_at_samples = 0
@@ -86,16 +75,16 @@ class EpochLoop:
         if not self._started:
             self._start()
         behind = self._resync_reason or (
-            "the swarm is ahead" if self._background is None and self._is_behind() else ""
+            "the swarm is ahead" if self._background is None and self._closer.is_behind() else ""
         )
-        if behind and not self._traits.keeps_progress:
-            report = self._resynchronise(behind, samples)
+        if self._resync_reason and not self._traits.keeps_progress:
+            report = self._resynchronise(behind, samples)  # these gradients are of another model
         else:
             report = self._accumulate(samples)
             if self._background is not None:
                 report = self._poll_background_round(report)
             if behind:
-                report = replace(self._resynchronise(behind, report.dropped), samples=report.samples)
+                report = self._resynchronise_after(report, behind)
             elif (
                 self._background is None
                 and report.resynchronised is None
@@ -106,31 +95,30 @@ class EpochLoop:
                 report = (
                     self._start_background_round(report) if self._traits.overlapped else self._close(report)
                 )
+            report = self._wait_for_round(report, samples)
         self._last_step_ended_s = time.monotonic()
         return replace(
             report, progress=self._tracker.view().fraction, seconds=self._last_step_ended_s - began_s
         )
 
-    def load(self, timeout_s: float) -> LoadResult:
+    def load(self, timeout_s: float, codec: str = EXACT) -> LoadResult:
         """Download the state. Afterwards this peer serves it to others, too."""
-        return self._load(timeout_s)[0]
-
-    def _load(self, timeout_s: float) -> tuple[LoadResult, int]:
-        """Download the state. Return the result and the number of local samples that were dropped."""
         self._cancel_background_round()
         try:
-            result = self._catch_up.load(timeout_s)
+            result = self._catch_up.load(timeout_s, self._resync_donors, codec)
         finally:
             with self._state.lock:
                 lost = self._learner.resume()
         self._retry_at_samples = self._failed_at_samples = 0
         if result.loaded:
-            self._resync_reason = ""
+            self._resync_reason, self._resync_donors = "", frozenset()
             self._started = True
+            if self._learner.samples:  # they count in the epoch that was loaded
+                self._tracker.update_own(self._learner.samples, self._rate)
             self._joined()
         elif result.alone:
             self._donor.start()
-        return result, lost
+        return replace(result, dropped=lost)
 
     def join_started_round(self, timeout_s: float) -> StepReport | None:
         """Take part in this epoch's round without a step of this peer's own. Return None when no round
@@ -139,16 +127,38 @@ class EpochLoop:
         epoch = self._state.epoch
         if not self._started or not self._tracker.wait_full(epoch, timeout_s):
             return None
-        if self._tracker.swarm_epoch() > epoch:
-            return self._resynchronise("the swarm is ahead", 0)
         report = StepReport(epoch=epoch, stepped=False, samples=0, accumulated=self._learner.samples)
+        return self._join_round(report)
+
+    def _join_round(self, report: StepReport) -> StepReport:
+        """Close the epoch, which the others have found to be full or have closed already."""
+        if self._tracker.swarm_epoch() > self._state.epoch:
+            return self._resynchronise_after(report, "the swarm is ahead")
         return self._close(self._with_rejected_samples(report, wait=True))
 
+    def _wait_for_round(self, report: StepReport, samples: int) -> StepReport:
+        """Wait for the round instead of returning to the trainer, if its next step, of `samples` samples,
+        would make the others wait or would come too late.
+        """
+        if self._traits.overlapped or self._traits.proceeds_alone:
+            return report
+        if report.stepped or report.round is not None or self._retry_at_samples:
+            return report  # this epoch's round is over, or has failed and is tried again later
+        wait_s = longest_wait_s(
+            self._tracker.view(), self._tracker.own, samples, has_late_samples=self._learner.has_late_samples
+        )
+        if not wait_s or not self._tracker.wait_full(self._state.epoch, wait_s):
+            return report
+        return self._join_round(report)
+
     def resumed(self) -> None:
-        """Continue after the state was replaced from outside, for instance by a checkpoint."""
+        """Continue after the state was replaced from outside, for instance by a checkpoint. It is valid, so
+        that newcomers need not wait for this peer's first step.
+        """
         self._cancel_background_round()
         self._retry_at_samples = self._failed_at_samples = 0
         self._tracker.begin_epoch(self._state.epoch)
+        self._donor.start()
         self._donor.changed()
 
     def close(self) -> None:
@@ -193,14 +203,6 @@ class EpochLoop:
             reason="; ".join(filter(None, (report.reason, late.reason))),
         )
 
-    def _is_behind(self) -> bool:
-        """Return whether the swarm went on without this peer. In modes where peers proceed alone, a few
-        epochs of difference are tolerated.
-        """
-        return self._tracker.swarm_epoch() > self._state.epoch + (
-            _TOLERATED_LAG_EPOCHS_MAX if self._traits.proceeds_alone else 0
-        )
-
     def _should_close(self) -> bool:
         """Return whether the epoch is full and, if its round failed before, whether it should be tried
         again.
@@ -214,7 +216,7 @@ class EpochLoop:
 
     def _start(self) -> None:
         """Find out who else trains and become visible to them, before the first step."""
-        self._tracker.wait_refresh(self._config.first_refresh_timeout_s, first=True)
+        self._tracker.wait_refresh(FIRST_REFRESH_TIMEOUT_S, first=True)
         self._started = True
         self._last_step_ended_s = None
         if self._tracker.swarm_epoch() <= self._state.epoch:
@@ -236,20 +238,42 @@ class EpochLoop:
         rate = samples / (now_s - self._last_step_ended_s)
         self._rate = rate if self._rate == 0.0 else self._rate + _RATE_GAIN * (rate - self._rate)
 
-    def _resynchronise(self, why: str, samples: int) -> StepReport:
-        dropped = samples + self._learner.suspend()
-        _log.warning("downloading the state again: %s", why)
-        loaded, lost = self._load(self._config.load_timeout_s)
-        if dropped + lost:
-            _log.warning("%d samples of this peer are dropped", dropped + lost)
-        if not loaded.loaded and not self._is_behind():
-            self._resync_reason = ""  # the peer that was ahead has left
+    def _resynchronise_after(self, report: StepReport, why: str) -> StepReport:
+        """Download the state at the end of a step that took samples, of which `report` is the report."""
+        loaded = self._resynchronise(why, report.dropped)
+        return replace(
+            loaded,
+            samples=report.samples if self._learner.samples else 0,
+            reason="; ".join(filter(None, (report.reason, loaded.reason))),
+        )
+
+    def _resynchronise(self, why: str, dropped: int) -> StepReport:
+        """Download the state. `dropped`: samples of this step that do not count any more."""
+        ahead = self._tracker.history.ahead if self._tracker.history is not None else None
+        given_up = ahead.epochs_given_up if ahead is not None else 0
+        if given_up:
+            why = f"{why}; {given_up} epochs that this peer made while it was cut off are given up"
+            for hook in list(self.reunion_hooks.values()):
+                hook()
+        self._learner.suspend()
+        _log.info("downloading the state again: %s", why)
+        loaded = self.load(self._load_timeout_s)
+        if loaded.dropped:
+            why += f"; {loaded.dropped} samples are dropped, for their epoch is too long ago"
+        if dropped + loaded.dropped:
+            _log.warning("%d samples of this peer are dropped: %s", dropped + loaded.dropped, why)
+        if self._tracker.history is not None and not loaded.loaded and loaded.alone:
+            self._tracker.history.stay()
+        if not loaded.loaded and not self._closer.is_behind():
+            # the peer that was ahead has left
+            self._resync_reason, self._resync_donors = "", frozenset()
         return StepReport(
             epoch=self._state.epoch,
             stepped=False,
             samples=0,
             accumulated=self._learner.samples,
-            dropped=dropped + lost,
+            dropped=dropped + loaded.dropped,
+            epochs_given_up=given_up if loaded.loaded else 0,
             reason=why if loaded.loaded else f"{why}; {loaded.reason}",
             resynchronised=loaded,
         )
@@ -257,16 +281,15 @@ class EpochLoop:
     def _close(self, report: StepReport) -> StepReport:
         """Average and step together with the others; the epoch is full."""
         contributed = self._learner.samples
-        return self._finish_close(report, self._run_rounds(), contributed)
+        return self._finish_close(
+            report, self._closer.run_rounds(again=bool(self._retry_at_samples)), contributed
+        )
 
-    def _finish_close(self, report: StepReport, outcome: _CloseOutcome, contributed: int) -> StepReport:
+    def _finish_close(self, report: StepReport, outcome: CloseOutcome, contributed: int) -> StepReport:
         """Complete the report of an attempt at closing the epoch, and average the state when it is due."""
         if outcome.behind:
-            dropped = self._resynchronise(outcome.reason, 0)
             return replace(
-                dropped,
-                samples=report.samples if self._traits.keeps_progress else 0,
-                dropped=dropped.dropped + report.dropped,
+                self._resynchronise_after(report, outcome.reason),
                 round=outcome.round,
                 rounds_failed=outcome.rounds_failed,
             )
@@ -285,7 +308,9 @@ class EpochLoop:
                 )
             return replace(report, reason="; ".join(filter(None, (report.reason, outcome.reason))))
         self._retry_at_samples = self._failed_at_samples = 0
-        state_round = self._average_state_if_due(alone=outcome.alone)
+        state_round = self._closer.average_state_if_due(alone=outcome.alone)
+        if state_round is not None and not state_round.result.failed:
+            self._resync_reason, self._resync_donors = state_round.deviation, state_round.donors
         return replace(
             report,
             epoch=self._state.epoch,
@@ -297,48 +322,17 @@ class EpochLoop:
             drift=state_round.drift if state_round else None,
         )
 
-    def _run_rounds(self) -> _CloseOutcome:
-        """Run rounds until one is committed, this peer turns out to be alone, the swarm is ahead, or
-        `rounds_max` rounds have failed.
-        """
-        result: RoundResult | None = None
-        failed, epoch = 0, self._state.epoch
-        while failed < (1 if self._traits.keeps_progress else self._config.rounds_max):
-            if not self._has_peers_after_refresh():
-                return self._step_alone(result, failed)
-            if failed or self._retry_at_samples:
-                self._tracker.announce_full(epoch)
-            try:
-                result = self._averager.average(
-                    epoch, lambda: self._tracker.swarm_epoch() > epoch, self._config.obsolete_round_grace_s
-                )
-            except BaseException:
-                self._mode.failed("cancelled")
-                raise
-            if not result.failed:
-                return self._committed(result, failed)
-            failed += 1
-            outcome = self._failed(result, failed)
-            if outcome is not None:
-                return outcome
-        assert result is not None
-        return _CloseOutcome(
-            stepped=False,
-            reason=f"round failed: {result.detail or result.reason}",
-            round=result,
-            rounds_failed=failed,
-        )
-
     def _start_background_round(self, report: StepReport) -> StepReport:
         """Begin the round of the full epoch and let training continue."""
         epoch, contributed = self._state.epoch, self._learner.samples
-        if not self._has_peers_after_refresh():
-            return self._finish_close(report, self._step_alone(None, 0), contributed)
+        waiting = self._closer.wait_for_quorum(0)
+        if waiting is not None:
+            return self._finish_close(report, waiting, contributed)
+        if not self._closer.has_peers():
+            return self._finish_close(report, self._closer.step_alone(None, 0), contributed)
         if self._retry_at_samples:
             self._tracker.announce_full(epoch)
-        background_round = self._averager.begin(
-            epoch, lambda: self._tracker.swarm_epoch() > epoch, self._config.obsolete_round_grace_s
-        )
+        background_round = self._averager.begin(epoch, self._closer.is_behind, OBSOLETE_ROUND_GRACE_S)
         self._background = _BackgroundEpoch(background_round, epoch, contributed, time.monotonic())
         return replace(report, accumulated=self._learner.samples)
 
@@ -360,110 +354,9 @@ class EpochLoop:
             raise
         self._background = None
         if not result.failed:
-            outcome = self._committed(result, 0, time.monotonic() - background.began_s)
+            outcome = self._closer.committed(result, 0, time.monotonic() - background.began_s)
         else:
-            behind = self._failed(result, 1)
+            behind = self._closer.failed(result, 1)
             reason = f"round failed: {result.detail or result.reason}"
-            outcome = behind or _CloseOutcome(stepped=False, reason=reason, round=result, rounds_failed=1)
+            outcome = behind or CloseOutcome(stepped=False, reason=reason, round=result, rounds_failed=1)
         return self._finish_close(report, outcome, background.contributed)
-
-    def _step_alone(self, result: RoundResult | None, failed: int) -> _CloseOutcome:
-        """Step without a round: no other peer is live, or the mode allows it."""
-        self._mode.prepare(self._state.epoch)
-        self._advance([], ())
-        return _CloseOutcome(stepped=True, alone=True, round=result, rounds_failed=failed)
-
-    def _committed(self, result: RoundResult, failed: int, began_ago_s: float = 0.0) -> _CloseOutcome:
-        self._advance(
-            list(result.gathered.values()),
-            [peer for peer in result.peers if peer not in result.left_out],
-            began_ago_s,
-        )
-        return _CloseOutcome(stepped=True, round=result, rounds_failed=failed)
-
-    def _failed(self, result: RoundResult, failed: int) -> _CloseOutcome | None:
-        """Return the outcome of a failed round, or None when it may be tried again."""
-        self._mode.failed(result.reason)
-        epoch = self._state.epoch
-        _log.info("round of epoch %d failed: %s", epoch, result.detail)
-        if self._traits.proceeds_alone:
-            return self._step_alone(result, failed)
-        self._probe()
-        if result.reason == "passed" or self._tracker.swarm_epoch() > epoch:
-            reason = f"the swarm completed epoch {epoch} without this peer"
-            return _CloseOutcome(
-                stepped=False, behind=True, reason=reason, round=result, rounds_failed=failed
-            )
-        return None
-
-    def _advance(self, metadata: list[object], members: Sequence[PeerId], began_ago_s: float = 0.0) -> None:
-        self._catch_up.advance(lambda: self._mode.apply(metadata))
-        if self._traits.proceeds_alone:
-            # catch up with epochs that passed while this peer waited for a partner in vain
-            for _ in range(self._state.epoch, self._tracker.swarm_epoch()):
-                self._catch_up.advance(lambda: None)
-        self._tracker.begin_epoch(self._state.epoch, members=members, began_ago_s=began_ago_s)
-        self._donor.changed()
-
-    def _has_peers_after_refresh(self) -> bool:
-        """Return whether another peer trains in this epoch. Peers that lag behind do not count, they will
-        fetch the state. The answer "no" needs a recent read of the DHT.
-        """
-        if (
-            not self._has_peers_in_epoch()
-            and self._tracker.refresh_age_s() > self._config.alone_check_age_s_max
-        ):
-            self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
-        return self._has_peers_in_epoch()
-
-    def _has_peers_in_epoch(self) -> bool:
-        return any(other.epoch >= self._state.epoch for other in self._tracker.others().values())
-
-    def _probe(self) -> None:
-        """Contact the other peers directly, so that dead ones are known at once."""
-        try:
-            self._catch_up.probe(_PROBE_TIMEOUT_S)
-        except NetworkError as error:
-            _log.info("not all peers could be asked: %s", error)
-
-    def _average_state_if_due(self, *, alone: bool) -> StateRound | None:
-        """Average the state when this epoch is one for that. Return None when no round was made."""
-        epoch = self._state.epoch
-        if not self._averager.state_sync_epochs or not self._traits.canonical:
-            return None
-        # even alone: newcomers must be able to find this peer when the round comes
-        self._averager.open_state()
-        if epoch % self._averager.state_sync_epochs and epoch != min(2, self._averager.state_sync_epochs):
-            return None
-        if alone:
-            with self._state.lock:
-                self._state.agree_extras()
-                self._state.mark_changed(epoch)
-            return None
-        state_round = self._averager.average_state(self._others_went_on, self._config.obsolete_round_grace_s)
-        for _ in range(self._config.state_rounds_max - 1):
-            if (
-                not state_round.result.failed
-                or state_round.result.reason == "passed"
-                or self._others_went_on()
-            ):
-                break
-            # by now a peer that opened its averager a moment later is known
-            self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
-            state_round = self._averager.average_state(
-                self._others_went_on, self._config.obsolete_round_grace_s
-            )
-        if state_round.result.failed:
-            _log.warning("the state of epoch %d was not averaged: %s", epoch, state_round.result.detail)
-        elif not state_round.counters_agree:
-            self._resync_reason = "most peers have other step counters or another schedule"
-        self._donor.changed()
-        return state_round
-
-    def _others_went_on(self) -> bool:
-        """Return whether all others are past averaging the state of this epoch, so that nobody will join
-        that round.
-        """
-        epoch = self._state.epoch
-        others = self._tracker.others().values()
-        return all(other.epoch > epoch or (other.epoch == epoch and other.samples > 0) for other in others)

@@ -8,10 +8,11 @@ import struct
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
+from averaging.history.encoding import CHAIN_BYTES_MAX
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
@@ -19,6 +20,9 @@ from swarm.net.rpc import Method, Stream, StreamMethod
 from swarm.wire import state_pb2
 
 if TYPE_CHECKING:
+    from averaging.optim.history import RunHistory
+    from averaging.optim.progress.tracker import Tracker
+    from averaging.optim.state.donor import Donor
     from swarm.node import Node
 
 REPORT = Method(
@@ -42,29 +46,23 @@ CLOSE = Method(
     request_bytes_max=4096,
     reply_bytes_max=4096,
 )
+HISTORY = Method(
+    name="/swarm.Run/History",
+    request=state_pb2.HistoryRequest,
+    reply=state_pb2.HistoryReply,
+    request_bytes_max=4096,
+    reply_bytes_max=CHAIN_BYTES_MAX + 4096,
+)
 CHUNKS = StreamMethod(name="/swarm.State/Chunks", message_bytes_max=CHUNK_BYTES + 4096)
 
 _LENGTH = struct.Struct("<I")
 
 
-class ProgressHandler(Protocol):
-    """Receiver of progress reports for one run."""
-
-    async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply: ...
-
-
-class StateHandler(Protocol):
-    """Server of the state of one run."""
-
-    async def on_open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply: ...
-    async def on_close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply: ...
-    async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None: ...
-
-
 @dataclass(slots=True)
 class _Run:
-    progress: ProgressHandler
-    state: StateHandler
+    progress: Tracker
+    state: Donor
+    history: RunHistory | None  # None: the run has no common state
 
 
 class RunExchange:
@@ -80,6 +78,7 @@ class RunExchange:
         register_unary(REPORT, self._report)
         register_unary(OPEN, self._open)
         register_unary(CLOSE, self._close)
+        register_unary(HISTORY, self._history)
         register_stream(CHUNKS, self._chunks)
 
     @classmethod
@@ -87,14 +86,14 @@ class RunExchange:
         """Create the instance of a node; use `node.service(RunExchange.from_node)`."""
         return cls(node.handlers.unary, node.handlers.stream)
 
-    def add(self, run: str, progress: ProgressHandler, state: StateHandler) -> None:
+    def add(self, run: str, progress: Tracker, state: Donor, history: RunHistory | None = None) -> None:
         """Register the handlers of a run. Raise UsageError when this node already has an optimizer for it."""
         with self._lock:
             if run in self._runs:
                 raise UsageError(
                     f"this node already has an Optimizer for run {run!r}: close it first, or use another node"
                 )
-            self._runs[run] = _Run(progress, state)
+            self._runs[run] = _Run(progress, state, history)
 
     def remove(self, run: str) -> None:
         """Remove the handlers of a run, if there are any."""
@@ -115,6 +114,12 @@ class RunExchange:
 
     async def _close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply:
         return await self._find(request.run).state.on_close(peer, request)
+
+    async def _history(self, peer: PeerId, request: state_pb2.HistoryRequest) -> state_pb2.HistoryReply:
+        history = self._find(request.run).history
+        if history is None:
+            raise PeerError("this run has no common state")
+        return await history.on_history(peer, request)
 
     async def _chunks(self, stream: Stream) -> None:
         message = await stream.receive()

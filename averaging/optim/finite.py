@@ -18,7 +18,7 @@ from averaging.optim.offload import Arrival, OffloadLinks
 
 _NAMED_MAX = 3  # parameters named in a message
 # copied at a time where a flag decides: bounds the memory for it, unless one row is longer
-_MASKED_ELEMENTS = 1 << 23
+MASKED_ELEMENTS = 1 << 23
 
 NO_GRADIENT = "no parameter has a gradient"
 
@@ -149,9 +149,9 @@ def add_where_(
     held = 0
     for buffer, value in zip(buffers, values, strict=True):
         for target, part in zip(
-            rows_of(buffer, _MASKED_ELEMENTS), rows_of(value, _MASKED_ELEMENTS), strict=True
+            rows_of(buffer, MASKED_ELEMENTS), rows_of(value, MASKED_ELEMENTS), strict=True
         ):
-            if targets and held + part.numel() > _MASKED_ELEMENTS:
+            if targets and held + part.numel() > MASKED_ELEMENTS:
                 torch._foreach_add_(targets, chosen, alpha=factor)
                 targets, chosen, held = [], [], 0
             targets.append(target)

@@ -3,8 +3,8 @@ tests and documents.
 
 Not included: activations; the temporary tensors of torch's own optimizers (`foreach=True`, the default on
 CUDA, takes about one more tensor of the parameters' type while it steps); encoded data of rounds on the
-host; epochs captured while a newcomer downloads the state; and temporary copies whose size is bounded by
-the largest parameter.
+host; epochs captured, and gradients kept, while a peer downloads the state; and temporary copies whose size
+is bounded by the largest parameter.
 """
 
 from __future__ import annotations

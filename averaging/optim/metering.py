@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.result import RoundResult
 from swarm.core.ids import PeerId
@@ -187,3 +189,9 @@ def _rounds_to_publish(rounds: Sequence[RoundReport], now_s: float) -> tuple[Rou
 
 def _blame(reasons: Mapping[PeerId, str]) -> Blame:
     return tuple((str(peer), why) for peer, why in list(reasons.items())[:BLAME_MAX])
+
+
+def device_name(parameters: Sequence[torch.Tensor]) -> str:
+    """Return the name of the model's device for people."""
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type

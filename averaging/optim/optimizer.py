@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from averaging.optim.admission import Blocklist
+from averaging.history.encoding import read_root_text, root_text
+from averaging.history.lineage import Chain
+from averaging.optim.arguments import check_arguments, check_samples
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
+from averaging.optim.delegating import DelegatingOptimizer
 from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extra_tensors
 from averaging.optim.epochs import EpochLoop
 from averaging.optim.exchange import RunExchange
-from averaging.optim.metering import Meter, Pace
+from averaging.optim.gathering import wait_for_peers
+from averaging.optim.history import RunHistory
+from averaging.optim.hyperparameters import HyperparameterWatch
+from averaging.optim.metering import Meter, Pace, device_name
 from averaging.optim.modes import ModeParts, ModeSettings
-from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
-from averaging.optim.progress.logic.reports import SAMPLES_MAX, ProgressView
+from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, ModeName
+from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
-from averaging.optim.state.donor import Donor, DonorConfig
+from averaging.optim.state.donor import Donor
+from averaging.optim.state.encoding import EXACT, check_state_codec
 from averaging.optim.state.training_state import Scheduler
 from averaging.optim.state.view import StateView
 from averaging.reduction.lowrank import PowerSgd
-from averaging.reduction.robust import Aggregation
+from averaging.reduction.robust import Aggregation, AggregationRule, aggregation_of
+from averaging.service import AveragingService
 from swarm.compression import resolve
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.ids import Contact, PeerId, open_run_id
@@ -48,11 +57,13 @@ __all__ = [
     "StepReport",
 ]
 
+_log = logging.getLogger(__name__)
+
 _START_S_MAX = 10.0
 _CLOSE_S_MAX = 2.0
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(DelegatingOptimizer):
     """A torch optimizer that trains one model together with all peers that have an `Optimizer` for the same
     run.
 
@@ -91,9 +102,9 @@ class Optimizer(torch.optim.Optimizer):
         run: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
-        mode: str | ModeSettings = "gradients",
+        mode: ModeName | ModeSettings = "gradients",
         codec: str = "float16",
-        aggregation: str = "mean",
+        aggregation: AggregationRule | Aggregation = "mean",
         clip_to_median: float | None = 10.0,
         audit: float = 0.0,
         error_feedback: bool = False,
@@ -105,71 +116,78 @@ class Optimizer(torch.optim.Optimizer):
         config: OptimizerConfig | None = None,
     ) -> None:
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
-        settings = self._check(inner, mode, batch_size_per_step, state_sync_epochs)
+        settings = check_arguments(inner, mode, batch_size_per_step, state_sync_epochs)
         resolve(codec, "gradient", 0)  # raises UsageError for an unknown codec before anything is opened
-        aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
+        aggregate = aggregation_of(aggregation, clip_to_median)
         options = AveragingOptions(
             codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy
         )
         config = config or OptimizerConfig()
         self.inner, self.node, self.run_id = inner, node, open_run_id(run)
-        self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step
+        self.target_batch_size = check_samples(target_batch_size)
+        self.batch_size_per_step = batch_size_per_step
         self.mode = settings.name
         self._closed = False
         schedule = scheduler(inner) if scheduler is not None else None
         self._mode = settings.build(
             ModeParts(inner=inner, extras=tuple(extra_tensors), scheduler=schedule, offload=offload)
         )
+        self._hyperparameters = HyperparameterWatch(inner, scheduled=scheduler is not None)
         self._state, traits = self._mode.state, self._mode.traits
         check_extra_tensors(self._state)
         check_codec(options, traits)
         sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
-        node.network.run(self._open(replace(options, state_sync_epochs=sync_epochs), config), _START_S_MAX)
+        node.network.run(
+            self._open(replace(options, state_sync_epochs=sync_epochs), config),
+            _START_S_MAX,
+        )
 
-    @staticmethod
-    def _check(
-        inner: torch.optim.Optimizer,
-        mode: str | ModeSettings,
-        batch_size_per_step: int | None,
-        state_sync_epochs: int | None,
-    ) -> ModeSettings:
-        if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, Optimizer):
-            raise UsageError(
-                "the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), "
-                f"not {inner!r:.60}"
-            )
-        if batch_size_per_step is not None:
-            _samples(batch_size_per_step)
-        if state_sync_epochs is not None and (
-            not isinstance(state_sync_epochs, int) or state_sync_epochs < 0
-        ):
-            raise UsageError(
-                f"state_sync_epochs is a whole number of epochs, 0 for never, not {state_sync_epochs!r}"
-            )
-        return settings_of(mode)
-
-    async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
+    async def _open(
+        self,
+        options: AveragingOptions,
+        config: OptimizerConfig,
+    ) -> None:
         node, mode = self.node, self._mode
-        self._blocklist = Blocklist()
+        self._blocklist = node.service(AveragingService).exchange.blocklist_of(self.run_id)
         self._donor = Donor(
-            node, self.run_id, self._state, DonorConfig(serve=config.serve_state), self._blocklist
+            node,
+            self.run_id,
+            self._state,
+            self._blocklist,
+            serve=config.serve_state,
+            shard=lambda: self._tracker.tree.shard_name,
+        )
+        # a mode without a common state has no history
+        self._history = (
+            RunHistory(node, self.run_id, node.identity.sign, group_size_max=config.group_size_max)
+            if mode.traits.canonical
+            else None
         )
         self._tracker = Tracker(
             node,
             self.run_id,
             self.target_batch_size,
-            config.progress,
             self._blocklist,
             on_full=self._donor.on_round_begin,
+            history=self._history,
         )
-        self._averager = EpochAverager(node, self.run_id, mode, options, config)
-        self._catch_up = CatchUp(node, mode, self._tracker, self._averager, self._blocklist, config)
-        self._loop = EpochLoop(mode, self._tracker, self._donor, self._averager, self._catch_up, config)
-        node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor)
+        self._averager = EpochAverager(node, self.run_id, mode, options, config, self._history)
+        self._catch_up = CatchUp(node, mode, self._tracker, self._averager, self._blocklist, self._history)
+        self._loop = EpochLoop(
+            mode,
+            self._tracker,
+            self._donor,
+            self._averager,
+            self._catch_up,
+            config.load_timeout_s,
+        )
+        node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor, self._history)
+        if self._history is not None:
+            node.service(AveragingService).all_reduce.serve_history(self.run_id, self._history.endorse)
         self._meter = Meter(
             node.clock.swarm_s(),
             name=node.config.name,
-            device=_device(self._state.parameters),
+            device=device_name(self._state.parameters),
             agent=node.agent,
         )
         self._reporter = Reporter(
@@ -179,11 +197,17 @@ class Optimizer(torch.optim.Optimizer):
             run_id=self.run_id,
             source=lambda: self._meter.metrics(self._pace(), node.clock.swarm_s(), reach=node.reach),
             peers=lambda: self._tracker.view().peers_total,
-            config=config.metrics,
+            publish=config.publish_metrics,
+            every_s=node.timings.metrics_every_s,
         )
         self._tasks = [
             node.supervisor.spawn(f"progress of run {self.run_id}", self._tracker.run, restart=True),
             node.supervisor.spawn(f"state of run {self.run_id}", self._donor.run, restart=True),
+            *(
+                [node.supervisor.spawn(f"history of run {self.run_id}", self._history.run, restart=True)]
+                if self._history is not None
+                else []
+            ),
             node.supervisor.spawn(f"metrics of run {self.run_id}", self._reporter.run, restart=True),
         ]
         self._forget = node.at_close(self._close_on_loop)
@@ -203,30 +227,67 @@ class Optimizer(torch.optim.Optimizer):
         if callable(batch_size):
             batch_size, closure = None, batch_size
         self._check_open()
-        samples = _samples(batch_size if batch_size is not None else self.batch_size_per_step)
+        samples = check_samples(batch_size if batch_size is not None else self.batch_size_per_step)
+        complaint = self._hyperparameters.complaint(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._meter.stepping(self.node.clock.swarm_s):
             report = self._loop.step(samples)
+        self._hyperparameters.record()
+        if complaint:
+            _log.warning("run %s: %s", self.run_id, complaint)
+        if report.stepped or report.rounds_failed or report.resynchronised is not None:
+            problems = (self.node.dht.clock_problem, self.node.dht.identity_problem)
+        else:
+            problems = None, None
+        if complaint or any(problems):
+            reason = "; ".join(filter(None, (complaint, report.reason, *problems)))
+            report = replace(report, reason=reason)
         self._meter.on_step(report, self.node.clock.swarm_s())
         return report if loss is None else replace(report, loss=loss)
 
-    def load_state_from_peers(
-        self, timeout_s: float = 600.0, on_progress: Callable[[int, int], None] | None = None
-    ) -> LoadResult:
-        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was
-        accumulated is dropped (with local steps: added to the state, if it is not too old).
-
-        `on_progress(bytes, of_bytes)` is called on the network thread. When no other peer takes part, the
-        result has `alone=True`; that is not an error.
+    def wait_for_peers(self, count: int) -> None:
+        """Wait until `count` peers, this one included, are ready to train: they wait here, too, or have
+        made a step. Returns at once in a run that has begun. Meanwhile others can load this peer's state.
+        Each change of their number is logged.
         """
         self._check_open()
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise UsageError(f"a number of peers is at least 1, not {count!r:.60}")
+        if self.epoch == 0:
+            self._donor.start()
+            wait_for_peers(self._tracker, count, lambda: self._closed)
+            self._check_open()
+
+    def load_state_from_peers(
+        self,
+        timeout_s: float = 600.0,
+        on_progress: Callable[[int, int], None] | None = None,
+        codec: str = "float32",
+    ) -> LoadResult:
+        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was
+        accumulated counts in the loaded epoch if it is not too old: one epoch in mode "gradients", a few with
+        local steps. `dropped` of the result says how much was too old.
+
+        `on_progress(bytes, of_bytes)` is called on the network thread. When no other peer takes part, the
+        result has `alone=True`; that is not an error. `codec`: the type of the values on the wire: "float32"
+        is exact; "float16" and "bfloat16" are half as large and round what is loaded, until the next round
+        over the state.
+        """
+        self._check_open()
+        rounds = check_state_codec(codec) != EXACT
+        if rounds and self._mode.traits.canonical and not self._averager.state_sync_epochs:
+            raise UsageError(
+                f"codec={codec!r} rounds what is loaded, and with state_sync_epochs=0 this peer would differ "
+                "from the others for ever: leave one of the two out"
+            )
         if not 0 < timeout_s < float("inf"):
             raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
         self._catch_up.on_progress = on_progress
-        result = self._loop.load(timeout_s)
+        result = self._loop.load(timeout_s, codec)
+        self._hyperparameters.record()
         self._meter.on_load(result)
         return result
 
@@ -245,14 +306,25 @@ class Optimizer(torch.optim.Optimizer):
         mine = self._tracker.view().peers[self.node.peer_id]
         return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `.grad`; gradients that `step` has taken are kept."""
-        self.inner.zero_grad(set_to_none=set_to_none)
-
     @property
     def epoch(self) -> int:
         """Return the number of epochs that the parameters have completed."""
         return self._state.epoch
+
+    @property
+    def history_head(self) -> str:
+        """Return the head of the history of this peer's state (hex): peers with equal heads have been
+        through the same rounds. Empty in modes without a common state.
+        """
+        return self._history.head.hex() if self._history is not None else ""
+
+    @property
+    def line(self) -> str:
+        """Return the name of the line of history that the state belongs to, in hexadecimal: states of
+        different lines are different models, and checkpoints of them are kept apart. Empty before the first
+        break of a run, and in modes without a common state.
+        """
+        return self._history.root.root_line.hex() if self._history is not None else ""
 
     @property
     def has_background_round(self) -> bool:
@@ -271,9 +343,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_digest(self) -> tuple[int, str]:
         """Return the epoch and the digest of the state (hex), equal on peers whose states are equal bit for
-        bit. Copies the state.
+        bit, whatever history led to them. Copies the state.
         """
-        snapshot = self._state.snapshot()
+        snapshot = self._state.snapshot(with_history=False)
         return snapshot.epoch, snapshot.digest.hex()
 
     def state_view(self) -> StateView:
@@ -289,21 +361,21 @@ class Optimizer(torch.optim.Optimizer):
         self._state.load(blob)
         with self._state.lock:
             self._mode.learner.loaded()
+        self._restore_history(self._state.root)
+        self._hyperparameters.record()
         self._loop.resumed()
 
     # --- settings that the run's owner may change during the run
 
     def set_target(self, target_batch_size: int) -> None:
         """Set the number of samples in an epoch from now on."""
-        self.target_batch_size = _samples(target_batch_size)
+        self.target_batch_size = check_samples(target_batch_size)
         self._tracker.set_target(self.target_batch_size)
 
     def ban(self, peers: Iterable[PeerId]) -> None:
         """Refuse exactly these peers from now on: in groups, in progress, as donors and as joiners."""
-        self._blocklist.own = self.node.peer_id in (banned := frozenset(peers))
-        self._blocklist.peers = banned - {self.node.peer_id}
-        self._averager.ban(self._blocklist.peers)
-        self._tracker.forget(self._blocklist.peers)
+        self._blocklist.ban(peers)
+        self._tracker.forget(self._blocklist.banned)
 
     def pause(self, paused: bool) -> None:
         """Stop training but stay in the run and serve the state; with False, continue."""
@@ -314,31 +386,15 @@ class Optimizer(torch.optim.Optimizer):
         they need not wait. Return None when there was none.
         """
         self._check_open()
-        return self._loop.join_started_round(timeout_s)
+        report = self._loop.join_started_round(timeout_s)
+        self._hyperparameters.record()
+        return report
 
     def contacts(self) -> list[Contact]:
         """Return the peers in this run that can be called."""
         return self._tracker.contacts()
 
     # --- a torch optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise UsageError(
-            "peers agreed on the parameters when this optimizer was made: "
-            "add groups to the inner optimizer before that"
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict with one more key, "swarm": epoch, schedule, accumulated
@@ -352,11 +408,13 @@ class Optimizer(torch.optim.Optimizer):
         swarm["feedback"] = self._averager.feedback_state()
         if self._state.scheduler is not None:
             swarm["scheduler"] = self._state.scheduler.state_dict()
+        if self._history is not None:
+            swarm["history"] = root_text(self._history.root)
         return {**self.inner.state_dict(), "swarm": swarm}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from `state_dict()`, or from the inner optimizer's own, which keeps the present epoch.
-        Load the model's parameters separately.
+        Load the model's parameters separately, before this: from now on this peer gives its state to others.
         """
         plain = {key: value for key, value in state_dict.items() if key != "swarm"}
         swarm = state_dict.get("swarm")
@@ -370,32 +428,26 @@ class Optimizer(torch.optim.Optimizer):
                 self._averager.load_feedback(swarm.get("feedback"))
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
-            self._state.mark_changed(int(swarm["epoch"]) if swarm is not None else self._state.epoch)
+            root = read_root_text(swarm["history"]) if swarm is not None and "history" in swarm else None
+            self._state.mark_changed(
+                int(swarm["epoch"]) if swarm is not None else self._state.epoch, root=root
+            )
+        self._restore_history(root)
+        self._hyperparameters.record()
         self._loop.resumed()
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Called when the inner optimizer steps, once an epoch: with the averaged gradients in `.grad`."""
-        return self.inner.register_step_pre_hook(hook)
+    def _restore_history(self, root: Chain | None) -> None:
+        """Continue the history that a checkpoint names, where it names one."""
+        if self._history is not None and root is not None:
+            self._history.restore(root)
 
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_post_hook(hook)
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return self.inner.register_load_state_dict_post_hook(hook, prepend)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise UsageError(
-            "a swarm.Optimizer belongs to its node and cannot be copied or pickled: use state_dict()"
-        )
+    def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
+        """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, went on by itself, and
+        is about to give that up for the state of the others: save a checkpoint in it to keep what it made.
+        """
+        handle = RemovableHandle(self._loop.reunion_hooks)
+        self._loop.reunion_hooks[handle.id] = lambda: hook(self)
+        return handle
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -420,6 +472,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._closed = True
         self.node.service(RunExchange.from_node).remove(self.run_id)
+        self.node.service(AveragingService).all_reduce.serve_history(self.run_id, None)
         for task in self._tasks:
             task.cancel()
         await self._tracker.close()
@@ -438,20 +491,3 @@ class Optimizer(torch.optim.Optimizer):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _device(parameters: Sequence[torch.Tensor]) -> str:
-    """Return the name of the model's device for people."""
-    device = parameters[0].device if parameters else torch.device("cpu")
-    return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
-
-
-def _samples(value: int | None) -> int:
-    if value is None:
-        raise UsageError(
-            "say how many samples are behind the gradients: "
-            "step(batch_size) or Optimizer(batch_size_per_step=…)"
-        )
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= SAMPLES_MAX:
-        raise UsageError(f"a number of samples is a positive whole number, not {value!r:.60}")
-    return value

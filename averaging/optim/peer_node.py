@@ -11,6 +11,7 @@ from typing import Protocol
 
 from swarm.core.clock import Clock
 from swarm.core.ids import Contact
+from swarm.core.presets import Timings
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.rpc import Caller
 
@@ -54,6 +55,11 @@ class PeerNode(Protocol):
     @property
     def clock(self) -> Clock:
         """Return the clock of the swarm."""
+        ...
+
+    @property
+    def timings(self) -> Timings:
+        """Return the times of the node's preset."""
         ...
 
     @property

@@ -24,6 +24,8 @@ class LoadResult:
     failures: Mapping[PeerId, str] = field(default_factory=dict)  # donors that failed, with the reason
     digest: str = ""  # hex, of the downloaded state
     canonical: bool = False  # the state was the output of an averaging round
+    # accumulated samples that do not count in the loaded epoch; those of a step are also in its own `dropped`
+    dropped: int = 0
     replayed: int = 0  # epochs that the swarm completed during the download and this peer replayed
     bytes_received: int = 0
     seconds: float = 0.0
@@ -41,7 +43,8 @@ class StepReport:
     accumulated: int  # of this peer in its present epoch, after the call
     contributed: int = 0  # of this peer in the epoch that was completed
     dropped: int = 0  # samples dropped in this call, of this call or of earlier ones
-    reason: str = ""  # why samples were dropped or a round failed; "" if neither happened
+    # why samples were dropped or a round failed, or what the caller should change; "" if all is well
+    reason: str = ""
     progress: float = 0.0  # fraction of the target that the swarm has reached, in this peer's view
     alone: bool = False  # stepped without a round: no other peer is live
     round: RoundResult | None = None  # over the mode's tensors; failed ones too
@@ -50,6 +53,8 @@ class StepReport:
     state_round: RoundResult | None = None
     # of that round: distance of this peer's parameters from the average, as a relative norm
     drift: float | None = None
+    # of this peer's own: its history had parted from the swarm's while it was cut off, and is not continued
+    epochs_given_up: int = 0
     resynchronised: LoadResult | None = None  # the swarm was ahead: the state was downloaded
     loss: Any = None  # returned by the closure
     seconds: float = 0.0  # in this call

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from averaging.reduction.partition import Chunk, Plan
+from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
     import random
@@ -26,17 +27,19 @@ _CONTEXT = b"swarm averaging chunk\0"  # a signature of anything else never pass
 _CHUNKS_SPARE = 4
 
 
-class ChunkSigner(Protocol):
-    """The part of `swarm.core.identity.Identity` that audits need."""
+class Signer(Protocol):
+    """The part of `swarm.core.identity.Identity` that audits and votes need."""
+
+    peer_id: PeerId
 
     def sign(self, message: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Notary:
-    """A node's means to take part in audits."""
+    """A node's means to vote and to take part in audits."""
 
-    identity: ChunkSigner
+    identity: Signer
     rng: random.Random  # must be unpredictable for others: `random.SystemRandom()` outside of tests
 
 

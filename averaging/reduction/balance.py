@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from averaging.matchmaking.logic.group import Member, can_dial
 from swarm.core.errors import UsageError
 
+_ROUNDING = 1e-9  # of an amount: the time of the whole vector times the speed may be a little less
 _HALVINGS = 200  # until two neighbouring floats are left
+# Two bounds on measured bandwidths. Those that a user has set are taken as they are.
 _SLOWER = 1.5  # bandwidths down to the median over this count as the median: measurements are never exact
 # Bandwidths above the median are divided by this, down to the median at least. A member that reduces more is
 # sent more: where all links are alike, a member that was mistaken for a fast one becomes the bottleneck, the
@@ -40,6 +42,7 @@ class ReducerLoad:
     contributes: bool
     receives: bool
     reduces: bool  # it can be dialed
+    is_set: bool = False  # its user has set the bandwidth; False: it was measured
 
 
 def shares_of(members: Sequence[Member]) -> list[float]:
@@ -52,6 +55,7 @@ def shares_of(members: Sequence[Member]) -> list[float]:
                 contributes=member.weight > 0.0,
                 receives=not member.auxiliary,
                 reduces=can_dial(member),
+                is_set=member.bandwidth_is_set,
             )
             for member in members
         ]
@@ -73,12 +77,13 @@ def shares(members: Sequence[ReducerLoad]) -> list[float]:
             )
     if not any(member.reduces for member in members):
         raise UsageError("nobody in this group can reduce: no member has a port that others can dial")
-    ups = _levelled([member.up for member in members if member.reduces])
-    downs = _levelled([member.down for member in members if member.reduces])
+    reducing = [member for member in members if member.reduces]
+    measured = [not member.is_set for member in reducing]
+    ups = _levelled([member.up for member in reducing], measured)
+    downs = _levelled([member.down for member in reducing], measured)
     contributors = sum(member.contributes for member in members)
     receivers = sum(member.receives for member in members)
     lines = []
-    reducing = [member for member in members if member.reduces]
     for member, up, down in zip(reducing, ups, downs, strict=True):
         sends = (float(member.contributes), float(receivers - member.receives - member.contributes))
         takes = (float(member.receives), float(contributors - member.contributes - member.receives))
@@ -128,12 +133,17 @@ class _Line:
             room = time * speed - constant
             if slope > 0.0:
                 share = min(share, room / slope)
-            elif room < slope:  # even with the whole vector as its share
+            elif room < slope - _ROUNDING * constant:  # even with the whole vector as its share
                 return 0.0
         return max(share, 0.0)
 
 
-def _levelled(speeds: Sequence[float]) -> list[float]:
-    """Return the speeds with those close to the median replaced by the median, and those above it reduced."""
+def _levelled(speeds: Sequence[float], measured: Sequence[bool]) -> list[float]:
+    """Return the speeds. Measured ones close to the median are replaced by the median, and those above it
+    reduced.
+    """
     middle = sorted(speeds)[(len(speeds) - 1) // 2]
-    return [speed if speed < middle / _SLOWER else max(middle, speed / _FASTER) for speed in speeds]
+    return [
+        max(middle, speed / _FASTER) if doubtful and speed >= middle / _SLOWER else speed
+        for speed, doubtful in zip(speeds, measured, strict=True)
+    ]

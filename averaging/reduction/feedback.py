@@ -127,6 +127,21 @@ class Staged:
             place.zero_()
         self._ranges[start] = stop
 
+    def restore(self, start: int, stop: int) -> None:
+        """Stage the current residual of the elements `start` to `stop`: it stays what it is."""
+        for (_, new), (_, old) in zip(
+            self._of(self._new, start, stop), self._of(self._old, start, stop), strict=True
+        ):
+            new.copy_(old)
+        self._ranges[start] = stop
+
+    def increase(self, start: int, error: torch.Tensor) -> None:
+        """Add `error` to the staged values of the elements from `start` on. They were staged as one range."""
+        if start not in self._ranges:
+            self.restore(start, start + error.numel())
+        for at, place in self._of(self._new, start, start + error.numel()):
+            place.add_(error[at : at + place.numel()].to(place.device))
+
     def commit(self) -> None:
         """Make the staged values the residual; elements that were not staged keep theirs."""
         at = self._residual.start
@@ -208,11 +223,23 @@ class FeedbackRound:
         self._sender.keep(start, self._sender.add(start, values, scratch), None)
 
     def keep_sender_residual(self) -> None:
-        """Leave the sender's residual unchanged whatever becomes of the round: the values contain NaN and are
-        not sent.
-        """
+        """Leave the sender's residual unchanged whatever becomes of the round: nothing was sent."""
         self._check_open()
         self._withdrawn = True
+
+    def withheld(self, start: int, stop: int) -> None:
+        """Record, before a commit, that these elements were not delivered and will not be: the values contain
+        NaN, here or elsewhere. Their residual stays what it is.
+        """
+        self._check_open()
+        self._sender.restore(start, stop)
+
+    def deliver_next(self, start: int, error: torch.Tensor) -> None:
+        """Add `error`, which this member made as a successor of a lost reducer, to what it sends in the next
+        round. Call it before a commit, for whole chunks.
+        """
+        self._check_open()
+        self._sender.increase(start, error)
 
     # ---- reducer
 
@@ -241,14 +268,16 @@ class FeedbackRound:
         """Return whether the round is neither committed nor rolled back."""
         return self._ended is not None
 
-    def commit(self) -> None:
-        """Replace the residuals by the staged ones: every member has the averages."""
+    def commit(self, *, sent: bool = True) -> None:
+        """Replace the residuals by the staged ones: every member has the averages. `sent`: this member
+        contributed to all of them that it was to contribute to.
+        """
         self._check_open()
         if not self._withdrawn:
             self._sender.commit()
         if self._reducer is not None:
             self._reducer.commit()
-        self._end(True, not self._withdrawn)
+        self._end(True, sent and not self._withdrawn)
 
     def roll_back(self) -> None:
         """Drop the staged residuals: the round failed. Does nothing on a round that has ended."""

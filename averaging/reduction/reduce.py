@@ -37,13 +37,13 @@ class _Progress:
 
     chunk: Chunk
     waiting: set[int]  # senders whose contribution is still to come
-    payloads: dict[int, Buffer] = field(default_factory=dict)
+    came: set[int] = field(default_factory=set)  # senders whose contribution came
     taken: bool = False
 
 
 class Reduction:
     """The chunks of one reducer. Senders are places in the group. The reducer's own contribution is not sent
-    and not counted here.
+    and not counted here. The values themselves are kept elsewhere.
     """
 
     def __init__(self, chunks: Sequence[Chunk], senders: Sequence[int], codec: Codec) -> None:
@@ -65,8 +65,9 @@ class Reduction:
         """Return the chunks that wait for no sender: all of them when nobody else contributes."""
         return [index for index in self._order if not self._progress[index].waiting]
 
-    def accept(self, sender: int, chunk: int, payload: Buffer) -> list[int]:
-        """Take a contribution, and return the chunks (none or this one) that can be reduced now.
+    def accept(self, sender: int, chunk: int, size_bytes: int) -> list[int]:
+        """Count a contribution of `size_bytes`, and return the chunks (none or this one) that can be reduced
+        now.
 
         Raises PeerError, with nothing changed, when it is not the contribution that this sender must send.
         """
@@ -78,13 +79,13 @@ class Reduction:
         if progress is None or chunk in self._came[sender]:
             raise PeerError(f"a contribution to chunk {chunk}, which is not reduced here or came before")
         size = self._codec.encoded_bytes(progress.chunk.numel)
-        if len(payload) != size:
+        if size_bytes != size:
             raise PeerError(
-                f"a contribution to chunk {chunk} with {len(payload)} bytes; {self._codec.name} takes {size}"
+                f"a contribution to chunk {chunk} with {size_bytes} bytes; {self._codec.name} takes {size}"
             )
         self._came[sender].add(chunk)
         progress.waiting.discard(sender)
-        progress.payloads[sender] = payload
+        progress.came.add(sender)
         return [chunk] if not progress.waiting and not progress.taken else []
 
     def leave_out(self, sender: int, reason: str) -> list[int]:
@@ -104,18 +105,16 @@ class Reduction:
                 ready.append(index)
         return ready
 
-    def take(self, chunk: int) -> tuple[tuple[int, Buffer], ...]:
-        """Return the contributions to a chunk that is ready, in group order, and drop them."""
+    def take(self, chunk: int) -> tuple[int, ...]:
+        """Begin to reduce a chunk that is ready: return its contributors, in group order."""
         progress = self._progress[chunk]
         assert not progress.waiting
         assert not progress.taken
         progress.taken = True
         self._taken += 1
-        inputs = tuple(sorted(progress.payloads.items()))
-        progress.payloads = {}
         while self._first_open < len(self._order) and self._progress[self._order[self._first_open]].taken:
             self._first_open += 1
-        return inputs
+        return tuple(sorted(progress.came))
 
     def waited_for(self, own: bool) -> list[int]:
         """Return the senders that delay the first chunk that is not reduced, although others (`own`: the
@@ -124,7 +123,7 @@ class Reduction:
         if self._first_open == len(self._order):
             return []
         progress = self._progress[self._order[self._first_open]]
-        return sorted(progress.waiting) if progress.payloads or own else []
+        return sorted(progress.waiting) if progress.came or own else []
 
     def ahead(self, sender: int) -> int:
         """Return how many contributions of this sender are held because others are missing. Readers limit

@@ -17,9 +17,10 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +32,16 @@ from swarm.core.errors import UsageError
 
 Row: TypeAlias = npt.NDArray[np.float32]
 F = TypeVar("F", np.float32, np.float64)
-RULES = ("mean", "trimmed_mean", "median", "centered_clip")
+AggregationRule: TypeAlias = Literal["mean", "trimmed_mean", "median", "centered_clip"]
+RULES: tuple[AggregationRule, ...] = typing.get_args(AggregationRule)
 
 # elements of all members' rows processed at once: half a megabyte, which stays in a core's cache
 _ROWS_ELEMENTS = 1 << 17
 _STEP_ELEMENTS_MIN, _STEP_ELEMENTS_MAX = 1 << 10, 1 << 15
 _SQUARES_MIN = 1e-24  # a sum of squares below this has lost some to underflow in float32
 _SUM_WIDTH = 64  # partial sums over a chunk have this width until its end
+# centered_clip: steps towards the centre; they are cheap, and each lets dishonest members pull once more
+CLIP_ITERATIONS = 5
 _SETTLED = 1e-6  # of the radius: iteration stops when the centre moves less
 
 
@@ -47,15 +51,14 @@ class Aggregation:
     settings are in their schema.
     """
 
-    rule: str = "mean"  # one of RULES
+    # "trimmed_mean", "median" and "centered_clip" resist a minority of dishonest members; "mean" does not
+    rule: AggregationRule = "mean"
     # trimmed_mean: share of the contributors cut off at either end; must be at least the expected share of
     # dishonest members
     trim: float = 0.25
     # centered_clip: in medians of the contributions' distances; smaller: dishonest members have less
     # influence, and the mean is approached more slowly
     radius: float = 1.0
-    # centered_clip: steps towards the centre; they are cheap, and each lets dishonest members pull once more
-    iterations_max: int = 5
     # contributions longer than this many medians are shortened to that, chunk by chunk; None: never
     clip_to_median: float | None = None
 
@@ -64,8 +67,8 @@ class Aggregation:
             raise UsageError(f"there is no aggregation {self.rule!r}; there is: {', '.join(RULES)}")
         if not 0.0 < self.trim < 0.5:
             raise UsageError(f"trim is above 0 and below 0.5, not {self.trim!r}")
-        if not 0.0 < self.radius < math.inf or not 1 <= self.iterations_max <= 100:
-            raise UsageError("radius is a positive number, iterations_max between 1 and 100")
+        if not 0.0 < self.radius < math.inf:
+            raise UsageError(f"radius is a positive number, not {self.radius!r}")
         if self.clip_to_median is not None and not 1.0 <= self.clip_to_median < math.inf:
             raise UsageError(
                 f"clip_to_median is at least 1, or None for no clipping, not {self.clip_to_median!r}"
@@ -76,13 +79,22 @@ class Aggregation:
         """Return the settings that matter as text: equal exactly when two peers use the same rule."""
         own = {
             "trimmed_mean": f" trim {self.trim!r}",
-            "centered_clip": f" radius {self.radius!r} in {self.iterations_max}",
+            "centered_clip": f" radius {self.radius!r} in {CLIP_ITERATIONS}",
         }
         clip = "" if self.clip_to_median is None else f", clipped to {float(self.clip_to_median)!r} medians"
         return f"{self.rule}{own.get(self.rule, '')}{clip}"
 
 
 MEAN = Aggregation()
+
+
+def aggregation_of(rule: AggregationRule | Aggregation, clip_to_median: float | None) -> Aggregation:
+    """Return the aggregation that a caller asked for: by a rule's name or with its numbers, and with the
+    limit on norms that is given beside it. Raises UsageError when there is no such rule.
+    """
+    if not isinstance(rule, Aggregation):
+        return Aggregation(rule=rule, clip_to_median=clip_to_median)
+    return rule if clip_to_median is None else replace(rule, clip_to_median=clip_to_median)
 
 
 class Rule(Protocol):
@@ -439,7 +451,7 @@ def _centre(products: Sequence[Sequence[float]], aggregation: Aggregation) -> li
     radius = aggregation.radius * start[(members - 1) // 2]
     if not radius:
         return shares  # half of them are the median itself
-    for _ in range(aggregation.iterations_max):
+    for _ in range(CLIP_ITERATIONS):
         to_centre = [
             math.fsum(product * share for product, share in zip(row, shares, strict=True)) for row in products
         ]

@@ -113,7 +113,8 @@ class Staging:
                 pieces.append(self._copies[run[0]][run[1] : run[2]])
                 run = None
             if place is None:
-                pieces.append(tensor.detach().view(-1))
+                # not `view(-1)`, which keeps a stride of 0 of a tensor with one element
+                pieces.append(tensor.detach().as_strided((tensor.numel(),), (1,)))
             else:
                 run = (tensor.device, place[0] if run is None else run[1], place[1])
         if run is not None:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 import swarm
-from averaging.optim.optimizer import Diloco, Gradients, Optimizer, OptimizerConfig
-from averaging.optim.progress.logic.reports import ProgressConfig
+from averaging.optim.optimizer import Diloco, Gradients, Optimizer
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, Worker
 from benchmarks.worker_channel import WorkerChannel
@@ -26,12 +25,7 @@ from benchmarks.worker_channel import WorkerChannel
 HERE = "127.0.0.1:0"
 RUN = "gpu"
 MODES: dict[str, Any] = {"delayed": Gradients(delayed=True), "diloco": Diloco()}
-QUICK = OptimizerConfig(
-    round_timeout_s=60.0,
-    no_donor_wait_s=0.5,
-    first_refresh_timeout_s=2.0,
-    progress=ProgressConfig(refresh_s_max=0.5),
-)
+LOCAL = swarm.NodeConfig(preset="local")
 STATE_TENSORS = 16
 READY_S = 60.0
 EXPERT = "ffn.0"
@@ -113,7 +107,6 @@ def counting_optimizer(
         "target_batch_size": target,
         "batch_size_per_step": 1,
         "state_sync_epochs": 0,
-        "config": QUICK,
     }
     return parameters, Optimizer(inner, node=node, run=RUN, **options)
 
@@ -126,7 +119,7 @@ def whole(parameters: Sequence[torch.Tensor], epoch: int) -> bool:
 def main() -> None:
     channel = WorkerChannel()
     settings = channel.configuration
-    with swarm.Node(bootstrap=[settings["address"]], listen=HERE) as node:
+    with swarm.Node(bootstrap=[settings["address"]], listen=HERE, config=LOCAL) as node:
         {"train": _train, "join": _join, "call": _call}[settings["kind"]](channel, node, settings)
 
 
@@ -148,7 +141,6 @@ def _train(channel: WorkerChannel, node: swarm.Node, settings: dict[str, Any]) -
         batch_size_per_step=1,
         mode=MODES[settings["mode"]],
         state_sync_epochs=0,
-        config=QUICK,
         **options,
     )
     with optimizer:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from averaging.optim.optimizer import Optimizer
-from benchmarks.cuda.companion import HERE, MODES, QUICK, RUN, companions, trainer
+from benchmarks.cuda.companion import HERE, LOCAL, MODES, RUN, companions, trainer
 from benchmarks.cuda.device import finish, forget_peak, peak_bytes, pinned_bytes
 from benchmarks.cuda.model import Size, Training
 from swarm.node import Node
@@ -65,7 +65,7 @@ def in_a_swarm_of_one(size: Size, device: torch.device) -> Steps:
     """`swarm.Optimizer` in mode "gradients" without another peer, for one epoch: what accumulating for the
     swarm costs.
     """
-    with Node(listen=HERE) as node:
+    with Node(listen=HERE, config=LOCAL) as node:
         training = Training(size, device)
         found = Steps(training.parameters)
         with _optimizer(training, node, size, "gradients", {"codec": "int8"}) as optimizer:
@@ -84,7 +84,7 @@ def with_a_companion(
     int8 unless they say.
     """
     options = {"codec": "int8", **options}
-    with Node(listen=HERE) as node:
+    with Node(listen=HERE, config=LOCAL) as node:
         training = Training(size, device)
         found = Steps(training.parameters)
         shapes = [tuple(p.shape) for p in training.model.parameters()]
@@ -131,7 +131,6 @@ def _optimizer(training: Training, node: Node, size: Size, mode: Any, options: d
         batch_size_per_step=size.batch,
         mode=mode,
         state_sync_epochs=0,
-        config=QUICK,
         **options,
     )
 

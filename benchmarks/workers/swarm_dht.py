@@ -12,6 +12,7 @@ import swarm
 from benchmarks.dht_load import TTL_S, Operations, value_of
 from benchmarks.worker_channel import WorkerChannel
 from swarm.core.ids import Key
+from swarm.dht.logic.constants import REPLICAS
 from swarm.dht.service.dht_service import DhtService, StoreItem
 
 TIMEOUT_S = 60.0
@@ -25,7 +26,7 @@ def main() -> None:
         if settings["rank"] == 0:
             channel.publish("address", node.addresses[0])
         service = node.dht.service
-        wanted = min(service.config.replicas, settings["peers"])
+        wanted = min(REPLICAS, settings["peers"])
         channel.send("ready")
         while True:
             order = channel.receive()

@@ -4,6 +4,7 @@ record rules.
 Directives for pages in Markdown:
 
     {fields} package.module.Class      a table: field, type, default, meaning (the comment beside the field)
+    {presets}                          a table: the times of each preset
     {public-names} home …              the public names of `swarm` whose home module begins with one of these
     {commands}                         the help of every command
     {calls}                            every remote call, with its limits
@@ -36,6 +37,7 @@ PACKAGES = ("swarm", "averaging", "moe")
 def setup(app: Any) -> dict[str, Any]:
     """Called by Sphinx."""
     app.add_directive("fields", Fields)
+    app.add_directive("presets", Presets)
     app.add_directive("public-names", PublicNames)
     app.add_directive("commands", Commands)
     app.add_directive("calls", Calls)
@@ -64,6 +66,23 @@ class Fields(SphinxDirective):
             for one in described
         ]
         return [_table(["field", "type", "default", "meaning"], rows, [18, 22, 18, 42])]
+
+
+class Presets(SphinxDirective):
+    """The times that the presets set, side by side."""
+
+    def run(self) -> list[nodes.Node]:
+        from swarm.core.presets import LAN, LOCAL, WAN, Timings
+
+        rows = [
+            [
+                _code(one.name),
+                *([_text(f"{getattr(timings, one.name):g}")] for timings in (LOCAL, LAN, WAN)),
+                [_text(one.meaning)],
+            ]
+            for one in fields_of(Timings)
+        ]
+        return [_table(["time", "local", "lan", "wan", "meaning"], rows, [24, 8, 8, 8, 52])]
 
 
 class PublicNames(SphinxDirective):
@@ -209,6 +228,9 @@ def fields_of(class_: type) -> list[Described]:
             below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
         )
         default = "required" if node.value is None else _default(node.value)
+        if isinstance(node.value, ast.Name):  # a constant: its value says more than its name
+            value = getattr(inspect.getmodule(class_), node.value.id)
+            default = repr(value) if isinstance(value, int | float | str) else default
         meaning = " ".join([*above, *beside, " ".join(str(text).split())]).strip()
         found.append(Described(node.target.id, annotation, default, meaning))
     return [_of_model(one, class_) for one in found] if issubclass(class_, BaseModel) else found

@@ -70,10 +70,10 @@ _TENSOR_CONNECTION = 1
 class WireCodecs:
     """The codecs in which the tensors of a call are sent. None sends the elements as they are."""
 
-    inputs: str | None = None
-    outputs: str | None = None
+    inputs: str | None = None  # activations sent to the expert
+    outputs: str | None = None  # activations that it returns
     gradients: str | None = None  # of outputs, sent to the expert
-    input_gradients: str | None = None
+    input_gradients: str | None = None  # gradients that it returns
 
     def __post_init__(self) -> None:
         for name in (self.inputs, self.outputs, self.gradients, self.input_gradients):

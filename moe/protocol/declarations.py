@@ -14,24 +14,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from moe.protocol.names import COORDINATE_MAX, ExpertUid
-from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
-from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.ids import ADDRESSES_MAX, Contact, Key, PeerId
 from swarm.dht.keeper import RecordKeeper
 from swarm.dht.logic.records import Entry
 from swarm.dht.logic.rules import NamespaceRules
 from swarm.dht.logic.schema import Binary, Many, Number, Table, Text
-from swarm.dht.service.dht_service import ManyAnswers, StoreItem, StoreResult
+from swarm.dht.service.dht_service import DhtService, StoreItem
 
 _log = logging.getLogger(__name__)
 
 NAMESPACE = "experts"
 REPLICAS_MAX = 64  # of one expert; a reader ignores further ones
-_ADDRESSES_MAX = 8
 _SCHEMAS_MAX = 64  # of one server's experts under one prefix
 _DIGEST_BYTES = 16
 _WAIT_S_MAX = 3600.0
@@ -46,7 +45,7 @@ RULES = NamespaceRules(
     subkey_is_writer=True,
     schema=Table(
         {
-            "addresses": Many(Text(300), _ADDRESSES_MAX),
+            "addresses": Many(Text(300), ADDRESSES_MAX),
             "deeper": _COORDINATES,
             "schemas": Many(Binary(_DIGEST_BYTES, _DIGEST_BYTES), _SCHEMAS_MAX),
             "experts": Many(_COORDINATES, _SCHEMAS_MAX),
@@ -104,41 +103,16 @@ class GridBranch:
         return self.deeper | self.experts.keys()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaringConfig:
-    """Settings for a server's declarations."""
-
-    ttl_s: float = 45.0  # experts of a server that crashed are still found for this long
-    renew_s: float = 15.0  # two renewals may get lost
-    retry_s: float = 1.0  # after a renewal that no peer stored; doubles up to renew_s
-    store_timeout_s: float = 8.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.renew_s < self.ttl_s <= RULES.ttl_s_max:
-            raise UsageError(
-                f"declarations live longer than the time between renewals, and at most {RULES.ttl_s_max:g} s"
-            )
-
-
-class DhtReader(Protocol):
-    """The part of the DHT that `Directory` needs."""
-
-    def register(self, namespace: str, rules: NamespaceRules) -> None: ...
-
-    async def get_many(
-        self,
-        keys: Iterable[str | Key],
-        *,
-        latest: bool = False,
-        max_age_s: float | None = None,
-        timeout_s: float = 30.0,
-    ) -> ManyAnswers: ...
+TTL_S = 45.0  # experts of a server that crashed are still found for this long
+RENEW_S = 15.0  # two renewals may get lost
+_RETRY_S = 1.0  # after a renewal that no peer stored; doubles up to RENEW_S
+_STORE_TIMEOUT_S = 8.0  # about half the time between two renewals
 
 
 class Directory:
     """Reads declarations. Lives on the network loop."""
 
-    def __init__(self, dht: DhtReader) -> None:
+    def __init__(self, dht: DhtService) -> None:
         self._dht = dht
         _register(dht)
 
@@ -171,10 +145,7 @@ class Directory:
         if keys and not found.answers:
             reason = next(iter(found.failures.values()), None)
             raise DeadlineExceeded(f"the experts below {prefixes[0]} cannot be read from the DHT: {reason}")
-        return {
-            keys[Key.parse(name) if isinstance(name, str) else name]: _branch(answer)
-            for name, answer in found.answers.items()
-        }
+        return {keys[Key.parse(name)]: _branch(answer) for name, answer in found.answers.items()}
 
     async def live(
         self, prefix: ExpertUid, *, timeout_s: float, max_age_s: float | None = None
@@ -197,20 +168,6 @@ class Directory:
         return {uid: branches.get(uid.prefix, nothing).experts.get(uid.coordinates[-1], ()) for uid in uids}
 
 
-class DhtWriter(Protocol):
-    """The part of the DHT that `Declarations` needs."""
-
-    def register(self, namespace: str, rules: NamespaceRules) -> None: ...
-
-    async def store_many(
-        self, items: Sequence[StoreItem], *, ttl_s: float, timeout_s: float = 30.0
-    ) -> list[StoreResult]: ...
-
-    async def delete(
-        self, key: Key, *, subkey: str | None = None, timeout_s: float = 10.0
-    ) -> StoreResult: ...
-
-
 class Declarations:
     """Stores, renews and withdraws one server's records. Lives on the network loop. `experts` maps the name
     of each expert to the digest of its schema.
@@ -218,21 +175,19 @@ class Declarations:
 
     def __init__(
         self,
-        dht: DhtWriter,
+        dht: DhtService,
         own_contact: Callable[[], Contact],
         experts: Mapping[ExpertUid, bytes],
         load: Callable[[], ServerLoad],
-        config: DeclaringConfig | None = None,
     ) -> None:
         self._dht, self._own_contact, self._load = dht, own_contact, load
-        self._config = config or DeclaringConfig()
         self._prefixes = _by_prefix(experts)
         self._grids = sorted({prefix.block for prefix in self._prefixes})[:_GRIDS_PER_SERVER_MAX]
         self._keeper = RecordKeeper(
             self.declare,
             "the declarations of this server's experts",
-            renew_s=self._config.renew_s,
-            retry_s=self._config.retry_s,
+            renew_s=RENEW_S,
+            retry_s=_RETRY_S,
         )
         # set when others can find this server, or the first attempt failed
         self.declared = self._keeper.attempted
@@ -247,8 +202,7 @@ class Declarations:
             StoreItem(key=_key(prefix), value=_record(contact, load, content), subkey=str(contact.peer_id))
             for prefix, content in self._prefixes.items()
         ] + [StoreItem(key=GRIDS, value=self._grids, subkey=str(contact.peer_id))]
-        config = self._config
-        results = await self._dht.store_many(items, ttl_s=config.ttl_s, timeout_s=config.store_timeout_s)
+        results = await self._dht.store_many(items, ttl_s=TTL_S, timeout_s=_STORE_TIMEOUT_S)
         own_copies = 1 if contact.addresses else 0
         return all(result.replicas > own_copies for result in results)
 
@@ -303,7 +257,7 @@ def _by_prefix(experts: Mapping[ExpertUid, bytes]) -> dict[ExpertUid, _Content]:
 
 def _record(contact: Contact, load: ServerLoad, content: _Content) -> dict[str, Any]:
     return {
-        "addresses": [address.multiaddr for address in contact.addresses[:_ADDRESSES_MAX]],
+        "addresses": contact.published,
         "deeper": sorted(content.deeper),
         "schemas": list(content.experts),
         "experts": list(content.experts.values()),
@@ -318,8 +272,8 @@ def _branch(answer: Entry | dict[str, Entry] | None) -> GridBranch:
     for entry in answer.values() if isinstance(answer, dict) else ():
         value = entry.value  # valid, since this peer registered RULES
         try:
-            contact = Contact(entry.writer, tuple(Address.parse(one) for one in value["addresses"]))
-        except UsageError:
+            contact = Contact.from_record(entry.writer, value["addresses"])
+        except PeerError:
             continue  # an invalid record of its writer's; the others are used
         deeper.update(value["deeper"])
         load = ServerLoad(float(value["wait"]), float(value["rate"]))
@@ -345,7 +299,7 @@ def _is_grid(name: str) -> bool:
         return False
 
 
-def _register(dht: DhtReader | DhtWriter) -> None:
+def _register(dht: DhtService) -> None:
     dht.register(NAMESPACE, RULES)
     dht.register(GRIDS.namespace, GRIDS_RULES)
 

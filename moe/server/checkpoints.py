@@ -5,7 +5,7 @@ time resumes from complete files.
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from moe.protocol.names import ExpertUid
 from moe.server.expert import Expert
 from swarm.core.errors import UsageError
+from swarm.core.files import replace_durably
 
 _SUFFIX = ".expert.pt"
 
@@ -91,26 +92,13 @@ class ExpertCheckpoints:
                 continue
             with expert.lock:
                 stamp, state = (expert.version, expert.samples), expert.state()
-            self._write(self.path(uid), state)
+            replace_durably(self.path(uid), functools.partial(_save_to, state=state))
             self._saved[uid] = stamp
             written += 1
         return written
 
-    def _write(self, path: Path, state: object) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            if hasattr(os, "O_DIRECTORY"):
-                folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+
+def _save_to(path: Path, state: object) -> None:
+    # by a file object: with a path, torch reports a full disk as a RuntimeError
+    with path.open("wb") as file:
+        torch.save(state, file)

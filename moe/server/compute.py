@@ -23,7 +23,7 @@ import torch
 from moe.server.devices import DeviceFailed, using
 from moe.server.jobs import Counts, Job, Outcome, samples_of
 from moe.server.links import DeviceLink
-from moe.server.logic.batching import Batcher, BatchingConfig, QueuedRequest
+from moe.server.logic.batching import Batcher, BatchLimits, QueuedRequest
 from moe.server.passes import BatchPass
 from moe.server.transfers import Answers, DeviceTransfer, HostTransfer, StagedJobs, Transfer
 from swarm.core.ids import PeerId
@@ -73,13 +73,13 @@ class ComputeThread:
 
     def __init__(
         self,
-        config: BatchingConfig,
+        limits: BatchLimits,
         deliver: Callable[[list[tuple[Job, Outcome]]], None],
         report: Callable[[DeviceFailed], None],
         device: torch.device,
         link: DeviceLink | None = None,
     ) -> None:
-        self._batcher = Batcher(config)
+        self._batcher = Batcher(limits)
         self._deliver, self._report = deliver, report
         self._device, self._link = device, link
         self._transfer: Transfer = HostTransfer() if link is None else DeviceTransfer(link)

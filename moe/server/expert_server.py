@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,11 +23,12 @@ from moe.server.expert import Expert
 from moe.server.hosting import HostingService
 from moe.server.jobs import Counts, Job, Outcome
 from moe.server.links import link_of
-from moe.server.logic.batching import BatchingConfig
-from moe.server.replicating import Replicating, ReplicatingConfig
+from moe.server.logic.batching import BatchLimits
+from moe.server.replicating import Replicating
 from moe.server.requests import HostedExpert
 from swarm.core.device import is_device_failure
 from swarm.core.errors import DeadlineExceeded, UsageError
+from swarm.core.notify import wait_until_set
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -45,14 +46,13 @@ _DRAIN_WITH_NODE_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertServerConfig:
-    """Settings that rarely need a change. `batching.batch_samples_max` is replaced by the server's
-    `max_batch_size`.
-    """
+    """Settings of `swarm.ExpertServer` beside its arguments."""
 
-    batching: BatchingConfig = field(default_factory=BatchingConfig)
-    replicating: ReplicatingConfig = field(default_factory=ReplicatingConfig)
     checkpoints: Path | None = None  # folder from which experts resume and to which they are saved
     checkpoint_s: float = 60.0  # time between saves of changed experts
+    # time between two averages of experts with their replicas on other servers, the same on all of them; 0:
+    # never
+    average_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,7 @@ class ExpertServer:
         if len({id(expert) for expert in experts.values()}) < len(experts):
             raise UsageError("one Expert object cannot be hosted under two names")
         node.network.check()
-        batching = replace(
-            self.config.batching,
-            batch_samples_max=max_batch_size,
-            batch_samples_min=min(self.config.batching.batch_samples_min, max_batch_size),
-        )
+        limits = BatchLimits(batch_samples_max=max_batch_size)
         self.node = node
         self.experts = {ExpertUid.parse(text): expert for text, expert in experts.items()}
         self._checkpoints = (
@@ -124,7 +120,7 @@ class ExpertServer:
         self.ended = threading.Event()
         self._failed_devices: set[torch.device] = set()
         self._compute = {
-            device: ComputeThread(batching, self._deliver, self._device_failed, device, link_of(device))
+            device: ComputeThread(limits, self._deliver, self._device_failed, device, link_of(device))
             for device in dict.fromkeys(expert.device for expert in self.experts.values())
         }
         self._hosted = [
@@ -190,7 +186,7 @@ class ExpertServer:
                 _log.warning("the server of experts did not end in time")
             self.ended.wait(_DRAIN_S + 2.0)  # a failed device may be closing the server already
             try:
-                self._replicating.close()
+                self.replicating.close()
             except RuntimeError as error:
                 if not is_device_failure(error):
                     raise
@@ -225,20 +221,16 @@ class ExpertServer:
             self._service.open(self._hosted)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        self._replicating = Replicating(node, self.experts, self.config.replicating)
+        self.replicating = Replicating(node, self.experts, self.config.average_s)
         spawn = node.supervisor.spawn
         self._tasks = [
             spawn("declarations of experts", self._declarations.renew, restart=True),
-            spawn("averaging with replicas of experts", self._replicating.run, restart=True),
+            spawn("averaging with replicas of experts", self.replicating.run, restart=True),
         ]
         if self._checkpoints is not None:
             self._tasks.append(spawn("checkpoints of experts", self._save_periodically, restart=True))
         node.at_close(self._close_with_node)
-        try:
-            async with asyncio.timeout(_DECLARE_S):
-                await self._declarations.declared.wait()
-        except TimeoutError:
-            return
+        await wait_until_set(self._declarations.declared, _DECLARE_S)
 
     async def _close_with_node(self) -> None:
         await self._close_on_loop(_DRAIN_WITH_NODE_S)

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from averaging.averager import Averager, AveragerConfig
+from averaging.averager import Averager
 from moe.protocol.calls import ExpertCalls
 from moe.protocol.declarations import Directory, ExpertReplica
 from moe.protocol.names import ExpertUid
@@ -32,20 +32,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
-_DECLARE_S = 0.2  # short, since many averagers may be opened one after the other
 # experts of a server that are averaged in one period: always the first of those that others host, too
 _EXPERTS_PER_PERIOD_MAX = 64
 _ROUND_TIMEOUT_S = 20.0  # of a round; at most half the period is used
 _GROUP_SIZE = 8
 _CODEC = "float16"
 _READ_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicatingConfig:
-    """How often replicas are averaged."""
-
-    period_s: float = 60.0  # must be the same on all servers; 0: never
 
 
 @dataclass(slots=True)
@@ -59,8 +51,8 @@ class Replicating:
     thread of its own.
     """
 
-    def __init__(self, node: Node, experts: Mapping[ExpertUid, Expert], config: ReplicatingConfig) -> None:
-        self._node, self._config = node, config
+    def __init__(self, node: Node, experts: Mapping[ExpertUid, Expert], period_s: float) -> None:
+        self._node, self._period_s = node, period_s
         self._experts = {uid: expert for uid, expert in experts.items() if not expert.frozen}
         self._directory = Directory(node.dht.service)
         self._calls = node.service(ExpertCalls.from_node)
@@ -70,10 +62,10 @@ class Replicating:
 
     async def run(self) -> None:
         """Average once per period, for as long as the server runs."""
-        if not self._config.period_s or not self._experts:
+        if not self._period_s or not self._experts:
             return
         while True:
-            period_s = self._config.period_s
+            period_s = self._period_s
             await asyncio.sleep(period_s - self._node.clock.swarm_s() % period_s)
             try:
                 await self.average()
@@ -129,7 +121,7 @@ class Replicating:
 
     def _run_rounds(self, weights: Mapping[ExpertUid, float]) -> None:
         """Start all rounds at once, then wait for their results. Runs on the averaging thread."""
-        timeout_s = min(_ROUND_TIMEOUT_S, self._config.period_s / 2)
+        timeout_s = min(_ROUND_TIMEOUT_S, self._period_s / 2)
         pending = {}
         for uid, weight in weights.items():
             expert = self._experts[uid]
@@ -168,7 +160,6 @@ class Replicating:
             name=f"expert-{name}",
             target_group_size=_GROUP_SIZE,
             codec=_CODEC,
-            config=AveragerConfig(declare_s=_DECLARE_S),
         )
         entry = self._averagers[uid] = _ReplicaAverager(averager)
         return entry

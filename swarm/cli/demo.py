@@ -28,6 +28,7 @@ _CLEANUP_S_MAX = 2.3  # after Ctrl-C; more than `Children.close` takes
 _BOOTSTRAP = "bootstrap"
 _MONITOR = "monitor"
 _LOOPBACK = ("--listen", "127.0.0.1:0", "--identity", "new")
+_TRAINING = (*_LOOPBACK, "--device", "cpu", "--preset", "local")
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -179,9 +180,7 @@ class _Demo:
                 str(Path(__file__).with_name("demo.toml")),
                 "--bootstrap",
                 self._address,
-                "--device",
-                "cpu",
-                *_LOOPBACK,
+                *_TRAINING,
                 "--name",
                 "founder",
             )
@@ -193,9 +192,7 @@ class _Demo:
                         "join",
                         self._address,
                         "--yes",
-                        "--device",
-                        "cpu",
-                        *_LOOPBACK,
+                        *_TRAINING,
                         "--name",
                         other,
                     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 import click
 
 from swarm.core.device import DEVICE_NAMES, check_device_name
 from swarm.core.errors import UsageError
+from swarm.core.presets import Preset
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -58,6 +60,13 @@ peers_of_run = click.option(
     metavar="ADDRESS",
     multiple=True,
     help="A peer of the run; may be given several times.",
+)
+preset = click.option(
+    "--preset",
+    type=click.Choice(typing.get_args(Preset)),
+    default="wan",
+    show_default=True,
+    help="The links between the peers: one machine, a local network, or the internet. Sets timeouts.",
 )
 exit_with_parent = click.option(
     "--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends."

@@ -19,6 +19,7 @@ from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present, resolve_device
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.ids import Contact
+from swarm.core.presets import Preset
 from swarm.run.events import Listening, Notice
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class ServeChoices:
     average_s: float
     identity: str | None
     listen: str | None
+    preset: Preset
     as_json: bool
     exit_with_parent: bool
 
@@ -190,6 +192,7 @@ class ServeChoices:
 )
 @options.optional_identity
 @options.listen
+@options.preset
 @options.as_json
 @options.exit_with_parent
 def serve(**given: Any) -> int:
@@ -221,9 +224,12 @@ def _serve(choices: ServeChoices) -> int:
         check_device_present(choices.device)  # before anything is opened or declared
         own = open_identity(choices.identity, None)
         try:
-            from swarm.node import Node
+            from swarm.node import Node, NodeConfig
 
-            with Node(bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own) as node:
+            config = NodeConfig(preset=choices.preset)
+            with Node(
+                bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own, config=config
+            ) as node:
                 output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
                 factory = _ExpertFactory(choices)  # imports torch; the node joins meanwhile
                 if choices.address is not None and not node.wait_joined(_ANSWER_S):
@@ -345,10 +351,9 @@ def _open_server(
     choices: ServeChoices, node: Node, names: list[ExpertUid], factory: _ExpertFactory
 ) -> ExpertServer:
     from moe.server.expert_server import ExpertServer, ExpertServerConfig
-    from moe.server.replicating import ReplicatingConfig
 
     folder = choices.checkpoint.expanduser() if choices.checkpoint is not None else None
-    config = ExpertServerConfig(checkpoints=folder, replicating=ReplicatingConfig(period_s=choices.average_s))
+    config = ExpertServerConfig(checkpoints=folder, average_s=choices.average_s)
     return ExpertServer(
         node, {str(uid): factory.make() for uid in names}, choices.max_batch_size, config=config
     )

@@ -24,6 +24,7 @@ from swarm.core.device import check_device_present
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
+from swarm.core.presets import Preset
 from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
@@ -67,8 +68,10 @@ _memory = click.option(
     default=None,
     help="Take no more memory than this: 4G. Leaves before it takes more.",
 )
-_resume = click.option(
-    "--resume", is_flag=True, help="Go on from the newest good checkpoint on this machine."
+_from_scratch = click.option(
+    "--from-scratch",
+    is_flag=True,
+    help="If no peer has a state, begin from the initial parameters, not from this machine's checkpoint.",
 )
 _name = click.option(
     "--name", default="", help="A name of this machine for `swarm monitor`; at most 40 characters."
@@ -88,12 +91,13 @@ def _training_options(
     )
     shared = (
         checkpoints,
-        _resume,
+        _from_scratch,
         _upload,
         _download,
         _hours,
         _memory,
         options.listen,
+        options.preset,
         options.device,
         options.data,
         _name,
@@ -129,13 +133,13 @@ def start(file: Path, **given: Any) -> int:
 
     Publishes the run's signed specification and prints the command with which others join. Started again with
     the same file and identity while others still train, it joins them; with a changed file, it publishes the
-    change.
+    change. If everybody has left, it goes on from this machine's newest checkpoint.
 
     \b
     Examples:
       swarm start examples/bytelm.toml
       swarm start examples/bytelm.toml --listen 0.0.0.0:4000
-      swarm start examples/bytelm.toml --resume
+      swarm start examples/bytelm.toml --from-scratch
       swarm start RUN.toml --bootstrap /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
     """
     from swarm.run.machine import choose_device
@@ -215,13 +219,14 @@ class TrainChoices:
     as_json: bool
     exit_with_parent: bool
     checkpoint_every: str
-    resume: bool
+    from_scratch: bool
     upload: float | None  # Mbit/s
     download: float | None
     hours: tuple[str, ...]
     memory: str | None
     yes: bool = True
     name: str = ""
+    preset: Preset = "wan"
 
     @classmethod
     def of(cls, **options: Any) -> TrainChoices:
@@ -248,15 +253,13 @@ class TrainChoices:
         memory_bytes_max = parse_size(self.memory) if self.memory is not None else None
         return VolunteerLimits(hours=Hours.parse(self.hours), memory_bytes_max=memory_bytes_max)
 
-    def checkpoints(self, run_id: str) -> CheckpointConfig | None:
-        """Return where and how often checkpoints are written; None for never."""
+    def checkpoints(self, run_id: str) -> CheckpointConfig:
+        """Return where checkpoints are read and written, and how often they are written."""
         from swarm.run.checkpoints import CheckpointConfig
 
         every_s = parse_duration_s(self.checkpoint_every)
-        return (
-            CheckpointConfig(folder=checkpoints_folder() / run_id, every_s=every_s, resume=self.resume)
-            if every_s or self.resume
-            else None
+        return CheckpointConfig(
+            folder=checkpoints_folder() / run_id, every_s=every_s, from_scratch=self.from_scratch
         )
 
     def contacts(self) -> list[Contact]:
@@ -338,7 +341,7 @@ def _session(choices: TrainChoices, identity: Path | None) -> Iterator[_Session]
         try:
             from swarm.node import Node, NodeConfig
 
-            config = NodeConfig(name=choices.name, bandwidth=choices.bandwidth())
+            config = NodeConfig(preset=choices.preset, name=choices.name, bandwidth=choices.bandwidth())
             with Node(
                 bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own, config=config
             ) as node:

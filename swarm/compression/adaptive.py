@@ -6,13 +6,16 @@ before they meet. All peers apply it to the same tensors, so all get the same co
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from swarm.compression.codec import Codec, find
 from swarm.core.errors import UsageError
 
 ADAPTIVE = "adaptive"  # accepted wherever a codec's name is
-ROLES = ("gradient", "pseudo_gradient", "parameter", "statistic", "activation")
+Role: TypeAlias = Literal["gradient", "pseudo_gradient", "parameter", "statistic", "activation"]
+ROLES: tuple[Role, ...] = typing.get_args(Role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Adaptive:
                 f"small_elements_max is a number of elements, 0 for none, not {self.small_elements_max}"
             )
 
-    def choose(self, role: str, numel: int) -> Codec:
+    def choose(self, role: Role, numel: int) -> Codec:
         """Return the codec for a vector of `numel` elements. Raises UsageError for a role that is not in
         ROLES.
         """
@@ -58,7 +61,7 @@ class Adaptive:
         )
 
 
-def resolve(name: str, role: str, numel: int) -> Codec:
+def resolve(name: str, role: Role, numel: int) -> Codec:
     """Return the codec that a user's choice (`ADAPTIVE`, or a codec's name) means for such a vector. Raises
     UsageError that lists the codecs for an unknown name.
     """

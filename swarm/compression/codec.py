@@ -149,6 +149,14 @@ def register(codec: Codec) -> None:
     _by_name[codec.name] = _by_wire_id[codec.wire_id] = codec
 
 
+def unregister(name: str) -> None:
+    """Make the codec called `name` unknown again, for tests of codecs that a user adds. Raises UsageError if
+    there is none.
+    """
+    codec = find(name)
+    del _by_name[codec.name], _by_wire_id[codec.wire_id]
+
+
 def find(name: str) -> Codec:
     """Return the codec called `name`. Raises UsageError that lists the known codecs."""
     codec = _by_name.get(name)

@@ -18,6 +18,7 @@ from nacl.bindings import crypto_sign_open
 from nacl.exceptions import BadSignatureError
 
 from swarm.core.errors import UsageError
+from swarm.core.files import write_private
 from swarm.core.ids import PeerId
 
 _SEED_BYTES = 32
@@ -163,23 +164,6 @@ def _read_or_create(file: Path) -> bytes:
         )
     with file.open("rb") as stream:
         return stream.read(_FILE_BYTES_MAX)
-
-
-def write_private(file: Path, raw: bytes) -> None:
-    """Write a file of mode 0600 atomically and durably: completely or not at all, even when the machine loses
-    power meanwhile.
-    """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(raw)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _take_lock(file: Path) -> int:

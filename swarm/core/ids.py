@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import base58
 
-from swarm.core.errors import UsageError
+from swarm.core.errors import PeerError, UsageError
 
+ADDRESSES_MAX = 8  # of one peer: remembered, dialed, in a message or a record
 # Multihash: identity (0x00), 36 bytes; protobuf PublicKey: field 1 (type) = Ed25519 (1), field 2 (data) = 32
 # bytes.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
@@ -184,6 +185,27 @@ class Contact:
             )
         return cls(PeerId.parse(peer_id), (Address.parse(address),))
 
+    @classmethod
+    def from_record(cls, writer: PeerId, addresses: object) -> Contact:
+        """Return the contact that `writer` published in a record as a list of addresses (`published`). Raises
+        PeerError when the list is malformed.
+        """
+        if (
+            not isinstance(addresses, list)
+            or len(addresses) > ADDRESSES_MAX
+            or not all(isinstance(one, str) for one in addresses)
+        ):
+            raise PeerError(f"a record's addresses are a list of at most {ADDRESSES_MAX} multiaddrs")
+        try:
+            return cls(writer, tuple(Address.parse(one) for one in addresses))
+        except UsageError as error:
+            raise PeerError(str(error)) from None
+
+    @property
+    def published(self) -> list[str]:
+        """Return the addresses as a record has them, whose writer is the peer: at most `ADDRESSES_MAX`."""
+        return [address.multiaddr for address in self.addresses[:ADDRESSES_MAX]]
+
     @property
     def multiaddrs(self) -> list[str]:
         return [f"{address.multiaddr}/p2p/{self.peer_id}" for address in self.addresses]
@@ -199,6 +221,8 @@ class Key:
     name: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.namespace, str) or not isinstance(self.name, str):
+            raise UsageError(f"a DHT key is text, not {self.namespace!r:.60} and {self.name!r:.60}")
         if not self.namespace or "/" in self.namespace or not self.name:
             raise UsageError(
                 f"a DHT key reads namespace/name, both non-empty, not {self.namespace!r}/{self.name!r}"
@@ -211,8 +235,14 @@ class Key:
             raise UsageError(f"a DHT key has at most {_KEY_BYTES_MAX} bytes, not {size}")
 
     @classmethod
-    def parse(cls, text: str) -> Key:
-        """Parse `namespace/name`; without a slash the namespace is `public`."""
+    def parse(cls, text: str | Key) -> Key:
+        """Parse `namespace/name`; without a slash the namespace is `public`. A key is returned unchanged.
+        Raises UsageError for anything else.
+        """
+        if isinstance(text, cls):
+            return text
+        if not isinstance(text, str):
+            raise UsageError(f"a DHT key is text, namespace/name, or a Key, not {text!r:.60}")
         namespace, separator, name = text.partition("/")
         return cls(namespace, name) if separator else cls("public", text)
 

@@ -35,12 +35,20 @@ class Dht:
         """
         return self.service.clock_problem
 
+    @property
+    def identity_problem(self) -> str | None:
+        """Return that another process uses this peer's identity and what to do about it, as a sentence; None
+        when no problem is known.
+        """
+        return self.service.identity_problem
+
     def store(
         self, key: str | Key, value: Value, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0
     ) -> StoreResult:
         """Sign and store a value: see `DhtService.store`."""
         return self._run(
-            self.service.store(_key(key), value, ttl_s=ttl_s, subkey=subkey, timeout_s=timeout_s), timeout_s
+            self.service.store(Key.parse(key), value, ttl_s=ttl_s, subkey=subkey, timeout_s=timeout_s),
+            timeout_s,
         )
 
     def store_many(
@@ -70,7 +78,7 @@ class Dht:
         """Return what is stored under a key: see `DhtService.get`."""
         writer_id = PeerId.parse(writer) if isinstance(writer, str) else writer
         reading = self.service.get(
-            _key(key), writer=writer_id, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s
+            Key.parse(key), writer=writer_id, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s
         )
         return self._run(reading, timeout_s)
 
@@ -79,7 +87,7 @@ class Dht:
     ) -> list[Entry]:
         """Return every writer's live entries under a key: see `DhtService.get_all`."""
         return self._run(
-            self.service.get_all(_key(key), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s),
+            self.service.get_all(Key.parse(key), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s),
             timeout_s,
         )
 
@@ -100,7 +108,7 @@ class Dht:
 
     def delete(self, key: str | Key, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
         """Remove this peer's own entry: see `DhtService.delete`."""
-        return self._run(self.service.delete(_key(key), subkey=subkey, timeout_s=timeout_s), timeout_s)
+        return self._run(self.service.delete(Key.parse(key), subkey=subkey, timeout_s=timeout_s), timeout_s)
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
         """Enforce rules for a namespace on this peer, as replica, reader and writer: see
@@ -115,7 +123,3 @@ class Dht:
     def _run(self, operation: Coroutine[Any, Any, T], timeout_s: float) -> T:
         # The operation ends by its own timeout; the margin covers a busy event loop.
         return self._network.run(operation, timeout_s + 1.0)
-
-
-def _key(key: str | Key) -> Key:
-    return Key.parse(key) if isinstance(key, str) else key

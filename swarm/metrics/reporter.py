@@ -4,107 +4,80 @@ leaves.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
 
 from swarm.core.clock import Clock
-from swarm.core.errors import SwarmError, UsageError
-from swarm.core.ids import Key, PeerId
-from swarm.dht.logic.records import Value
-from swarm.dht.service.writer import StoreResult
+from swarm.core.errors import SwarmError
+from swarm.core.ids import PeerId
+from swarm.core.presets import WAN
+from swarm.dht.keeper import RecordKeeper
+from swarm.dht.service.dht_service import DhtService
 from swarm.metrics.record import Metrics, metrics_key
-
-_log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT_S = 5.0
 _GOODBYE_S = 0.4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsConfig:
-    """Settings of the metrics that a trainer publishes."""
-
-    # False: monitors see only this peer's progress.
-    publish: bool = True
-    # Interval in a small run, up to `small_peers` participants. Less is livelier, and costs every peer more
-    # calls.
-    every_s: float = 2.0
-    small_peers: ClassVar[int] = 8
-    # Added to the interval for every known participant beyond `small_peers`, up to `every_s_max`.
-    every_s_per_peer: ClassVar[float] = 0.25
-    every_s_max: float = 15.0
-    # Lifetime of a record in intervals: a peer that died stays visible for this long.
-    ttl_periods: ClassVar[float] = 4.0
-
-    def __post_init__(self) -> None:
-        if not 0.1 <= self.every_s <= self.every_s_max <= 600:
-            raise UsageError("a MetricsConfig needs 0.1 <= every_s <= every_s_max <= 600")
-
-    def period_s(self, peers: int) -> float:
-        """Return the publishing interval in a run with this many known peers."""
-        return min(self.every_s + self.every_s_per_peer * max(0, peers - self.small_peers), self.every_s_max)
+SMALL_PEERS = 8  # participants of a small run, in which every peer publishes at the shortest interval
+EVERY_S_PER_PEER = 0.25  # added to the interval for every known participant beyond, up to EVERY_S_MAX
+EVERY_S_MAX = 15.0
+TTL_PERIODS = 4.0  # lifetime of a record in intervals: a peer that died stays visible for this long
 
 
-class Records(Protocol):
-    """The operations of the DHT that a reporter needs; implemented by `DhtService`."""
-
-    async def store(
-        self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0
-    ) -> StoreResult: ...
-    async def delete(
-        self, key: Key, *, subkey: str | None = None, timeout_s: float = 10.0
-    ) -> StoreResult: ...
+def period_s(every_s: float, peers: int) -> float:
+    """Return the publishing interval in a run with this many known peers, from that in a small run."""
+    return min(every_s + EVERY_S_PER_PEER * max(0, peers - SMALL_PEERS), EVERY_S_MAX)
 
 
 @dataclass(slots=True, kw_only=True)
 class Reporter:
     """Publish the metrics of one optimizer, on the network thread. `source` returns the current metrics;
-    `peers` the number of participants.
+    `peers` the number of participants. `publish=False`: monitors see only this peer's progress. `every_s`:
+    interval in a small run; less is livelier, and costs every peer more calls.
     """
 
-    dht: Records
+    dht: DhtService
     clock: Clock
     own: PeerId
     run_id: str
     source: Callable[[], Metrics]
     peers: Callable[[], int]
-    config: MetricsConfig = field(default_factory=MetricsConfig)
+    publish: bool = True
+    every_s: float = WAN.metrics_every_s
     rng: random.Random = field(default_factory=random.Random)
     stored: int = 0  # publications that at least one replica stored
-    _closed: bool = False
 
     async def run(self) -> None:
-        """Publish until cancelled."""
-        while self.config.publish and not self._closed:
-            every_s = self.config.period_s(self.peers())
-            await self._publish(every_s)
-            await asyncio.sleep(every_s * self.rng.uniform(0.9, 1.1))
+        """Publish until cancelled; return at once if this peer publishes no metrics."""
+        if self.publish:
+            await RecordKeeper(
+                self._publish,
+                f"the metrics of run {self.run_id}",
+                renew_s=lambda: period_s(self.every_s, self.peers()) * self.rng.uniform(0.9, 1.1),
+                retry_s=self.every_s,
+            ).run()
 
     async def close(self) -> None:
-        """Withdraw the record, so that monitors see that this peer left and did not die."""
-        self._closed = True
+        """Withdraw the record, so that monitors see that this peer left and did not die. The caller has
+        cancelled `run`.
+        """
         if self.stored:
             with contextlib.suppress(SwarmError):  # it expires by itself
                 await self.dht.delete(metrics_key(self.run_id, self.own), timeout_s=_GOODBYE_S)
 
-    async def _publish(self, every_s: float) -> None:
+    async def _publish(self) -> bool:
+        """Store the record once. Return whether a replica stored it."""
+        every_s = period_s(self.every_s, self.peers())
         metrics = replace(self.source(), every_s=round(every_s, 2))
-        ttl_s = max(every_s, self.config.every_s) * self.config.ttl_periods
-        try:
-            result = await self.dht.store(
-                metrics_key(self.run_id, self.own),
-                metrics.encode(),
-                ttl_s=ttl_s,
-                timeout_s=min(_STORE_TIMEOUT_S, max(every_s, 1.0)),
-            )
-        except UsageError:
-            raise
-        except SwarmError as error:
-            _log.debug("the metrics of run %s were not published: %s", self.run_id, error)
-            return
+        ttl_s = max(every_s, self.every_s) * TTL_PERIODS
+        result = await self.dht.store(
+            metrics_key(self.run_id, self.own),
+            metrics.encode(),
+            ttl_s=ttl_s,
+            timeout_s=min(_STORE_TIMEOUT_S, max(every_s, 1.0)),
+        )
         self.stored += bool(result.ok)
+        return bool(result.ok)

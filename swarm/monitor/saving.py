@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from averaging.optim.state.download import Download, DownloadConfig, DownloadedState
+from averaging.optim.state.download import Download, DownloadedState
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 # epochs that the donors may be ahead of this monitor: short ones pass between two polls. False claims are
 # bounded by the agreement of most donors
 _AHEAD_MAX = 200
+RETRY_S = 3.0  # pause after an attempt in which donors held different states
+_FETCH_S = 600.0  # of one download; a larger state is not saved, and the monitor says so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSavingConfig:
-    """Settings of the checkpoints, in seconds."""
+    """Where a monitor saves checkpoints, and how often, as chosen on the command line."""
 
     folder: Path
     every_s: float = 600.0
     kept_max: int = 5
-    retry_s: float = 3.0  # after an attempt in which donors held different states
-    fetch_s: float = 600.0
 
     def __post_init__(self) -> None:
         if self.every_s <= 0 or self.kept_max < 1:
@@ -74,9 +74,7 @@ class StateSaver:
         """Save at regular intervals, until cancelled."""
         while True:
             done = await self.attempt()
-            await asyncio.sleep(
-                self.config.every_s if done else min(self.config.retry_s, self.config.every_s)
-            )
+            await asyncio.sleep(self.config.every_s if done else min(RETRY_S, self.config.every_s))
 
     async def attempt(self) -> bool:
         """Fetch and write the state once. Return False when the attempt should be repeated soon."""
@@ -106,11 +104,10 @@ class StateSaver:
             caller=self.caller,
             bytes_max=bytes_max,
             epoch_min=max(0, epoch - 1),
-            epoch_known=epoch + _AHEAD_MAX,
-            config=DownloadConfig(),
+            epoch_known=lambda: epoch + _AHEAD_MAX,
             majority=True,
         )
-        return await download.fetch(donors, self.config.fetch_s)
+        return await download.fetch(donors, _FETCH_S)
 
     def _prepare(self) -> tuple[TrainingState, list[str], Checkpoints]:
         """Build the model of the specification, against which the fetched state is checked. Imports torch."""

@@ -17,7 +17,7 @@ import socket
 from collections.abc import AsyncIterator
 from importlib import resources
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,9 +26,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from swarm.core.errors import UsageError
-from swarm.monitor.history import ChartHistory
+from swarm.core.notify import ChangeEvent
 from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, plain
-from swarm.node import Node
+from swarm.monitor.watching import Watch
 
 _CLIENTS_MAX = 64
 # a page receives a message at least this often: it shows that the monitor is alive, and the age of the values
@@ -58,22 +58,11 @@ _HEADERS = {
 }
 
 
-class Watched(Protocol):
-    """The monitor that is served."""
-
-    @property
-    def node(self) -> Node: ...
-    @property
-    def history(self) -> ChartHistory: ...
-    def view_now(self) -> MonitorView: ...
-    def listen(self, on_view: Any) -> None: ...
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Client:
     """One open page, and what it has been sent."""
 
-    wake: asyncio.Event
+    changed: ChangeEvent
     sent: dict[str, int] = dataclasses.field(default_factory=dict)  # PeerID -> hash of its row
     event: int = 0
 
@@ -81,7 +70,7 @@ class Client:
 class EventStream:
     """Updates for the open pages; each page is sent only what it does not have yet."""
 
-    def __init__(self, watch: Watched) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._clients: set[Client] = set()
         self._closed = False
@@ -91,12 +80,12 @@ class EventStream:
     def _on_view(self, view: MonitorView) -> None:
         self._page_state = None
         for client in self._clients:
-            client.wake.set()
+            client.changed.notify()
 
     def close(self) -> None:
         self._closed = True
         for client in self._clients:
-            client.wake.set()
+            client.changed.notify()
 
     def _latest(self) -> PageState:
         """Return the present state, computed once for all pages that ask within half a second: for a thousand
@@ -113,17 +102,14 @@ class EventStream:
 
     async def messages(self) -> AsyncIterator[str]:
         """Yield server-sent events for one page until it closes or the monitor does."""
-        client = Client(asyncio.Event())
+        client = Client(ChangeEvent())
         self._clients.add(client)
         try:
             yield "retry: 1000\n\n"
             while not self._closed:
                 update = json.dumps(update_for(client, self._latest()), ensure_ascii=False)
                 yield f"event: view\ndata: {update}\n\n"
-                client.wake.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_HEARTBEAT_S):
-                        await client.wake.wait()
+                await client.changed.wait(_HEARTBEAT_S)
         finally:
             self._clients.discard(client)
 
@@ -181,7 +167,7 @@ def row_of(peer: PeerView, now_s: float) -> dict[str, Any]:
     return plain_row
 
 
-def make_app(watch: Watched, stream: EventStream) -> Starlette:
+def make_app(watch: Watch, stream: EventStream) -> Starlette:
     """Return the application with its routes. All of them accept GET only."""
     files = {name: _file(name) for name in _FILES}
 
@@ -230,7 +216,7 @@ class WebServer:
     used.
     """
 
-    def __init__(self, watch: Watched, address: tuple[str, int]) -> None:
+    def __init__(self, watch: Watch, address: tuple[str, int]) -> None:
         self._watch = watch
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)

@@ -21,17 +21,18 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from swarm.core.errors import PeerError
+from swarm.core.notify import ChangeEvent
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
 CALLS_NAME = "/swarm.Node/Calls"
 SHARED_REQUEST_BYTES_MAX = 64 << 10
 SHARED_REPLY_BYTES_MAX = 4 << 20
 _BATCH_BYTES = 256 << 10  # a message with this many bytes is full; a single answer may be larger
-_BATCH_CALLS_MAX = 256
+BATCH_CALLS_MAX = 256
 _BATCH_CANCELLED_MAX = 1024
 _METHOD_CHARACTERS_MAX = 200
 _TURNS = 2  # of the event loop that a message waits for further calls, while other calls are in progress
-_UNSENT_MAX = 1024  # queued answers at which the callee stops reading calls from a slow caller
+UNSENT_MAX = 1024  # queued answers at which the callee stops reading calls from a slow caller
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _UNKNOWN = grpc.StatusCode.UNKNOWN
@@ -59,7 +60,7 @@ class CallStream:
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self._unsent: deque[tuple[int, str, bytes]] = deque()  # number, method, request
         self._cancelled: deque[int] = deque()
-        self._wake = asyncio.Event()
+        self._wake = ChangeEvent()
         self._last = 0
         self._answered = False
 
@@ -73,7 +74,7 @@ class CallStream:
         answer: asyncio.Future[Outcome] = loop.create_future()
         self._waiting[number] = answer
         self._unsent.append((number, method, request))
-        self._wake.set()
+        self._wake.notify()
         timer = loop.call_later(timeout_s, _expire, answer)
         try:
             return await answer
@@ -81,7 +82,7 @@ class CallStream:
             timer.cancel()
             if self._waiting.pop(number, None) is not None:  # no answer came
                 self._cancelled.append(number)
-                self._wake.set()
+                self._wake.notify()
 
     async def run(self) -> None:
         """Send and receive until the stream ends for any reason."""
@@ -152,15 +153,15 @@ class CallStream:
                 await _let_others_queue()
             self._wake.clear()
             while self._unsent or self._cancelled:
-                batch = self._next_batch()
+                batch = self.next_batch()
                 try:
                     await self._call._cython_call.send_serialized_message(batch.SerializeToString())
                 except aio.InternalError:
                     return
 
-    def _next_batch(self) -> CallBatch:
+    def next_batch(self) -> CallBatch:
         batch, size_bytes = CallBatch(), 0
-        while self._unsent and size_bytes < _BATCH_BYTES and len(batch.calls) < _BATCH_CALLS_MAX:
+        while self._unsent and size_bytes < _BATCH_BYTES and len(batch.calls) < BATCH_CALLS_MAX:
             number, method, request = self._unsent.popleft()
             if number in self._waiting:  # otherwise it was cancelled before it was sent
                 batch.calls.add(number=number, method=method, request=request)
@@ -208,15 +209,25 @@ class ServedCalls:
         self._open: dict[int, asyncio.Task[None]] = {}
         # number, outcome, whether the call was counted by `enter`
         self._unsent: deque[tuple[int, Outcome, bool]] = deque()
-        self._wake = asyncio.Event()
+        self._wake = ChangeEvent()
         self._below_limit = asyncio.Event()
         self._stopping = False
         self._finished = asyncio.Event()
 
+    @property
+    def unsent(self) -> int:
+        """Return the number of answers that wait to be sent."""
+        return len(self._unsent)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Return whether no more calls are taken."""
+        return self._stopping
+
     def stop(self) -> None:
         """Take no more calls, and end the stream when the last open call was answered."""
         self._stopping = True
-        self._wake.set()
+        self._wake.notify()
 
     async def run(self) -> None:
         """Serve until the caller ends the stream. Raises PeerError when it breaks the protocol."""
@@ -249,15 +260,15 @@ class ServedCalls:
                 batch = CallBatch.FromString(raw)
             except DecodeError:
                 raise PeerError("a message of shared calls is not a swarm.wire.CallBatch") from None
-            if len(batch.calls) > _BATCH_CALLS_MAX or len(batch.cancelled) > _BATCH_CANCELLED_MAX:
-                raise PeerError(f"at most {_BATCH_CALLS_MAX} calls share a message, not {len(batch.calls)}")
+            if len(batch.calls) > BATCH_CALLS_MAX or len(batch.cancelled) > _BATCH_CANCELLED_MAX:
+                raise PeerError(f"at most {BATCH_CALLS_MAX} calls share a message, not {len(batch.calls)}")
             for call in batch.calls:
                 self._take(call, group)
             for number in batch.cancelled:
                 task = self._open.get(number)
                 if task is not None:
                     task.cancel()
-            while len(self._unsent) >= _UNSENT_MAX:
+            while len(self._unsent) >= UNSENT_MAX:
                 self._below_limit.clear()
                 await self._below_limit.wait()
 
@@ -296,11 +307,11 @@ class ServedCalls:
         if task.cancelled():
             self._leave()
         if self._stopping:
-            self._wake.set()
+            self._wake.notify()
 
     def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
         self._unsent.append((number, outcome, counted))
-        self._wake.set()
+        self._wake.notify()
 
     async def _write(self) -> None:
         while not self._stopping or self._open or self._unsent:
@@ -310,7 +321,7 @@ class ServedCalls:
             self._wake.clear()
             while self._unsent:
                 batch, counted, size_bytes = AnswerBatch(), 0, 0
-                while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < _BATCH_CALLS_MAX:
+                while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < BATCH_CALLS_MAX:
                     number, (code, details, reply), was_counted = self._unsent.popleft()
                     batch.answers.add(number=number, status=code.value[0], details=details, reply=reply)
                     counted += was_counted

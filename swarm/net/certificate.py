@@ -70,7 +70,7 @@ def server_certificate(identity: Identity) -> KeyAndCertificate:
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(signed_key_extension(identity, key.public_key()), critical=False)
     )
-    return _pem(key, builder.sign(identity.private_key, None))
+    return as_pem(key, builder.sign(identity.private_key, None))
 
 
 def trust_anchor(peer_id: PeerId) -> bytes:
@@ -88,7 +88,7 @@ def client_certificate(identity: Identity) -> KeyAndCertificate:
     that identifies the caller.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    return _pem(key, courtesy_signed(key.public_key(), signed_key_extension(identity, key.public_key())))
+    return as_pem(key, courtesy_signed(key.public_key(), signed_key_extension(identity, key.public_key())))
 
 
 def courtesy_signed(
@@ -206,7 +206,8 @@ def _courtesy_key() -> ec.EllipticCurvePrivateKey:
     return ec.derive_private_key(_COURTESY_SECRET, ec.SECP256R1())
 
 
-def _pem(key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> KeyAndCertificate:
+def as_pem(key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> KeyAndCertificate:
+    """Return a private key and its certificate as PEM, the key unencrypted."""
     return KeyAndCertificate(
         key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         certificate.public_bytes(Encoding.PEM),

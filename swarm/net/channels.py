@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -22,6 +21,7 @@ from google.protobuf.message import DecodeError
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.presets import WAN
 from swarm.net.calls import (
     SHARED_REPLY_BYTES_MAX,
     SHARED_REQUEST_BYTES_MAX,
@@ -40,15 +40,9 @@ _DIALED_MAX = 256
 _STREAMS_END_S_MAX = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelsConfig:
-    """Limits of the connection pool."""
-
-    # 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
-    connections_max: int = 512
-    idle_s: float = 120.0  # an unused connection is closed after this time
-    # Limit for connecting, even if the call itself may take longer.
-    dial_timeout_s: ClassVar[float] = 10.0
+# 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
+CONNECTIONS_MAX = 512
+IDLE_S = 120.0  # an unused connection is closed after this time: the peers of a round meet again within it
 
 
 @dataclass(slots=True)
@@ -83,11 +77,14 @@ class Channels:
     def __init__(
         self,
         identity: Identity,
-        config: ChannelsConfig | None = None,
         on_connected: Callable[[Contact, Address, float], None] | None = None,
         throttle: Throttle | None = None,
+        *,
+        dial_timeout_s: float = WAN.dial_timeout_s,
+        connections_max: int = CONNECTIONS_MAX,
+        idle_s: float = IDLE_S,
     ) -> None:
-        self._config = config or ChannelsConfig()
+        self._dial_timeout_s, self._connections_max, self._idle_s = dial_timeout_s, connections_max, idle_s
         self._own = identity.peer_id
         self._certificate = client_certificate(identity)
         self._on_connected = on_connected
@@ -197,7 +194,7 @@ class Channels:
 
     async def close_idle(self) -> None:
         """Close connections that were not used for `idle_s`. The node calls this periodically."""
-        oldest_s = asyncio.get_running_loop().time() - self._config.idle_s
+        oldest_s = asyncio.get_running_loop().time() - self._idle_s
         for key, link in list(self._links.items()):
             if link.used_s < oldest_s and not link.lock.locked() and not self._busy(link):
                 self._links.pop(key, None)
@@ -211,6 +208,17 @@ class Channels:
         return frozenset(self._dialed).union(
             *(pooled.connection.endpoints for pooled in self._pooled.values())
         )
+
+    def connection_to(self, peer_id: PeerId, number: int = 0) -> Connection | None:
+        """Return the connection to a peer of this number, for diagnosis; None when there is none."""
+        link = self._links.get((peer_id, number))
+        return link.connection if link is not None else None
+
+    def shares_calls(self, peer_id: PeerId) -> bool:
+        """Return whether small calls to a peer share a stream."""
+        connection = self.connection_to(peer_id)
+        pooled = self._pooled.get(id(connection)) if connection is not None else None
+        return pooled is not None and pooled.takes_shared_calls
 
     def connected(self, peer_id: PeerId) -> bool:
         """Return whether there is an open control connection."""
@@ -297,9 +305,7 @@ class Channels:
             )
         if link.connection is not None and _alive(link.connection):
             return link
-        dial_s = (
-            self._config.dial_timeout_s if timeout_s is None else min(timeout_s, self._config.dial_timeout_s)
-        )
+        dial_s = self._dial_timeout_s if timeout_s is None else min(timeout_s, self._dial_timeout_s)
         try:
             async with asyncio.timeout(dial_s):
                 await link.lock.acquire()
@@ -348,7 +354,7 @@ class Channels:
         return connection
 
     async def _make_room(self) -> None:
-        while len(self._links) >= self._config.connections_max:
+        while len(self._links) >= self._connections_max:
             idle = [
                 (link.used_s, key)
                 for key, link in self._links.items()
@@ -380,7 +386,7 @@ class Channels:
         pooled = self._pooled.pop(id(connection), None)
         if pooled is not None and pooled.stream is not None:
             pooled.stream.close()
-        if len(self._last_working) > 8 * self._config.connections_max:
+        if len(self._last_working) > 8 * self._connections_max:
             self._last_working.clear()
         await connection.channel.close()
 

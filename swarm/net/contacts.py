@@ -6,10 +6,9 @@ import functools
 from collections.abc import Iterable
 
 from swarm.core.errors import PeerError, UsageError
-from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
 from swarm.wire.peer_pb2 import Contact as WireContact
 
-_ADDRESSES_MAX = 8
 _ADDRESS_CHARACTERS_MAX = 300
 
 
@@ -17,8 +16,7 @@ _ADDRESS_CHARACTERS_MAX = 300
 @functools.lru_cache(maxsize=2048)
 def contact_to_wire(contact: Contact) -> WireContact:
     """Encode a contact. The message is cached: copy it into another one, do not change it."""
-    addresses = [address.multiaddr for address in contact.addresses[:_ADDRESSES_MAX]]
-    return WireContact(peer_id=contact.peer_id.to_bytes(), addresses=addresses)
+    return WireContact(peer_id=contact.peer_id.to_bytes(), addresses=contact.published)
 
 
 def contact_from_wire(message: WireContact) -> Contact:
@@ -26,7 +24,7 @@ def contact_from_wire(message: WireContact) -> Contact:
     does not know are ignored.
     """
     return _contact(
-        message.peer_id, tuple(text[:_ADDRESS_CHARACTERS_MAX] for text in message.addresses[:_ADDRESSES_MAX])
+        message.peer_id, tuple(text[:_ADDRESS_CHARACTERS_MAX] for text in message.addresses[:ADDRESSES_MAX])
     )
 
 

@@ -11,12 +11,11 @@ import grpc
 from grpc import aio
 
 from swarm.core.errors import DeadlineExceeded, NetworkError
-from swarm.core.ids import Address, Contact
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
 from swarm.net.rpc import TRANSPORT_OPTIONS
 
 _STAGGER_S = 0.2  # head start of the address that is dialed first
-_ADDRESSES_MAX = 8
 _RESOLVED_MAX = 4
 
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -53,7 +52,8 @@ async def dial(
     on_dial: Callable[[list[tuple[str, int]]], None] = lambda endpoints: None,
 ) -> Connection:
     """Connect to the peer at any of its addresses; `first` is tried before the others. `options` are
-    additional gRPC options. `on_dial` is called with every (IP, port) before it is dialed.
+    gRPC options that add to the usual ones or replace them. `on_dial` is called with every (IP, port) before
+    it is dialed.
 
     Raises NetworkError that names the peer, each address and why it failed, or DeadlineExceeded when some
     address did not answer at all in `timeout_s`.
@@ -63,7 +63,7 @@ async def dial(
     credentials = grpc.ssl_channel_credentials(
         trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem
     )
-    addresses = sorted(contact.addresses[:_ADDRESSES_MAX], key=lambda address: address != first)
+    addresses = sorted(contact.addresses[:ADDRESSES_MAX], key=lambda address: address != first)
     race = _Race(contact, credentials, options, on_dial)
     try:
         return await race.run(addresses, timeout_s)
@@ -83,8 +83,8 @@ class _Race:
         self._contact = contact
         self._credentials = credentials
         self._options = [
+            *options,  # before the others: gRPC takes the first one of a name
             *_CLIENT_OPTIONS,
-            *options,
             ("grpc.ssl_target_name_override", tls_name(contact.peer_id)),
         ]
         self._channels: list[aio.Channel] = []

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
 from swarm.net.contacts import contact_to_wire, sender_from_wire
-from swarm.net.peerbook import ADDRESSES_MAX, PeerBook
+from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Handlers, Method
 from swarm.wire import peer_pb2
 

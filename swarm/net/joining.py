@@ -11,28 +11,20 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from swarm.core.backoff import Backoff
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
+from swarm.core.presets import WAN, Timings
 from swarm.net.hello import Introductions
 from swarm.net.peerbook import PeerBook
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoiningConfig:
-    """Timing of a node's attempts to join."""
-
-    hello_timeout_s: float = 5.0  # limit for one peer to answer, connecting included
-    retry_first_s: float = 0.5  # pause after a round without any answer; doubled each time
-    retry_max_s: float = 30.0
-    rejoin_interval_s: float = 60.0  # between rounds once a peer has answered
-    # Remembered peers that are tried when no bootstrap peer answers.
-    remembered_max: ClassVar[int] = 20
+# Remembered peers that are tried when no bootstrap peer answers: all at once, so that more would be a burst.
+REMEMBERED_MAX = 20
 
 
 class Joining:
@@ -48,13 +40,13 @@ class Joining:
         introductions: Introductions,
         book: PeerBook,
         join: Callable[[Sequence[Contact]], Coroutine[Any, Any, None]],
-        config: JoiningConfig | None = None,
+        timings: Timings = WAN,
     ) -> None:
         self._bootstrap = _by_peer(bootstrap)
         self._introductions = introductions
         self._book = book
         self._join = join
-        self._config = config or JoiningConfig()
+        self._timings = timings
         self._tried: set[PeerId] = set()
         self._lost: set[PeerId] = set()
         self.failures: dict[PeerId, str] = {}  # why each peer of the last round did not answer
@@ -63,14 +55,14 @@ class Joining:
 
     async def run(self) -> None:
         """Join, and keep trying, until cancelled."""
-        backoff = Backoff(self._config.retry_first_s, self._config.retry_max_s, random)
+        backoff = Backoff(self._timings.rejoin_first_s, self._timings.rejoin_s_max, random)
         while True:
             asked, answered = await self._round()
             self.attempted.set()
             if answered:
                 backoff.reset()
             if answered or not asked:
-                await asyncio.sleep(self._config.rejoin_interval_s * random.uniform(0.8, 1.2))
+                await asyncio.sleep(self._timings.reintroduce_s * random.uniform(0.8, 1.2))
                 continue
             if not backoff.failures:
                 _logger.warning(
@@ -88,7 +80,7 @@ class Joining:
                 for peer in self._book.known()
                 if peer.contact.addresses and peer.peer_id not in self.failures
             ]
-            remembered = remembered[: self._config.remembered_max]
+            remembered = remembered[:REMEMBERED_MAX]
             asked, answered = asked + len(remembered), await self._ask(remembered)
         return asked, answered
 
@@ -120,7 +112,7 @@ class Joining:
     async def _hello(self, contact: Contact) -> Contact | None:
         try:
             return (
-                await self._introductions.introduce(contact, timeout_s=self._config.hello_timeout_s)
+                await self._introductions.introduce(contact, timeout_s=self._timings.hello_timeout_s)
             ).contact
         except SwarmError as error:
             self.failures[contact.peer_id] = str(error)

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from swarm.core.errors import UsageError
-from swarm.core.identity import write_private
-from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.files import write_private
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
 
 _logger = logging.getLogger(__name__)
 
-ADDRESSES_MAX = 8
 _FILE_BYTES_MAX = 4 << 20
 _FORMAT = 1
 _ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean

@@ -13,6 +13,7 @@ parsed is refused, with its sender named, and ends only that call.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -110,6 +111,16 @@ class Caller(Protocol):
         """Make a unary call. Raises NetworkError when the peer cannot be reached, DeadlineExceeded, or
         PeerError when it refuses.
         """
+        ...
+
+
+class StreamCaller(Caller, Protocol):
+    """The interface for unary calls and streams: `Channels`, or a simulated network."""
+
+    def open_stream(
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
+    ) -> AbstractAsyncContextManager[Stream]:
+        """See `Channels.open_stream`."""
         ...
 
 

@@ -36,8 +36,11 @@ from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 _logger = logging.getLogger(__name__)
 
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
-_STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
+STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
+# A caller pings every 20 s on an idle connection (`swarm.net.dial`). Half of that leaves room for pings that
+# the network delays; gRPC's own 300 s would end every stream that is idle for a minute ("too_many_pings").
+_PING_INTERVAL_S_MIN = 10.0
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *TRANSPORT_OPTIONS,
     *BULK_OPTIONS,
@@ -46,7 +49,6 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
@@ -57,24 +59,48 @@ class Server:
     """
 
     def __init__(
-        self, *, calls_max: int = 1024, calls_per_peer_max: int = 256, throttle: Throttle | None = None
+        self,
+        *,
+        calls_max: int = 1024,
+        calls_per_peer_max: int = 256,
+        throttle: Throttle | None = None,
+        ping_interval_s_min: float = _PING_INTERVAL_S_MIN,
     ) -> None:
+        """`ping_interval_s_min`: a caller that pings an idle connection more often loses it."""
         self.throttle = throttle or Throttle(Bandwidth())
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
+        self._options = (
+            *_SERVER_OPTIONS,
+            *self.throttle.options,
+            ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * ping_interval_s_min)),
+        )
         self._calls: dict[PeerId, int] = {}
         self._open_calls = 0  # sum over all callers
         self._streams: set[ServedCalls] = set()
         self._streams_per_peer: Counter[PeerId] = Counter()
         self._server: aio.Server | None = None
 
+    @property
+    def open_calls(self) -> int:
+        """Return the number of calls that are being answered."""
+        return self._open_calls
+
+    @property
+    def open_calls_by_peer(self) -> dict[PeerId, int]:
+        """Return the number of calls that are being answered, for each caller that has any."""
+        return dict(self._calls)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Return whether no stream of shared calls takes more calls."""
+        return all(stream.is_stopping for stream in self._streams)
+
     async def start(self, identity: Identity, handlers: Handlers, host: str, port: int) -> int:
         """Listen, and return the port (the system's choice for 0). Raises UsageError when it cannot listen
         there.
         """
-        server = aio.server(
-            options=_SERVER_OPTIONS + self.throttle.options, maximum_concurrent_rpcs=3 * self._calls_max
-        )
+        server = aio.server(options=self._options, maximum_concurrent_rpcs=3 * self._calls_max)
         server.add_generic_rpc_handlers((_Dispatch(self, handlers),))
         leaf = server_certificate(identity)
         credentials = grpc.ssl_server_credentials(
@@ -108,7 +134,7 @@ class Server:
         caller then makes separate calls.
         """
         if (
-            self._streams_per_peer[peer_id] >= _STREAMS_PER_PEER_MAX
+            self._streams_per_peer[peer_id] >= STREAMS_PER_PEER_MAX
             or len(self._streams) >= self._calls_max
             or self._server is None
         ):

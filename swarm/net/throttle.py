@@ -24,7 +24,7 @@ class Bandwidth:
     """The part of its link that a node may use for tensors and other bulk data; None: no cap."""
 
     up_bytes_per_s: float | None = None  # on the wire, headers included
-    down_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None  # the same for what it receives
 
     def __post_init__(self) -> None:
         for cap in (self.up_bytes_per_s, self.down_bytes_per_s):

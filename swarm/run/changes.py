@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
-from swarm.net.rpc import Caller, Handlers, Method
+from swarm.net.rpc import Caller, Method
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, newest, sign, verified
 from swarm.wire import run_pb2
@@ -37,34 +37,27 @@ FANOUT = 8
 _CALL_TIMEOUT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowerServices:
-    """The services of a node that a `RunFollower` uses."""
-
-    handlers: Handlers
-    caller: Caller
-    directory: RunDirectory
-    rng: random.Random
-
-
 class RunFollower:
     """Follows the versions of one run's specification, on the network loop. One per node."""
 
     def __init__(
         self,
-        services: FollowerServices,
         signed: SignedSpecification,
+        *,
+        caller: Caller,
+        directory: RunDirectory,
         members: Callable[[], Sequence[Contact]],
         on_newer: Callable[[SignedSpecification], None],
+        rng: random.Random | None = None,
     ) -> None:
         """`members` returns the known members of the run. `on_newer` is called with each newer version."""
         self.signed = signed
-        self._services, self._members, self._on_newer = services, members, on_newer
-        services.handlers.unary(CHANGE, self._on_change)
+        self._caller, self._directory, self._rng = caller, directory, rng or random.Random()
+        self._members, self._on_newer = members, on_newer
 
     async def run(self) -> None:
         """Renew the specification in the DHT and look there for newer versions, until cancelled."""
-        await self._services.directory.renew(self.signed, self.accept, lambda: self.signed)
+        await self._directory.renew(self.signed, self.accept, lambda: self.signed)
 
     async def accept(self, signed: SignedSpecification) -> None:
         """Follow, save and forward a valid version if it is newer than the current one."""
@@ -76,13 +69,14 @@ class RunFollower:
             return
         self.signed = signed
         self._on_newer(signed)
-        await self._services.directory.save(signed)
+        await self._directory.save(signed)
         members = list(self._members())
-        await send_version(
-            self._services.caller, signed, self._services.rng.sample(members, min(FANOUT, len(members)))
-        )
+        await send_version(self._caller, signed, self._rng.sample(members, min(FANOUT, len(members))))
 
-    async def _on_change(self, peer: PeerId, request: run_pb2.ChangeRequest) -> run_pb2.ChangeReply:
+    async def on_change(self, peer: PeerId, request: run_pb2.ChangeRequest) -> run_pb2.ChangeReply:
+        """Handle a version that another member sends (`CHANGE`). Raise PeerError when it belongs to another
+        run, or is not the owner's.
+        """
         if request.run != self.signed.run_id:
             raise PeerError(f"this peer does not take part in run {request.run[:64]!r}")
         if request.specification != self.signed.blob:

@@ -28,7 +28,7 @@ class CheckpointConfig:
     folder: Path  # of this run
     every_s: float = 600.0  # 0: never
     kept_max: int = 3
-    resume: bool = False  # continue from the newest valid one
+    from_scratch: bool = False  # do not continue from the newest valid one, even if no peer has a state
 
 
 class CheckpointWriter:
@@ -52,41 +52,68 @@ class CheckpointWriter:
         self._write_s = 0.0  # duration of the last write
 
     def resume(self, optimizer: Optimizer) -> bool:
-        """Load the newest valid checkpoint. Return False if there is none.
+        """Load the newest valid checkpoint, because no peer has a state. Return False if there is none that
+        fits this run.
 
-        Emits a notice for each file that is skipped. Raises SwarmError if the checkpoint is not of this run.
+        Emits a notice of what was loaded, and of each file that was skipped.
         """
+        if self._config.from_scratch:
+            return False
         checkpoint, wrong = self._checkpoints.newest_good()
         for text in wrong:
             self._emit(Notice(text=f"skipped: {text}"))
-        if checkpoint is None:
-            self._emit(Notice(text=f"there is no checkpoint to resume from in {self._config.folder}"))
+        if checkpoint is None or checkpoint.epoch == 0:
             return False
         try:
             optimizer.load_state(checkpoint.blob)
         except PeerError as error:
-            raise SwarmError(
-                f"the checkpoint {checkpoint.path} is not of this run as it is now: {error}"
-            ) from error
+            text = f"the checkpoint {checkpoint.path} is not of this run as it is now: {error}"
+            self._emit(Notice(text=text))
+            return False
         self._epoch = checkpoint.epoch
-        self._emit(Notice(text=f"going on from epoch {checkpoint.epoch}, as saved in {checkpoint.path}"))
+        text = (
+            f"nobody else has a state of this run: going on from epoch {checkpoint.epoch}, "
+            f"as saved in {checkpoint.path} (--from-scratch would start from the initial parameters)"
+        )
+        self._emit(Notice(text=text))
         return True
 
     def start_over(self) -> None:
         """Move earlier checkpoints to another folder, because the run starts from its initial parameters."""
         aside = self._checkpoints.archive()
         if aside is not None:
-            text = (
-                f"starting over; earlier checkpoints are kept in {aside} "
-                "(--resume would have continued from them)"
-            )
-            self._emit(Notice(text=text))
+            self._emit(Notice(text=f"starting over; earlier checkpoints are kept in {aside}"))
+
+    def follow(self, epoch: int) -> None:
+        """Move the checkpoints to another folder if one is of a later epoch than the state that the other
+        peers gave: theirs is another history, whose checkpoints must not replace these.
+        """
+        newest = self._checkpoints.newest_epoch()
+        if newest is None or newest <= epoch:
+            return
+        aside = self._checkpoints.archive()
+        text = (
+            f"the others are in epoch {epoch} of another history of this run than this machine's checkpoint "
+            f"of epoch {newest}: following them; earlier checkpoints are kept in {aside}"
+        )
+        self._emit(Notice(text=text))
 
     def after_epoch(self, optimizer: Optimizer) -> None:
         """Start to write a checkpoint if one is due and the last one is written."""
         if self._config.every_s and time.monotonic() >= self._next_s and not self._busy():
             self._next_s = time.monotonic() + self._config.every_s
             self._start(optimizer)
+
+    def before_reunion(self, optimizer: Optimizer) -> None:
+        """Save the epochs that this peer made while it was cut off, before it gives them up. The file keeps
+        its line of history, so that no checkpoint of the others replaces it.
+        """
+        if self._writing is not None:
+            self._writing.join(_FINAL_S_MAX)
+        if not self._busy():
+            self._start(optimizer)
+            text = f"epoch {optimizer.epoch} of this machine, which the others go on without, is saved first"
+            self._emit(Notice(text=text))
 
     def close(self, optimizer: Optimizer) -> None:
         """Write a last checkpoint if the disk was fast enough for the previous ones."""
@@ -109,14 +136,14 @@ class CheckpointWriter:
         view = optimizer.state_view()
         self._epoch = view.epoch
         self._writing = threading.Thread(
-            target=self._write, args=(view,), name="writes a checkpoint", daemon=True
+            target=self._write, args=(view, optimizer.line), name="writes a checkpoint", daemon=True
         )
         self._writing.start()
 
-    def _write(self, view: StateView) -> None:
+    def _write(self, view: StateView, line: str) -> None:
         began_s = time.monotonic()
         try:
-            path = self._checkpoints.save(view, self._parameters, self._about)
+            path = self._checkpoints.save(view, self._parameters, self._about, line)
         except SwarmError as error:
             self._emit(Notice(text=f"{error}; training goes on"))
         except (RuntimeError, MemoryError) as error:

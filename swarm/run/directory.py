@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -20,18 +19,19 @@ from typing import TYPE_CHECKING, TypeVar
 from swarm.core.clock import Clock
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.core.ids import Key, PeerId
+from swarm.dht.keeper import RecordKeeper
 from swarm.run.specification import SignedSpecification, newest, run_id_of, specification_key, verified
 from swarm.run.specification_store import SpecificationStore
 
 if TYPE_CHECKING:
     from swarm.dht.service.dht_service import DhtService, Entry
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LISTING_KEY = Key("public", "runs")
 _TTL_S = 3600.0  # how long a run can be found after its last member left
 _REFRESH_S = 180.0  # the interval in which members look for changes; each time costs five calls
+_RETRY_S = 30.0  # after a failure to do so; doubles up to the interval
 _LEFT_S_MIN = _TTL_S / 2  # the first member that sees less time left stores the specification again
 _LISTED_MAX = 20  # runs named in an error message
 
@@ -158,25 +158,27 @@ class RunDirectory:
         that reached this peer in another way.
         """
         await self.save(signed)
-        while True:
-            try:
-                valid, _ = await self._copies(signed.run_id, 10.0)
-                latest = newest(
-                    [signed, *([current()] if current is not None else []), *(copy for _, copy in valid)]
-                )
-                if latest is not None and latest.version > signed.version:
-                    signed = latest
-                    await self.save(signed)
-                    await on_newer(signed)
-                if not self._is_renewed([entry for entry, copy in valid if copy.version >= signed.version]):
-                    await self.publish(signed)
-            except (NetworkError, PeerError) as error:
-                _log.info(
-                    "the specification of %s was not renewed and is renewed later: %s",
-                    signed.full_name,
-                    error,
-                )
-            await asyncio.sleep(_REFRESH_S * self._rng.uniform(0.7, 1.3))
+
+        async def renew_once() -> bool:
+            nonlocal signed
+            valid, _ = await self._copies(signed.run_id, 10.0)
+            latest = newest(
+                [signed, *([current()] if current is not None else []), *(copy for _, copy in valid)]
+            )
+            if latest is not None and latest.version > signed.version:
+                signed = latest
+                await self.save(signed)
+                await on_newer(signed)
+            if not self._is_renewed([entry for entry, copy in valid if copy.version >= signed.version]):
+                await self.publish(signed)
+            return True
+
+        await RecordKeeper(
+            renew_once,
+            f"the specification of {signed.full_name}",
+            renew_s=lambda: _REFRESH_S * self._rng.uniform(0.7, 1.3),
+            retry_s=_RETRY_S,
+        ).run()
 
     async def save(self, signed: SignedSpecification) -> None:
         """Save a copy on disk, if this directory has a store."""

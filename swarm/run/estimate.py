@@ -8,8 +8,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from averaging.optim.contacts import contact_of
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
+from averaging.optim.progress.logic.reports import ProgressReport
 from averaging.reduction.lowrank import Factoring
 from swarm.compression import resolve
 from swarm.core.clock import Clock
@@ -41,7 +40,7 @@ async def estimate_run(
     for entry in found.values() if isinstance(found, dict) else ():
         if isinstance(entry, Entry) and entry.writer != own:
             try:
-                reports.append(ProgressReport.decode(entry.value, clock.swarm_s(), ProgressConfig()))
+                reports.append(ProgressReport.decode(entry.value, clock.swarm_s()))
             except PeerError:
                 continue
     return RunEstimate(
@@ -58,7 +57,7 @@ async def read_members(dht: DhtService, run_id: str, *, timeout_s: float = 5.0) 
     for entry in found.values() if isinstance(found, dict) else ():
         if isinstance(entry.value, dict):
             with contextlib.suppress(PeerError):
-                contacts.append(contact_of(entry.writer, entry.value.get("addresses")))
+                contacts.append(Contact.from_record(entry.writer, entry.value.get("addresses")))
     return [contact for contact in contacts if contact.addresses]
 
 

@@ -177,6 +177,7 @@ class Resynchronised(Event):
     loaded: bool
     reason: str
     seconds: float
+    epochs_given_up: int = 0  # made by this peer while it was cut off from the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

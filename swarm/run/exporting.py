@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.files import replace_durably
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
 
@@ -40,7 +41,7 @@ def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, o
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from averaging.optim.state.checkpoint import MODEL, STATISTIC, replace_durably
+    from averaging.optim.state.checkpoint import MODEL, STATISTIC
 
     specification = signed.specification
     model = make_task(specification.task.name, specification.task.settings).build_model(specification.seed)
@@ -61,6 +62,7 @@ def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, o
     if path.is_dir():
         raise UsageError(f"{path} is a folder: --output names a file")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(path, lambda temporary: save_file(tensors, temporary, metadata))
     except (OSError, SafetensorError) as error:
         raise SwarmError(f"{path} could not be written: {error}") from error

@@ -1,4 +1,6 @@
-"""Compute the gradients of one step in as many micro-batches as the memory of the device requires."""
+"""The size of a volunteer's steps: as many samples as the length of the epoch allows, in as many
+micro-batches as the memory of the device requires.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from averaging.optim.progress.logic.punctuality import longest_step
 from swarm.core.device import is_out_of_memory, release_cached_memory
 from swarm.core.errors import SwarmError
 from swarm.run.events import Emit, Notice
@@ -14,6 +17,9 @@ from swarm.run.task import TaskData
 
 if TYPE_CHECKING:
     import torch
+
+    from averaging.optim.progress.logic.view import ProgressView
+    from swarm.core.ids import PeerId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,3 +90,39 @@ class MicroBatches:
                 f"instead of {before}"
             )
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class StepSize:
+    """Chooses how many samples one step has: those of the specification, or fewer on a machine for which
+    that step is long beside an epoch. Such a peer would come too late for the rounds.
+
+    The number is halved until a step takes at most a quarter of an epoch, down to one sample, and doubled
+    when a step takes much less. It follows the speeds of this peer and of the swarm, which are running means.
+    """
+
+    emit: Emit
+    _samples: int | None = None  # at present; None: those of the specification
+    _has_said_so: bool = False
+
+    def next(self, samples_max: int, view: ProgressView, own: PeerId) -> int:
+        """Return the number of samples of the next step. `samples_max`: those of the specification; `view`:
+        the swarm's progress.
+        """
+        limit, samples = longest_step(view, own), min(self._samples or samples_max, samples_max)
+        while samples > 1 and samples > limit:
+            samples //= 2
+        # only with a margin, so that the number does not go up and down with every step
+        if samples < samples_max and limit >= 3 * samples:
+            samples = min(2 * samples, samples_max)
+        self._samples = None if samples == samples_max else samples
+        if self._samples is not None and not self._has_said_so:
+            self._has_said_so = True
+            self.emit(
+                Notice(
+                    text=f"a step of {samples_max} samples takes this machine more than a quarter of an "
+                    f"epoch: training with {samples} at a time, so that they count in time. The number "
+                    "follows the swarm's speed"
+                )
+            )
+        return samples

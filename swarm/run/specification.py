@@ -23,8 +23,7 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity, verify
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.blobs import SIGNATURE_CONTEXT, VERSION_MAX, blob_key, run_id_of
-from swarm.run.modechoice import Mode, ModeChoice
-from swarm.run.strategychoice import Strategy
+from swarm.run.choices import Mode, ModeChoice, Strategy
 
 SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
 TOML_BYTES_MAX = 256 << 10

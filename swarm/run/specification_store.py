@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from swarm.core.errors import PeerError
-from swarm.core.identity import write_private
+from swarm.core.files import write_private
 from swarm.run.specification import SPECIFICATION_BYTES_MAX, SignedSpecification, newest, verified
 
 _log = logging.getLogger(__name__)

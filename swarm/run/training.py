@@ -19,7 +19,7 @@ from swarm.run.events import (
     TrainingProgress,
 )
 from swarm.run.machine import process_age_s
-from swarm.run.microbatches import MicroBatches
+from swarm.run.microbatches import MicroBatches, StepSize
 from swarm.run.specification import SignedSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import Draw, TaskData
@@ -48,6 +48,7 @@ class Training:
     stats: TrainingStats
     validation_schedule: ValidationSchedule
     micro_batches: MicroBatches
+    step_size: StepSize
     progress_sent_s: float = float("-inf")
     drawn_epoch: int = -1
     validates: bool = True  # False once validation has run out of memory
@@ -68,12 +69,14 @@ class Training:
 
     def step(self) -> bool:
         """Train one batch and, if it completes an epoch, average. Return whether an epoch was completed."""
-        samples = self.signed.specification.batch_size
+        samples = self.step_size.next(
+            self.signed.specification.batch_size, self.optimizer.progress, self.own_peer_id
+        )
         if self.optimizer.epoch != self.drawn_epoch:
             self.drawn_epoch = self.optimizer.epoch
             self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id))
         self.stats.epoch.add(self.micro_batches.backward(samples, self.optimizer.zero_grad))
-        report = self._optimizer_step()
+        report = self._optimizer_step(samples)
         if report is None or _ran_out_of_memory(report):
             self.optimizer.zero_grad()
             self.micro_batches.shrink(
@@ -84,10 +87,10 @@ class Training:
             return False
         return self.record(report)
 
-    def _optimizer_step(self) -> StepReport | None:
+    def _optimizer_step(self, samples: int) -> StepReport | None:
         """Run the optimizer's step. Return None if it ran out of memory, which may leave a partial update."""
         try:
-            return self.optimizer.step()
+            return self.optimizer.step(samples)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -121,12 +124,19 @@ class Training:
             self.emit(RoundFailed(epoch=report.epoch, reason=_failure_reason(report)))
         if report.resynchronised is not None:
             load = report.resynchronised
-            stats.finish_epoch(0)
+            if report.dropped:  # else the samples so far count in the epoch that was loaded
+                stats.finish_epoch(0)
             reason = report.reason or load.reason or "the swarm was ahead"
             self.emit(
-                Resynchronised(epoch=report.epoch, loaded=load.loaded, reason=reason, seconds=load.seconds)
+                Resynchronised(
+                    epoch=report.epoch,
+                    loaded=load.loaded,
+                    reason=reason,
+                    seconds=load.seconds,
+                    epochs_given_up=report.epochs_given_up,
+                )
             )
-        elif report.stepped:
+        if report.stepped:
             self._epoch_done(report, now_s)
             return True
         if now_s - self.progress_sent_s >= _PROGRESS_S:
@@ -149,7 +159,10 @@ class Training:
         validation_loss = (
             self._validate() if self.validates and self.validation_schedule.is_due(now_s) else None
         )
-        losses = {"loss": done.loss if report.contributed else None, "validation_loss": validation_loss}
+        losses = {
+            "loss": done.loss if report.contributed and done.samples else None,
+            "validation_loss": validation_loss,
+        }
         self.optimizer.report(**{name: loss for name, loss in losses.items() if loss is not None})
         view = self.optimizer.progress
         mine = view.peers.get(self.own_peer_id)

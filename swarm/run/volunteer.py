@@ -5,7 +5,6 @@ the run ends or the volunteer is stopped.
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from swarm.core.device import current_device, explained_failures, is_device_fail
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
 from swarm.run import machine
-from swarm.run.changes import FANOUT, FollowerServices, RunFollower, differences, restart_needed
+from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
 from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
@@ -34,7 +33,7 @@ from swarm.run.events import (
 )
 from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide
 from swarm.run.memory import MemoryEstimate, device_peak, estimate_memory, peak_bytes
-from swarm.run.microbatches import MicroBatches
+from swarm.run.microbatches import MicroBatches, StepSize
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import make_task
@@ -47,19 +46,19 @@ if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.run.task import TaskData
 
+_VALIDATION_SHARE = 0.05  # largest fraction of the time spent on validation
+_VALIDATION_S_MIN = 2.0  # smallest pause between two validations
 _DECIDE_S = 0.5  # how often limits and requests to pause are checked
 _OTHER_PEERS_MAX = 32  # peers that may be members, to which new versions are forwarded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolunteerConfig:
-    """Settings of the volunteer. Those of the run are in its specification."""
+    """The choices of a volunteer, made on the command line. Those of the run are in its specification."""
 
     # a name that `swarm.core.device.resolve_device` accepts: auto, cpu, cuda, cuda:N or mps
     device: str = "auto"
     data: Path | None = None  # a folder to train on instead of the task's default data
-    validation_share: float = 0.05  # largest fraction of the time spent on validation
-    validation_s_min: float = 2.0  # smallest pause between two validations
     limits: VolunteerLimits = field(default_factory=VolunteerLimits)
     asked_to_pause: Callable[[], bool] = lambda: False  # called about twice a second
     checkpoints: CheckpointConfig | None = None  # None: no checkpoints
@@ -89,6 +88,7 @@ class Volunteer:
         self._task = make_task(self.specification.task.name, self.specification.task.settings)
         self._description = self._task.describe(self.specification.batch_size)
         self.training: Training | None = None  # set once `train` has joined the run
+        self._writer: CheckpointWriter | None = None  # saves what a reunion would give up
 
     @property
     def specification(self) -> RunSpecification:
@@ -169,8 +169,8 @@ class Volunteer:
         data = self._task.load_data(self._config.data, device)
         inner = build_optimizer(model, self.specification.optimizer)
         started_s = time.monotonic()
-        training = self.training = self._make_training(model, data, inner, device)
-        writer = self._checkpoint_writer(model, inner)
+        writer = self._writer = self._checkpoint_writer(model, inner)
+        training = self.training = self._make_training(model, data, self._join(inner), device)
         reason = ""
         try:
             self._node.network.run(self._follow(training), 5.0)
@@ -191,22 +191,21 @@ class Volunteer:
             self._leave(training)
 
     def _make_training(
-        self, model: torch.nn.Module, data: TaskData, inner: torch.optim.Optimizer, device: torch.device
+        self, model: torch.nn.Module, data: TaskData, optimizer: Optimizer, device: torch.device
     ) -> Training:
-        """Join the run and return the objects that training needs."""
+        """Return the objects that training needs."""
         return Training(
             model=model,
             data=data,
-            optimizer=self._join(inner),
+            optimizer=optimizer,
             signed=self.signed,
             own_peer_id=self._node.peer_id,
             emit=self._emit,
             swarm_s=self._node.clock.swarm_s,
             stats=TrainingStats(),
-            validation_schedule=ValidationSchedule(
-                self._config.validation_share, self._config.validation_s_min
-            ),
+            validation_schedule=ValidationSchedule(_VALIDATION_SHARE, _VALIDATION_S_MIN),
             micro_batches=MicroBatches(model=model, data=data, device=device, emit=self._emit),
+            step_size=StepSize(emit=self._emit),
         )
 
     def _leave(self, training: Training) -> None:
@@ -239,6 +238,8 @@ class Volunteer:
             state_sync_epochs=specification.state_sync_epochs,
             config=OptimizerConfig(group_size_max=specification.target_group_size),
         )
+        if self._writer is not None:
+            optimizer.register_reunion_hook(self._writer.before_reunion)
         optimizer.ban(specification.banned_peers)
         return optimizer
 
@@ -276,12 +277,22 @@ class Volunteer:
         return CheckpointWriter(self._config.checkpoints, names_of(model, inner), about, self._emit)
 
     def _load_first_state(self, training: Training, writer: CheckpointWriter | None, *, new: bool) -> None:
-        """Start from a checkpoint, from the swarm's state, or from the initial parameters."""
-        config = self._config.checkpoints
-        if writer is not None and config is not None and config.resume and writer.resume(training.optimizer):
-            return  # if the swarm is ahead, the first step downloads its state
-        if (new or self._load_state(training.optimizer)) and writer is not None:
-            writer.start_over()
+        """Start from the swarm's state; from this machine's newest checkpoint if no peer has one; or from the
+        initial parameters.
+        """
+        epoch = None if new else self._load_state(training.optimizer)
+        if epoch:
+            if writer is not None:
+                writer.follow(epoch)
+        elif writer is None or not writer.resume(training.optimizer):
+            if epoch is None and not new:
+                text = (
+                    "no peer has a state to download: "
+                    "starting with the initial parameters, which follow from the specification's seed"
+                )
+                self._emit(Notice(text=text))
+            if writer is not None:
+                writer.start_over()
 
     def _loop(self, training: Training, writer: CheckpointWriter | None) -> str:
         """Train until there is a reason to end, and return it; empty if `stop` was set.
@@ -357,9 +368,9 @@ class Volunteer:
         self._emit(Resumed(seconds=time.monotonic() - began_s))
         return ""
 
-    def _load_state(self, optimizer: Optimizer) -> bool:
-        """Download the swarm's current state. Return True if there is no other peer, so that the run starts
-        from its initial parameters.
+    def _load_state(self, optimizer: Optimizer) -> int | None:
+        """Download the swarm's current state and return its epoch; 0 is that of the initial parameters.
+        Return None if no other peer has a state.
 
         Raises NotEnoughPeers if there are other peers and none could send its state.
         """
@@ -375,19 +386,12 @@ class Volunteer:
                     avoided={str(peer): why for peer, why in result.failures.items()},
                 )
             )
-        elif result.alone:
-            self._emit(
-                Notice(
-                    text="no peer has a state to download: "
-                    "starting with the initial parameters, which follow from the specification's seed"
-                )
-            )
-        else:
+        elif not result.alone:
             raise NotEnoughPeers(
                 f"the state of {self.signed.full_name} could not be downloaded: {result.reason}. "
                 "Try again in a while"
             )
-        return result.alone
+        return result.epoch if result.loaded else None
 
     def _emit_joined(self, device: torch.device, data: str) -> None:
         addresses = self._node.addresses
@@ -404,13 +408,14 @@ class Volunteer:
 
     async def _follow(self, training: Training) -> None:
         """Renew the specification and follow its newer versions in the background until the node closes."""
-        services = FollowerServices(
-            handlers=self._node.handlers,
+        follower = RunFollower(
+            self.signed,
             caller=self._node.channels,
             directory=self._directory,
-            rng=random.Random(),
+            members=self._other_members,
+            on_newer=self._apply_version,
         )
-        follower = RunFollower(services, self.signed, self._other_members, self._apply_version)
+        self._node.handlers.unary(CHANGE, follower.on_change)
         self._node.supervisor.spawn(
             f"renewing the specification of {self.signed.full_name}", follower.run, restart=True
         )

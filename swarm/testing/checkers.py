@@ -245,7 +245,7 @@ class CheckLimits:
                         now_s, f"peer {member.peer.index}: {name} has {size} entries, more than {size_max}"
                     )
             storage = member.service.storage
-            if storage.size_bytes > storage.config.bytes_max:
+            if storage.size_bytes > storage.quotas.bytes_max:
                 self._violations.add(now_s, f"peer {member.peer.index} stores {storage.size_bytes} bytes")
 
 

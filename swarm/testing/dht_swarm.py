@@ -8,9 +8,11 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swarm.core.ids import Contact, PeerId
-from swarm.dht.logic.config import DhtConfig
-from swarm.dht.logic.routing import ID_BITS, RoutingConfig
+from swarm.core.ids import Contact
+from swarm.core.presets import WAN, Timings
+from swarm.dht.logic.constants import BUCKET_MAX
+from swarm.dht.logic.routing import ID_BITS, RoutingTable
+from swarm.dht.logic.storage import PRODUCTION_QUOTAS, Quotas
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.rpc import Handlers, StreamHandler, UnaryHandler
 from swarm.testing.chance import Chance
@@ -29,9 +31,15 @@ class SwarmMember:
     service: DhtService
 
 
-def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtService:
-    """Create the production service on a simulated peer."""
-    return DhtService(
+def service_of(
+    peer: SimulatedPeer,
+    bucket_max: int = BUCKET_MAX,
+    *,
+    quotas: Quotas = PRODUCTION_QUOTAS,
+    timings: Timings = WAN,
+) -> DhtService:
+    """Create the production service on a simulated peer. With small buckets, few peers are a large swarm."""
+    service = DhtService(
         own=lambda: peer.contact,
         identity=peer.identity,
         caller=peer.caller,
@@ -39,17 +47,19 @@ def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtServi
         book=peer.book,
         clock=peer.clock,
         supervisor=peer.supervisor,
-        config=config or DhtConfig(),
+        timings=timings,
+        quotas=quotas,
         rng=Chance(peer.network.seed, "service", peer.index),
     )
+    service.overlay.table = RoutingTable(service.peer_id, bucket_max=bucket_max)
+    return service
 
 
 class DhtSwarm:
     """All members of a swarm, including crashed ones."""
 
-    def __init__(self, network: SimulatedNetwork, config: DhtConfig | None = None) -> None:
+    def __init__(self, network: SimulatedNetwork) -> None:
         self.network = network
-        self.config = config or DhtConfig()
         self.members: list[SwarmMember] = []
 
     @property
@@ -59,7 +69,7 @@ class DhtSwarm:
     def add(self, *, skew_s: float = 0.0, drift: float = 0.0) -> SwarmMember:
         """Add a new peer that knows no other peer yet."""
         peer = self.network.peer(skew_s=skew_s, drift=drift)
-        member = SwarmMember(peer, service_of(peer, self.config))
+        member = SwarmMember(peer, service_of(peer))
         self.members.append(member)
         return member
 
@@ -88,7 +98,7 @@ class DhtSwarm:
         its peer book alone.
         """
         self.network.restart(member.peer)
-        member.service = service_of(member.peer, self.config)
+        member.service = service_of(member.peer)
         if bootstrap:
             await member.service.join(bootstrap)
 
@@ -99,7 +109,7 @@ def fill_routing_table(service: DhtService, overview: Overview, chance: Chance) 
     known for hours, seen lately.
     """
     table, now_s = service.overlay.table, service.clock.monotonic_s()
-    contacts = overview.around(service.peer_id, table.config, chance)
+    contacts = overview.around(table, chance)
     # in the order in which the table learns of them
     contact_s = sorted(now_s - _CONTACT_S * (1.0 + chance.random()) for _ in contacts)
     for contact, at_s in zip(contacts, contact_s, strict=True):
@@ -125,13 +135,17 @@ class LazySwarm:
     thousand tables are gigabytes.
     """
 
-    def __init__(self, network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> None:
+    def __init__(self, network: SimulatedNetwork, count: int) -> None:
         self.peers = [network.peer() for _ in range(count)]
         self.overview = Overview(peer.contact for peer in self.peers)
-        self._config = config
         self._services: dict[int, DhtService] = {}
         for peer in self.peers:
             peer.handlers = _LazyHandlers(functools.partial(self.service, peer))
+
+    @property
+    def services_made(self) -> int:
+        """Return the number of services that were created so far."""
+        return len(self._services)
 
     def service(self, peer: SimulatedPeer) -> DhtService:
         """Return the service of a peer. It is created by the first request of the scenario or of a caller on
@@ -139,7 +153,7 @@ class LazySwarm:
         """
         service = self._services.get(peer.index)
         if service is None:
-            service = self._services[peer.index] = service_of(peer, self._config)
+            service = self._services[peer.index] = service_of(peer)
             fill_routing_table(service, self.overview, peer.chance)
         return service
 
@@ -156,25 +170,25 @@ class Overview:
         """Return the nearest contacts, by brute force."""
         return [contact for _, contact in sorted(self._sorted, key=lambda item: item[0] ^ dht_id)[:count]]
 
-    def around(self, peer_id: PeerId, config: RoutingConfig, chance: Chance) -> list[Contact]:
+    def around(self, table: RoutingTable, chance: Chance) -> list[Contact]:
         """Return the contacts that the buckets of a full table would hold, by the table's rule for splitting
         them.
         """
-        own = peer_id.dht_id
+        own = table.own_id
         found: list[Contact] = []
         # (start and end of a range of the sorted ids, number of leading bits that its members share)
         pending = [(0, len(self._sorted), 0)]
         while pending:
             low, high, depth = pending.pop()
-            if high - low <= config.bucket_max:
-                found.extend(contact for _, contact in self._sorted[low:high] if contact.peer_id != peer_id)
+            if high - low <= table.bucket_max:
+                found.extend(contact for _, contact in self._sorted[low:high] if contact.peer_id != table.own)
                 continue
             shift = ID_BITS - depth
             holds_own = self._sorted[low][0] >> shift == own >> shift
-            if not holds_own and depth % config.depth_step == 0:
+            if not holds_own and depth % table.depth_step == 0:
                 found.extend(
                     self._sorted[low + place][1]
-                    for place in chance.sample(range(high - low), config.bucket_max)
+                    for place in chance.sample(range(high - low), table.bucket_max)
                 )
                 continue
             middle = self._first_set(low, high, shift - 1)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from moe.client.replicas.calling import ReplicaCalls
-from moe.protocol.declarations import Declarations, DeclaringConfig, ServerLoad
+from moe.protocol.declarations import Declarations, ServerLoad
 from moe.protocol.methods import CALL, DESCRIBE, read_headers, wire_headers
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, unflatten
@@ -51,7 +51,6 @@ from swarm.wire.expert_pb2 import (
 T = TypeVar("T")
 
 _SIMULATED_S_MAX = 30 * 24 * 3600.0
-_QUICK = DeclaringConfig(ttl_s=20.0, renew_s=5.0)
 
 
 class SimulatedExperts:
@@ -90,7 +89,7 @@ class SimulatedExperts:
         peer.handlers.unary(CALL, self._call)
         await service.join([one.contact for one in bootstrap])
         digests = {uid: schema.digest for uid, schema in self.schemas.items()}
-        declarations = Declarations(service, lambda: peer.contact, digests, ServerLoad, _QUICK)
+        declarations = Declarations(service, lambda: peer.contact, digests, ServerLoad)
         peer.supervisor.spawn("declaring experts", declarations.renew, restart=True)
         await declarations.declared.wait()
 

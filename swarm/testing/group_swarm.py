@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from averaging.matchmaking.logic.group import Group, Member
-from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
 from averaging.matchmaking.logic.messages import AveragerName, Holder, SearchFailed, VectorSchema
-from averaging.matchmaking.service.matchmaking_service import GroupExchange, GroupService, GroupServiceConfig
+from averaging.matchmaking.logic.presence_shards import HolderShard
+from averaging.matchmaking.service.matchmaking_service import GroupExchange, GroupService
+from averaging.matchmaking.service.presence import Presence
 from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 
@@ -32,6 +35,10 @@ class PresenceTable:
     records: dict[PeerId, Holder] = field(default_factory=dict)
     delay_s: float = 0.05
     reads: int = 0
+    shard: HolderShard = field(default_factory=HolderShard)
+
+    async def read_at(self, place: str, timeout_s: float) -> dict[PeerId, Holder]:
+        return await self.read(timeout_s)
 
     async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
         self.reads += 1
@@ -66,7 +73,14 @@ class SimulatedVolunteer:
 class Swarm:
     """Simulated peers that all hold the averager `a` of the run `r`."""
 
-    def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        link: LinkConfig | None = None,
+        presence_of: Callable[[SimulatedPeer], Presence] | None = None,
+    ) -> None:
+        """`presence_of` returns the source of a peer's presence records; None: one table for all."""
+        self._presence_of = presence_of
         self.network, self.table, self.rng = (
             SimulatedNetwork(seed, link),
             PresenceTable(),
@@ -75,21 +89,21 @@ class Swarm:
         self.volunteers: list[SimulatedVolunteer] = []
 
     def add(
-        self, *, schema: bytes = SCHEMA, dialable: bool = True, known: bool = True, **limits: int
+        self, *, schema: bytes = SCHEMA, dialable: bool = True, known: bool = True, **how: Any
     ) -> SimulatedVolunteer:
-        """Add a peer. `known`: it has a presence record; `limits` are group sizes of MatchmakingConfig."""
+        """Add a peer. `known`: it has a presence record; `how`: group sizes and times of its service."""
         peer = self.network.peer(dialable=dialable)
         exchange = GroupExchange(
             handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock
         )
         service = GroupService(
             exchange=exchange,
-            presence=self.table,
+            presence=self.table if self._presence_of is None else self._presence_of(peer),
             name=AveragerName(run="r", averager="a"),
             schema=VectorSchema(digest=schema, text="a schema", codec="float32"),
             rng=random.Random(self.rng.random()),
-            background=peer.supervisor,
-            config=GroupServiceConfig(matchmaking=MatchmakingConfig(**limits)),  # type: ignore[arg-type]
+            supervisor=peer.supervisor,
+            **how,
         )
         if known:
             self.table.records[peer.peer_id] = Holder(

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from averaging.optim.exchange import REPORT
-from averaging.optim.progress.logic.reports import ProgressConfig
 from averaging.optim.progress.logic.shards import bits_for
 from averaging.optim.progress.tracker import Tracker
 from swarm.core.ids import Key, PeerId
@@ -82,7 +81,7 @@ class TableDht:
         entry = Entry(value=value, subkey=subkey, writer=writer, issued_at=now_s, expiration=now_s + ttl_s)
         self._table.records.setdefault(key, {})[subkey] = entry
 
-    async def get(self, key: Key, *, timeout_s: float) -> dict[str, Entry]:
+    async def get(self, key: Key, *, timeout_s: float, latest: bool = False) -> dict[str, Entry]:
         await asyncio.sleep(READ_S * (0.5 + self._peer.chance.random()))
         table, now_s = self._table, self._peer.clock.swarm_s()
         live = {
@@ -108,7 +107,7 @@ class Trainer:
             lambda: peer.contact, peer.clock, TableDht(run.table, peer), channels=peer.caller
         )
         self.run, self.peer, self.rate, self.lie = run, peer, rate, lie
-        self.tracker = Tracker(node, RUN, run.target, run.config)
+        self.tracker = Tracker(node, RUN, run.target)
         self.epoch = self.samples = 0
         peer.handlers.unary(REPORT, self.tracker.on_report)
 
@@ -140,8 +139,8 @@ class Trainer:
 class ProgressRun:
     """All trainers of a run."""
 
-    def __init__(self, network: SimulatedNetwork, target: int, config: ProgressConfig | None = None) -> None:
-        self.network, self.target, self.config = network, target, config or ProgressConfig()
+    def __init__(self, network: SimulatedNetwork, target: int) -> None:
+        self.network, self.target = network, target
         self.table = Table()
         self.trainers: list[Trainer] = []
         self.gathered: dict[int, int] = {}  # true samples of each epoch

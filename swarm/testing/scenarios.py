@@ -21,7 +21,6 @@ from pathlib import Path
 
 import click
 
-from swarm.dht.logic.config import DhtConfig
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import CheckLimits, ConnectedSwarm, Ledger, Survival, Violations
 from swarm.testing.dht_swarm import DhtSwarm
@@ -136,7 +135,7 @@ class _Run:
         self._network = SimulatedNetwork(
             config.seed, LinkConfig(delay_s=0.04, jitter=0.5, loss=0.001), disk=disk
         )
-        self._swarm = DhtSwarm(self._network, DhtConfig())
+        self._swarm = DhtSwarm(self._network)
         self._violations = Violations()
         self._ledger = Ledger()
         work = WorkConfig(operations_per_s=config.operations_per_s, ttl_s=(120.0, 1800.0))

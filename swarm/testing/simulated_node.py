@@ -12,6 +12,7 @@ from typing import Any
 
 from swarm.core.clock import Clock
 from swarm.core.ids import Contact
+from swarm.core.presets import WAN, Timings
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class SimulatedNode:
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._own, self.clock, self.channels = own, clock, channels
+        self.timings: Timings = WAN
         self.dht = SimulatedDht(dht)
         self.network = SimulatedThread(loop or asyncio.get_running_loop(), pool)
 

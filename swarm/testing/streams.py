@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.ids import PeerId
+from swarm.core.notify import wait_until_set
 from swarm.net.rpc import StreamMethod, check_outgoing
 
 if TYPE_CHECKING:
@@ -151,10 +152,7 @@ class SimulatedStream:
         """Wait for a change of the pipe, at most one virtual second, so that a crash is noticed without a
         notification.
         """
-        try:
-            async with asyncio.timeout(1.0 if timeout_s is None else timeout_s):
-                await pipe.changed.wait()
-        except TimeoutError:
+        if not await wait_until_set(pipe.changed, 1.0 if timeout_s is None else timeout_s):
             self._check(pipe, broken_only=True)
 
 

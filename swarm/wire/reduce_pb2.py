@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17swarm/wire/reduce.proto\x12\nswarm.wire\"\x81\x03\n\x0e\x45xchangeHeader\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.swarm.wire.ExchangeOpenH\x00\x12\x38\n\x0c\x63ontribution\x18\x02 \x01(\x0b\x32 .swarm.wire.ExchangeContributionH\x00\x12\x34\n\nwithdrawal\x18\x03 \x01(\x0b\x32\x1e.swarm.wire.ExchangeWithdrawalH\x00\x12.\n\x07\x61verage\x18\x04 \x01(\x0b\x32\x1b.swarm.wire.ExchangeAverageH\x00\x12.\n\x07refusal\x18\x05 \x01(\x0b\x32\x1b.swarm.wire.ExchangeRefusalH\x00\x12.\n\x07waiting\x18\x07 \x01(\x0b\x32\x1b.swarm.wire.ExchangeWaitingH\x00\x12,\n\x06pieces\x18\x06 \x01(\x0b\x32\x1a.swarm.wire.ExchangePiecesH\x00\x12\x0f\n\x07padding\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"[\n\x0c\x45xchangeOpen\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\r\x12\x15\n\rcodec_version\x18\x03 \x01(\r\x12\x13\n\x0bplan_digest\x18\x04 \x01(\x0c\"8\n\x14\x45xchangeContribution\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"$\n\x12\x45xchangeWithdrawal\x12\x0e\n\x06reason\x18\x01 \x01(\t\"G\n\x0f\x45xchangeAverage\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x14\n\x0c\x63ontributors\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63lipped\x18\x03 \x01(\x0c\"!\n\x0f\x45xchangeRefusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\" \n\x0f\x45xchangeWaiting\x12\r\n\x05place\x18\x01 \x01(\r\"\x1f\n\x0e\x45xchangePieces\x12\r\n\x05\x62ytes\x18\x01 \x01(\r\"@\n\x0e\x41\x63\x63ountRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\r\n\x05place\x18\x03 \x01(\r\"2\n\x0c\x41\x63\x63ountReply\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"$\n\x10HeartbeatRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\"\x8f\x01\n\x0eHeartbeatReply\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .swarm.wire.HeartbeatReply.State\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x05State\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07RUNNING\x10\x01\x12\r\n\tCOMMITTED\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\"\xa1\x01\n\x04Vote\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12%\n\x08left_out\x18\x05 \x03(\x0b\x32\x13.swarm.wire.LeftOut\x12\x0e\n\x06number\x18\x06 \x01(\r\x12\x10\n\x08\x65xcluded\x18\x07 \x03(\r\x12\x11\n\tcommitted\x18\x08 \x01(\x08\"(\n\x07LeftOut\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"N\n\x0bVoteRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\x1e\n\x04vote\x18\x02 \x01(\x0b\x32\x10.swarm.wire.Vote\x12\r\n\x05known\x18\x03 \x01(\r\"k\n\tVoteReply\x12\x1e\n\x04vote\x18\x01 \x01(\x0b\x32\x10.swarm.wire.Vote\x12!\n\x07relayed\x18\x02 \x03(\x0b\x32\x10.swarm.wire.Vote\x12\x0c\n\x04\x64\x65\x61\x64\x18\x03 \x03(\r\x12\r\n\x05state\x18\x04 \x01(\r\"`\n\x07Version\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0c\x63ontributors\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x0f\n\x07\x63lipped\x18\x05 \x01(\x0c\"\x8c\x01\n\x0bHeldRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\x0f\n\x07reducer\x18\x02 \x01(\r\x12\x12\n\neverything\x18\x03 \x01(\x08\x12\x13\n\x0b\x66irst_chunk\x18\x04 \x01(\r\x12\x0c\n\x04wait\x18\x05 \x01(\x08\x12\r\n\x05known\x18\x06 \x01(\r\x12\x14\n\x0cknown_sealed\x18\x07 \x01(\x08\"k\n\tHeldReply\x12!\n\x04held\x18\x01 \x03(\x0b\x32\x13.swarm.wire.Version\x12\x0c\n\x04more\x18\x02 \x01(\x08\x12\x0e\n\x06sealed\x18\x03 \x01(\x08\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0e\n\x06wanted\x18\x05 \x03(\r\"?\n\x0c\x46\x65tchRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x1d\n\nFetchReply\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"S\n\x0cOfferRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x11\n\twithdrawn\x18\x04 \x01(\t\"\x0c\n\nOfferReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17swarm/wire/reduce.proto\x12\nswarm.wire\"\x81\x03\n\x0e\x45xchangeHeader\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.swarm.wire.ExchangeOpenH\x00\x12\x38\n\x0c\x63ontribution\x18\x02 \x01(\x0b\x32 .swarm.wire.ExchangeContributionH\x00\x12\x34\n\nwithdrawal\x18\x03 \x01(\x0b\x32\x1e.swarm.wire.ExchangeWithdrawalH\x00\x12.\n\x07\x61verage\x18\x04 \x01(\x0b\x32\x1b.swarm.wire.ExchangeAverageH\x00\x12.\n\x07refusal\x18\x05 \x01(\x0b\x32\x1b.swarm.wire.ExchangeRefusalH\x00\x12.\n\x07waiting\x18\x07 \x01(\x0b\x32\x1b.swarm.wire.ExchangeWaitingH\x00\x12,\n\x06\x66rames\x18\x06 \x01(\x0b\x32\x1a.swarm.wire.ExchangeFramesH\x00\x12\x0f\n\x07padding\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"[\n\x0c\x45xchangeOpen\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\r\x12\x15\n\rcodec_version\x18\x03 \x01(\r\x12\x13\n\x0bplan_digest\x18\x04 \x01(\x0c\"8\n\x14\x45xchangeContribution\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"$\n\x12\x45xchangeWithdrawal\x12\x0e\n\x06reason\x18\x01 \x01(\t\"G\n\x0f\x45xchangeAverage\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x14\n\x0c\x63ontributors\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63lipped\x18\x03 \x01(\x0c\"!\n\x0f\x45xchangeRefusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\" \n\x0f\x45xchangeWaiting\x12\r\n\x05place\x18\x01 \x01(\r\"\x1f\n\x0e\x45xchangeFrames\x12\r\n\x05\x62ytes\x18\x01 \x01(\r\"@\n\x0e\x41\x63\x63ountRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\r\n\x05place\x18\x03 \x01(\r\"2\n\x0c\x41\x63\x63ountReply\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"$\n\x10HeartbeatRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\"\x8f\x01\n\x0eHeartbeatReply\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .swarm.wire.HeartbeatReply.State\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x05State\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07RUNNING\x10\x01\x12\r\n\tCOMMITTED\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\"8\n\x04Vote\x12\r\n\x05voter\x18\x01 \x01(\x0c\x12\x0e\n\x06result\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\'\n\x06Intent\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06result\x18\x02 \x01(\x0c\"(\n\x07LeftOut\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x89\x01\n\tStatement\x12\x1f\n\x05votes\x18\x01 \x03(\x0b\x32\x10.swarm.wire.Vote\x12#\n\x07intents\x18\x02 \x03(\x0b\x32\x12.swarm.wire.Intent\x12%\n\x08left_out\x18\x03 \x03(\x0b\x32\x13.swarm.wire.LeftOut\x12\x0f\n\x07gave_up\x18\x04 \x01(\t\"I\n\x0bVoteRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12(\n\tstatement\x18\x02 \x01(\x0b\x32\x15.swarm.wire.Statement\"5\n\tVoteReply\x12(\n\tstatement\x18\x01 \x01(\x0b\x32\x15.swarm.wire.Statement\"\xc5\x01\n\x0e\x45ndorseRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04head\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04kind\x18\x04 \x01(\r\x12\x10\n\x08group_id\x18\x05 \x01(\x0c\x12\x14\n\x0c\x63ontributors\x18\x06 \x03(\x0c\x12\x10\n\x08\x65lectors\x18\x07 \x03(\x0c\x12\x10\n\x08is_break\x18\x08 \x01(\x08\x12\x0e\n\x06result\x18\t \x01(\x0c\x12\x1f\n\x05votes\x18\n \x03(\x0b\x32\x10.swarm.wire.Vote\"?\n\x0c\x45ndorseReply\x12\x1e\n\x04vote\x18\x01 \x01(\x0b\x32\x10.swarm.wire.Vote\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"`\n\x07Version\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0c\x63ontributors\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x0f\n\x07\x63lipped\x18\x05 \x01(\x0c\"\x91\x01\n\x10InventoryRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\x0f\n\x07reducer\x18\x02 \x01(\r\x12\x12\n\neverything\x18\x03 \x01(\x08\x12\x13\n\x0b\x66irst_chunk\x18\x04 \x01(\r\x12\x0c\n\x04wait\x18\x05 \x01(\x08\x12\r\n\x05known\x18\x06 \x01(\r\x12\x14\n\x0cknown_sealed\x18\x07 \x01(\x08\"t\n\x0eInventoryReply\x12%\n\x08versions\x18\x01 \x03(\x0b\x32\x13.swarm.wire.Version\x12\x0c\n\x04more\x18\x02 \x01(\x08\x12\x0e\n\x06sealed\x18\x03 \x01(\x08\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0e\n\x06wanted\x18\x05 \x03(\r\"?\n\x0c\x46\x65tchRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x1d\n\nFetchReply\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"S\n\x0cOfferRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x11\n\twithdrawn\x18\x04 \x01(\t\"\x0c\n\nOfferReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,8 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXCHANGEREFUSAL']._serialized_end=722
   _globals['_EXCHANGEWAITING']._serialized_start=724
   _globals['_EXCHANGEWAITING']._serialized_end=756
-  _globals['_EXCHANGEPIECES']._serialized_start=758
-  _globals['_EXCHANGEPIECES']._serialized_end=789
+  _globals['_EXCHANGEFRAMES']._serialized_start=758
+  _globals['_EXCHANGEFRAMES']._serialized_end=789
   _globals['_ACCOUNTREQUEST']._serialized_start=791
   _globals['_ACCOUNTREQUEST']._serialized_end=855
   _globals['_ACCOUNTREPLY']._serialized_start=857
@@ -57,26 +57,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEATREPLY']._serialized_end=1091
   _globals['_HEARTBEATREPLY_STATE']._serialized_start=1031
   _globals['_HEARTBEATREPLY_STATE']._serialized_end=1091
-  _globals['_VOTE']._serialized_start=1094
-  _globals['_VOTE']._serialized_end=1255
-  _globals['_LEFTOUT']._serialized_start=1257
-  _globals['_LEFTOUT']._serialized_end=1297
-  _globals['_VOTEREQUEST']._serialized_start=1299
-  _globals['_VOTEREQUEST']._serialized_end=1377
-  _globals['_VOTEREPLY']._serialized_start=1379
-  _globals['_VOTEREPLY']._serialized_end=1486
-  _globals['_VERSION']._serialized_start=1488
-  _globals['_VERSION']._serialized_end=1584
-  _globals['_HELDREQUEST']._serialized_start=1587
-  _globals['_HELDREQUEST']._serialized_end=1727
-  _globals['_HELDREPLY']._serialized_start=1729
-  _globals['_HELDREPLY']._serialized_end=1836
-  _globals['_FETCHREQUEST']._serialized_start=1838
-  _globals['_FETCHREQUEST']._serialized_end=1901
-  _globals['_FETCHREPLY']._serialized_start=1903
-  _globals['_FETCHREPLY']._serialized_end=1932
-  _globals['_OFFERREQUEST']._serialized_start=1934
-  _globals['_OFFERREQUEST']._serialized_end=2017
-  _globals['_OFFERREPLY']._serialized_start=2019
-  _globals['_OFFERREPLY']._serialized_end=2031
+  _globals['_VOTE']._serialized_start=1093
+  _globals['_VOTE']._serialized_end=1149
+  _globals['_INTENT']._serialized_start=1151
+  _globals['_INTENT']._serialized_end=1190
+  _globals['_LEFTOUT']._serialized_start=1192
+  _globals['_LEFTOUT']._serialized_end=1232
+  _globals['_STATEMENT']._serialized_start=1235
+  _globals['_STATEMENT']._serialized_end=1372
+  _globals['_VOTEREQUEST']._serialized_start=1374
+  _globals['_VOTEREQUEST']._serialized_end=1447
+  _globals['_VOTEREPLY']._serialized_start=1449
+  _globals['_VOTEREPLY']._serialized_end=1502
+  _globals['_ENDORSEREQUEST']._serialized_start=1505
+  _globals['_ENDORSEREQUEST']._serialized_end=1702
+  _globals['_ENDORSEREPLY']._serialized_start=1704
+  _globals['_ENDORSEREPLY']._serialized_end=1767
+  _globals['_VERSION']._serialized_start=1769
+  _globals['_VERSION']._serialized_end=1865
+  _globals['_INVENTORYREQUEST']._serialized_start=1868
+  _globals['_INVENTORYREQUEST']._serialized_end=2013
+  _globals['_INVENTORYREPLY']._serialized_start=2015
+  _globals['_INVENTORYREPLY']._serialized_end=2131
+  _globals['_FETCHREQUEST']._serialized_start=2133
+  _globals['_FETCHREQUEST']._serialized_end=2196
+  _globals['_FETCHREPLY']._serialized_start=2198
+  _globals['_FETCHREPLY']._serialized_end=2227
+  _globals['_OFFERREQUEST']._serialized_start=2229
+  _globals['_OFFERREQUEST']._serialized_end=2312
+  _globals['_OFFERREPLY']._serialized_start=2314
+  _globals['_OFFERREPLY']._serialized_end=2326
 # @@protoc_insertion_point(module_scope)

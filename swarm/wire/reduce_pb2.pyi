@@ -8,14 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeHeader(_message.Message):
-    __slots__ = ("open", "contribution", "withdrawal", "average", "refusal", "waiting", "pieces", "padding")
+    __slots__ = ("open", "contribution", "withdrawal", "average", "refusal", "waiting", "frames", "padding")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
-    PIECES_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     open: ExchangeOpen
     contribution: ExchangeContribution
@@ -23,9 +23,9 @@ class ExchangeHeader(_message.Message):
     average: ExchangeAverage
     refusal: ExchangeRefusal
     waiting: ExchangeWaiting
-    pieces: ExchangePieces
+    frames: ExchangeFrames
     padding: bytes
-    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., contribution: _Optional[_Union[ExchangeContribution, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., waiting: _Optional[_Union[ExchangeWaiting, _Mapping]] = ..., pieces: _Optional[_Union[ExchangePieces, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., contribution: _Optional[_Union[ExchangeContribution, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., waiting: _Optional[_Union[ExchangeWaiting, _Mapping]] = ..., frames: _Optional[_Union[ExchangeFrames, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeOpen(_message.Message):
     __slots__ = ("group_id", "codec", "codec_version", "plan_digest")
@@ -75,7 +75,7 @@ class ExchangeWaiting(_message.Message):
     place: int
     def __init__(self, place: _Optional[int] = ...) -> None: ...
 
-class ExchangePieces(_message.Message):
+class ExchangeFrames(_message.Message):
     __slots__ = ("bytes",)
     BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes: int
@@ -124,24 +124,22 @@ class HeartbeatReply(_message.Message):
     def __init__(self, state: _Optional[_Union[HeartbeatReply.State, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("place", "failed", "reason", "digest", "left_out", "number", "excluded", "committed")
+    __slots__ = ("voter", "result", "signature")
+    VOTER_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    voter: bytes
+    result: bytes
+    signature: bytes
+    def __init__(self, voter: _Optional[bytes] = ..., result: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Intent(_message.Message):
+    __slots__ = ("place", "result")
     PLACE_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
     place: int
-    failed: bool
-    reason: str
-    digest: bytes
-    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
-    number: int
-    excluded: _containers.RepeatedScalarFieldContainer[int]
-    committed: bool
-    def __init__(self, place: _Optional[int] = ..., failed: _Optional[bool] = ..., reason: _Optional[str] = ..., digest: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., number: _Optional[int] = ..., excluded: _Optional[_Iterable[int]] = ..., committed: _Optional[bool] = ...) -> None: ...
+    result: bytes
+    def __init__(self, place: _Optional[int] = ..., result: _Optional[bytes] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("place", "reason")
@@ -151,27 +149,63 @@ class LeftOut(_message.Message):
     reason: str
     def __init__(self, place: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class Statement(_message.Message):
+    __slots__ = ("votes", "intents", "left_out", "gave_up")
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    INTENTS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    GAVE_UP_FIELD_NUMBER: _ClassVar[int]
+    votes: _containers.RepeatedCompositeFieldContainer[Vote]
+    intents: _containers.RepeatedCompositeFieldContainer[Intent]
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    gave_up: str
+    def __init__(self, votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., intents: _Optional[_Iterable[_Union[Intent, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., gave_up: _Optional[str] = ...) -> None: ...
+
 class VoteRequest(_message.Message):
-    __slots__ = ("group_id", "vote", "known")
+    __slots__ = ("group_id", "statement")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
-    VOTE_FIELD_NUMBER: _ClassVar[int]
-    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
-    vote: Vote
-    known: int
-    def __init__(self, group_id: _Optional[bytes] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., known: _Optional[int] = ...) -> None: ...
+    statement: Statement
+    def __init__(self, group_id: _Optional[bytes] = ..., statement: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
 
 class VoteReply(_message.Message):
-    __slots__ = ("vote", "relayed", "dead", "state")
+    __slots__ = ("statement",)
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    statement: Statement
+    def __init__(self, statement: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
+
+class EndorseRequest(_message.Message):
+    __slots__ = ("run", "head", "epoch", "kind", "group_id", "contributors", "electors", "is_break", "result", "votes")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    ELECTORS_FIELD_NUMBER: _ClassVar[int]
+    IS_BREAK_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    head: bytes
+    epoch: int
+    kind: int
+    group_id: bytes
+    contributors: _containers.RepeatedScalarFieldContainer[bytes]
+    electors: _containers.RepeatedScalarFieldContainer[bytes]
+    is_break: bool
+    result: bytes
+    votes: _containers.RepeatedCompositeFieldContainer[Vote]
+    def __init__(self, run: _Optional[str] = ..., head: _Optional[bytes] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., group_id: _Optional[bytes] = ..., contributors: _Optional[_Iterable[bytes]] = ..., electors: _Optional[_Iterable[bytes]] = ..., is_break: _Optional[bool] = ..., result: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ...) -> None: ...
+
+class EndorseReply(_message.Message):
+    __slots__ = ("vote", "refusal")
     VOTE_FIELD_NUMBER: _ClassVar[int]
-    RELAYED_FIELD_NUMBER: _ClassVar[int]
-    DEAD_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     vote: Vote
-    relayed: _containers.RepeatedCompositeFieldContainer[Vote]
-    dead: _containers.RepeatedScalarFieldContainer[int]
-    state: int
-    def __init__(self, vote: _Optional[_Union[Vote, _Mapping]] = ..., relayed: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., dead: _Optional[_Iterable[int]] = ..., state: _Optional[int] = ...) -> None: ...
+    refusal: str
+    def __init__(self, vote: _Optional[_Union[Vote, _Mapping]] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class Version(_message.Message):
     __slots__ = ("chunk", "attempt", "contributors", "digest", "clipped")
@@ -187,7 +221,7 @@ class Version(_message.Message):
     clipped: bytes
     def __init__(self, chunk: _Optional[int] = ..., attempt: _Optional[int] = ..., contributors: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., clipped: _Optional[bytes] = ...) -> None: ...
 
-class HeldRequest(_message.Message):
+class InventoryRequest(_message.Message):
     __slots__ = ("group_id", "reducer", "everything", "first_chunk", "wait", "known", "known_sealed")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     REDUCER_FIELD_NUMBER: _ClassVar[int]
@@ -205,19 +239,19 @@ class HeldRequest(_message.Message):
     known_sealed: bool
     def __init__(self, group_id: _Optional[bytes] = ..., reducer: _Optional[int] = ..., everything: _Optional[bool] = ..., first_chunk: _Optional[int] = ..., wait: _Optional[bool] = ..., known: _Optional[int] = ..., known_sealed: _Optional[bool] = ...) -> None: ...
 
-class HeldReply(_message.Message):
-    __slots__ = ("held", "more", "sealed", "count", "wanted")
-    HELD_FIELD_NUMBER: _ClassVar[int]
+class InventoryReply(_message.Message):
+    __slots__ = ("versions", "more", "sealed", "count", "wanted")
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
-    held: _containers.RepeatedCompositeFieldContainer[Version]
+    versions: _containers.RepeatedCompositeFieldContainer[Version]
     more: bool
     sealed: bool
     count: int
     wanted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, held: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., more: _Optional[bool] = ..., sealed: _Optional[bool] = ..., count: _Optional[int] = ..., wanted: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., more: _Optional[bool] = ..., sealed: _Optional[bool] = ..., count: _Optional[int] = ..., wanted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("group_id", "chunk", "digest")

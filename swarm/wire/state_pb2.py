@@ -24,29 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16swarm/wire/state.proto\x12\nswarm.wire\"]\n\x05\x43laim\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x03 \x01(\x01\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\"]\n\rReportRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x05\x63laim\x18\x02 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12\x0f\n\x07goodbye\x18\x04 \x01(\x08\"A\n\x0bReportReply\x12 \n\x05\x63laim\x18\x01 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x10\n\x08\x62\x65lieved\x18\x02 \x01(\x08\"=\n\x0bOpenRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tepoch_min\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"h\n\tOpenReply\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tcanonical\x18\x03 \x01(\x08\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x15\n\rchunk_digests\x18\x05 \x01(\x0c\"<\n\rChunksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x0f\n\x07indices\x18\x03 \x03(\r\"\x1c\n\x0b\x43hunkHeader\x12\r\n\x05index\x18\x01 \x01(\r\"*\n\x0c\x43loseRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\"\x0c\n\nCloseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16swarm/wire/state.proto\x12\nswarm.wire\"\x8e\x01\n\x05\x43laim\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x03 \x01(\x01\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\x12\x0c\n\x04head\x18\x07 \x01(\x0c\x12\x10\n\x08\x61\x62stains\x18\x08 \x01(\x08\x12\x0f\n\x07joining\x18\x06 \x01(\x08\"o\n\rReportRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x05\x63laim\x18\x02 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12\x0f\n\x07goodbye\x18\x04 \x01(\x08\x12\x10\n\x08\x66\x61rewell\x18\x05 \x01(\x0c\"A\n\x0bReportReply\x12 \n\x05\x63laim\x18\x01 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x10\n\x08\x62\x65lieved\x18\x02 \x01(\x08\"]\n\x0bOpenRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tepoch_min\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07reserve\x18\x04 \x01(\x08\x12\r\n\x05\x63odec\x18\x05 \x01(\t\"h\n\tOpenReply\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tcanonical\x18\x03 \x01(\x08\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x15\n\rchunk_digests\x18\x05 \x01(\x0c\"<\n\rChunksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x0f\n\x07indices\x18\x03 \x03(\r\"\x1c\n\x0b\x43hunkHeader\x12\r\n\x05index\x18\x01 \x01(\r\"*\n\x0c\x43loseRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\"\x0c\n\nCloseReply\",\n\x0eHistoryRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x03(\x0c\"\x1d\n\x0cHistoryReply\x12\r\n\x05\x63hain\x18\x01 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm.wire.state_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CLAIM']._serialized_start=38
-  _globals['_CLAIM']._serialized_end=131
-  _globals['_REPORTREQUEST']._serialized_start=133
-  _globals['_REPORTREQUEST']._serialized_end=226
-  _globals['_REPORTREPLY']._serialized_start=228
-  _globals['_REPORTREPLY']._serialized_end=293
-  _globals['_OPENREQUEST']._serialized_start=295
-  _globals['_OPENREQUEST']._serialized_end=356
-  _globals['_OPENREPLY']._serialized_start=358
-  _globals['_OPENREPLY']._serialized_end=462
-  _globals['_CHUNKSREQUEST']._serialized_start=464
-  _globals['_CHUNKSREQUEST']._serialized_end=524
-  _globals['_CHUNKHEADER']._serialized_start=526
-  _globals['_CHUNKHEADER']._serialized_end=554
-  _globals['_CLOSEREQUEST']._serialized_start=556
-  _globals['_CLOSEREQUEST']._serialized_end=598
-  _globals['_CLOSEREPLY']._serialized_start=600
-  _globals['_CLOSEREPLY']._serialized_end=612
+  _globals['_CLAIM']._serialized_start=39
+  _globals['_CLAIM']._serialized_end=181
+  _globals['_REPORTREQUEST']._serialized_start=183
+  _globals['_REPORTREQUEST']._serialized_end=294
+  _globals['_REPORTREPLY']._serialized_start=296
+  _globals['_REPORTREPLY']._serialized_end=361
+  _globals['_OPENREQUEST']._serialized_start=363
+  _globals['_OPENREQUEST']._serialized_end=456
+  _globals['_OPENREPLY']._serialized_start=458
+  _globals['_OPENREPLY']._serialized_end=562
+  _globals['_CHUNKSREQUEST']._serialized_start=564
+  _globals['_CHUNKSREQUEST']._serialized_end=624
+  _globals['_CHUNKHEADER']._serialized_start=626
+  _globals['_CHUNKHEADER']._serialized_end=654
+  _globals['_CLOSEREQUEST']._serialized_start=656
+  _globals['_CLOSEREQUEST']._serialized_end=698
+  _globals['_CLOSEREPLY']._serialized_start=700
+  _globals['_CLOSEREPLY']._serialized_end=712
+  _globals['_HISTORYREQUEST']._serialized_start=714
+  _globals['_HISTORYREQUEST']._serialized_end=758
+  _globals['_HISTORYREPLY']._serialized_start=760
+  _globals['_HISTORYREPLY']._serialized_end=789
 # @@protoc_insertion_point(module_scope)

@@ -7,30 +7,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Claim(_message.Message):
-    __slots__ = ("epoch", "samples", "samples_per_s", "at_s", "since_s")
+    __slots__ = ("epoch", "samples", "samples_per_s", "at_s", "since_s", "head", "abstains", "joining")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
     SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    ABSTAINS_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     samples: int
     samples_per_s: float
     at_s: float
     since_s: float
-    def __init__(self, epoch: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., at_s: _Optional[float] = ..., since_s: _Optional[float] = ...) -> None: ...
+    head: bytes
+    abstains: bool
+    joining: bool
+    def __init__(self, epoch: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., at_s: _Optional[float] = ..., since_s: _Optional[float] = ..., head: _Optional[bytes] = ..., abstains: _Optional[bool] = ..., joining: _Optional[bool] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("run", "claim", "full", "goodbye")
+    __slots__ = ("run", "claim", "full", "goodbye", "farewell")
     RUN_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    FAREWELL_FIELD_NUMBER: _ClassVar[int]
     run: str
     claim: Claim
     full: bool
     goodbye: bool
-    def __init__(self, run: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., full: _Optional[bool] = ..., goodbye: _Optional[bool] = ...) -> None: ...
+    farewell: bytes
+    def __init__(self, run: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., full: _Optional[bool] = ..., goodbye: _Optional[bool] = ..., farewell: _Optional[bytes] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ("claim", "believed")
@@ -41,14 +49,18 @@ class ReportReply(_message.Message):
     def __init__(self, claim: _Optional[_Union[Claim, _Mapping]] = ..., believed: _Optional[bool] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("run", "epoch_min", "digest")
+    __slots__ = ("run", "epoch_min", "digest", "reserve", "codec")
     RUN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_MIN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     run: str
     epoch_min: int
     digest: bytes
-    def __init__(self, run: _Optional[str] = ..., epoch_min: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    reserve: bool
+    codec: str
+    def __init__(self, run: _Optional[str] = ..., epoch_min: _Optional[int] = ..., digest: _Optional[bytes] = ..., reserve: _Optional[bool] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("lease", "epoch", "canonical", "total_bytes", "chunk_digests")
@@ -91,3 +103,17 @@ class CloseRequest(_message.Message):
 class CloseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class HistoryRequest(_message.Message):
+    __slots__ = ("run", "heads")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    heads: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run: _Optional[str] = ..., heads: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class HistoryReply(_message.Message):
+    __slots__ = ("chain",)
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    chain: bytes
+    def __init__(self, chain: _Optional[bytes] = ...) -> None: ...

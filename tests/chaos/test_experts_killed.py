@@ -35,7 +35,6 @@ import torch
 
 import swarm
 
-torch.set_num_threads(1)
 setup = json.loads(sys.stdin.readline())
 node = swarm.Node(bootstrap=setup["bootstrap"], listen="127.0.0.1:0")
 experts = {}
@@ -82,11 +81,8 @@ class Servers:
 
 @pytest.fixture
 def trainer() -> Iterator[swarm.Node]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with swarm.Node(listen="127.0.0.1:0") as node:
         yield node
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

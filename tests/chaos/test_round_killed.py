@@ -17,13 +17,14 @@ from tests.chaos.processes import Worker
 pytestmark = pytest.mark.chaos
 
 WORKER = """
-import asyncio, json, sys, time
+import asyncio, json, random, sys, time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from averaging.allreduce.allreduce import AllReduce
 from averaging.matchmaking.logic.group import Group, Member
+from averaging.reduction.audit import Notary
 from swarm.core.clock import SystemClock
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact
@@ -40,9 +41,9 @@ async def main() -> None:
     service = AllReduce(
         handlers=handlers,
         channels=channels,
-        own=identity.peer_id,
         pool=ThreadPoolExecutor(2),
         clock=SystemClock(),
+        notary=Notary(identity, random.SystemRandom()),
     )
     print(json.dumps(Contact(identity.peer_id, (Address("127.0.0.1", port),)).multiaddrs[0]), flush=True)
     setup = json.loads(await loop.run_in_executor(None, sys.stdin.readline))

@@ -60,9 +60,9 @@ def test_a_wrong_name_is_refused_before_torch_is_imported(command: str, tmp_path
     given = arguments(command, tmp_path, "gpu")
     program = f"import sys; from swarm.cli import main; print(main({given!r}), 'torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
     )
-    assert done.stdout.split() == ["2", "False"]
+    assert done.stdout.split() == ["2", "False"], f"exit status {done.returncode}: {done.stderr}"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -181,7 +181,7 @@ def test_the_demo_prints_its_status_every_few_seconds_and_json_shows_only_events
         (3e12, "3.0 TB"),
     ],
 )
-def test_sizes(count: float, text: str) -> None:
+def test_byte_counts_are_shown_with_a_unit(count: float, text: str) -> None:
     assert size(count) == text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,6 @@ from swarm.compression import (
     PUBLIC_WIRE_ID_MAX,
     Buffer,
     Codec,
-    codec,
     find,
     find_wire_id,
     names,
@@ -22,6 +22,7 @@ from swarm.compression import (
     view_bytes,
     view_tensor,
 )
+from swarm.compression.codec import unregister
 from swarm.core.errors import UsageError
 from swarm.testing.codec_contract import check_codec, decoded, encoded
 
@@ -129,12 +130,11 @@ class Eighths:
 
 
 @pytest.fixture
-def eighths(monkeypatch: pytest.MonkeyPatch) -> Codec:
+def eighths() -> Iterator[Codec]:
     """Registered for one test."""
-    monkeypatch.setattr(codec, "_by_name", dict(codec._by_name))
-    monkeypatch.setattr(codec, "_by_wire_id", dict(codec._by_wire_id))
     register(Eighths())
-    return find("eighths")
+    yield find("eighths")
+    unregister("eighths")
 
 
 def test_a_user_adds_a_codec(eighths: Codec) -> None:

@@ -141,7 +141,7 @@ def test_bytes_match_the_format(name: str, numel: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_per_element(name: str) -> None:
+def test_bits_per_element_are_as_documented(name: str) -> None:
     assert find(name).bits_per_element == BITS[name]
     assert find(name).encoded_bytes(1) <= 6  # a scale and a code
 
@@ -163,7 +163,9 @@ def test_rounds_to_nearest_and_ties_to_even() -> None:
         ("topk", 0.945, 0.82),
     ],
 )
-def test_relative_error(name: str, on_normal: float, on_heavy: float) -> None:
+def test_the_relative_error_is_below_the_documented_figure(
+    name: str, on_normal: float, on_heavy: float
+) -> None:
     assert relative_error(name, normal(1 << 18)) < on_normal
     assert relative_error(name, heavy(1 << 18)) < on_heavy
 
@@ -220,7 +222,7 @@ def test_subnormal_blocks_become_zeros() -> None:
 # ---- payloads from a stranger
 
 
-def test_flaws_are_named() -> None:
+def test_each_flaw_of_a_payload_is_described() -> None:
     def wrong(name: str, numel: int, at: int, put: bytes) -> str:
         payload = bytearray(encoded(find(name), normal(numel)))
         payload[at : at + len(put)] = put
@@ -246,7 +248,7 @@ def test_flaws_are_named() -> None:
     assert not find("int4").is_finite(bytes(4))
 
 
-def test_a_place_beyond_the_end() -> None:
+def test_a_sparse_index_beyond_the_end_is_a_flaw_and_touches_no_memory() -> None:
     payload = bytearray(encoded(find("topk"), torch.tensor([1.0, 2.0, 3.0])))
     payload[4:6] = (3 | 15 << 12).to_bytes(2, "little")
     assert find("topk").flaw(payload, 3) == "place 3 in a chunk of 3 elements"

@@ -26,7 +26,7 @@ def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("codec", PLAIN, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("numel", [0, 1, 7, 1000, SERIAL_ELEMENTS_MAX, 3 * SERIAL_ELEMENTS_MAX + 5])
-def test_size_and_bound(codec: PlainCodec, numel: int) -> None:
+def test_sizes_and_errors_stay_within_the_declared_bounds(codec: PlainCodec, numel: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     values = torch.randn(numel, generator=generator) * 100
     decoded = there_and_back(codec, values)
@@ -70,7 +70,7 @@ def test_float32_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("codec", PLAIN, ids=lambda codec: codec.name)
-def test_is_finite(codec: PlainCodec) -> None:
+def test_is_finite_detects_nan_and_infinity_in_encoded_bytes(codec: PlainCodec) -> None:
     def encoded(values: torch.Tensor) -> bytes:
         return bytes(
             codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8))
@@ -110,7 +110,7 @@ def test_cast_matches_torch() -> None:
         assert torch.equal(target, values.to(dtype))
 
 
-def test_registry() -> None:
+def test_codecs_are_found_by_name_and_by_wire_id_and_version() -> None:
     assert {"float32", "float16", "bfloat16"} <= set(names())
     for codec in PLAIN:
         assert find(codec.name) is codec

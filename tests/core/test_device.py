@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -105,7 +106,9 @@ def test_torchs_accelerator_error_is_a_device_failure() -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu"])
-def test_what_every_machine_has_is_not_looked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_and_auto_are_accepted_without_looking_for_devices(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("swarm.core.device.resolve_device", pytest.fail)
     check_device_present(name)
 
@@ -121,7 +124,13 @@ def test_a_cuda_device_becomes_the_current_one_and_the_cpu_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entered: list[object] = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device)))
+
+    @contextlib.contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", noted)
     for name in ("cuda:1", "cpu", "mps"):
         with current_device(torch.device(name)):
             pass

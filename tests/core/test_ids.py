@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.core.errors import UsageError
-from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact, Key, PeerId
 
 PUBLIC = bytes(range(32))
 PEER = PeerId(PUBLIC)
@@ -126,3 +126,19 @@ def test_a_key_has_a_namespace_and_a_name() -> None:
     for text in ("", "/x", "x/", "n/" + "x" * 300):
         with pytest.raises(UsageError):
             Key.parse(text)
+
+
+def test_a_published_contact_is_read_back_from_its_record() -> None:
+    contact = Contact(PeerId(bytes(32)), tuple(Address("127.0.0.1", 4000 + number) for number in range(10)))
+    assert len(contact.published) == ADDRESSES_MAX
+    assert (
+        Contact.from_record(contact.peer_id, contact.published).addresses == contact.addresses[:ADDRESSES_MAX]
+    )
+
+
+@pytest.mark.parametrize(
+    "addresses", [None, "text", [7], ["no address"], ["/ip4/127.0.0.1/tcp/1/tls/http"] * 9]
+)
+def test_a_malformed_list_of_addresses_is_the_fault_of_its_writer(addresses: object) -> None:
+    with pytest.raises(PeerError):
+        Contact.from_record(PeerId(bytes(32)), addresses)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.core.ids import Address, Contact, PeerId
-from swarm.dht.logic.lookup import Lookup, LookupConfig, LookupDone, SendFind
+from swarm.dht.logic.lookup import Lookup, LookupBreadth, LookupDone, SendFind
 from swarm.dht.logic.routing import RoutingTable
 
 
@@ -97,9 +97,13 @@ def test_a_lookup_finds_the_peers_that_the_textbook_version_finds(
     world = World(seed, count, dead)
     target = world.rng.getrandbits(256)
     own = world.contacts[0]
-    config = LookupConfig(wanted=wanted, parallel=4, queries_max=500, shortlist_max=1000)
+    breadth = LookupBreadth(wanted=wanted, parallel=4, queries_max=500, shortlist_max=1000)
     lookup = Lookup(
-        target, world.tables[own.peer_id].nearest(target, 20), own=own.peer_id, own_contact=own, config=config
+        target,
+        world.tables[own.peer_id].nearest(target, 20),
+        own=own.peer_id,
+        own_contact=own,
+        breadth=breadth,
     )
     done, peak = drive(lookup, lambda peer: world.answer(peer, target), world.rng)
     assert peak <= 4
@@ -125,7 +129,7 @@ def test_hops_grow_logarithmically() -> None:
             target,
             world.tables[own.peer_id].nearest(target, 20),
             own=own.peer_id,
-            config=LookupConfig(wanted=5, parallel=5),
+            breadth=LookupBreadth(wanted=5, parallel=5),
         )
         drive(lookup, lambda peer, target=target: world.answer(peer, target), world.rng)  # type: ignore[misc]
         queries.append(lookup.queries)
@@ -136,7 +140,7 @@ def test_only_peers_that_may_be_among_the_nearest_are_asked() -> None:
     seeds = [contact_of(number) for number in range(1, 6)]
     target = seeds[0].peer_id.dht_id
     nearest = sorted(seeds, key=lambda contact: contact.peer_id.dht_id ^ target)
-    lookup = Lookup(target, seeds, own=contact_of(99).peer_id, config=LookupConfig(wanted=2, parallel=10))
+    lookup = Lookup(target, seeds, own=contact_of(99).peer_id, breadth=LookupBreadth(wanted=2, parallel=10))
     assert lookup.poll(0.0) == [SendFind(contact) for contact in nearest[:2]]
     lookup.on_failure(nearest[0].peer_id)
     assert lookup.poll(0.0) == [SendFind(nearest[2])], "who failed is replaced"
@@ -148,7 +152,7 @@ def test_contacts_taken_from_one_answer_are_limited() -> None:
         contacts[0].peer_id.dht_id,
         [seed],
         own=contact_of(99).peer_id,
-        config=LookupConfig(wanted=15, parallel=15, closer_max=3),
+        breadth=LookupBreadth(wanted=15, parallel=15, closer_max=3),
     )
     lookup.poll(0.0)
     lookup.on_reply(seed.peer_id, contacts)
@@ -173,7 +177,7 @@ def test_the_number_of_calls_is_limited() -> None:
         seeds[0].peer_id.dht_id,
         seeds,
         own=contact_of(99).peer_id,
-        config=LookupConfig(parallel=10, queries_max=3),
+        breadth=LookupBreadth(parallel=10, queries_max=3),
     )
     asked = [effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)]
     assert len(asked) == 3
@@ -196,7 +200,7 @@ def test_a_lookup_ends_despite_endless_invented_contacts() -> None:
     """
     rng = random.Random(3)
     own = contact_of(1)
-    config = LookupConfig()
+    breadth = LookupBreadth()
     numbers = iter(range(10**6, 10**9))
 
     def lie(peer: PeerId) -> list[Contact]:
@@ -204,10 +208,10 @@ def test_a_lookup_ends_despite_endless_invented_contacts() -> None:
             (contact_of(next(numbers)) for _ in range(200)), key=lambda contact: contact.peer_id.dht_id
         )[:50]
 
-    lookup = Lookup(0, [contact_of(2)], own=own.peer_id, config=config)
+    lookup = Lookup(0, [contact_of(2)], own=own.peer_id, breadth=breadth)
     drive(lookup, lie, rng)
-    assert lookup.queries <= config.queries_max
-    assert len(lookup._order) <= config.shortlist_max + config.queries_max
+    assert lookup.queries <= breadth.queries_max
+    assert len(lookup._order) <= breadth.shortlist_max + breadth.queries_max
 
 
 def test_invented_contacts_that_never_answer_do_not_hide_live_peers() -> None:
@@ -221,7 +225,7 @@ def test_invented_contacts_that_never_answer_do_not_hide_live_peers() -> None:
     )[:20]
     assert invented[-1].peer_id.dht_id < honest[0].peer_id.dht_id
     lookup = Lookup(
-        target, honest[:20], own=contact_of(99).peer_id, config=LookupConfig(wanted=5, parallel=5)
+        target, honest[:20], own=contact_of(99).peer_id, breadth=LookupBreadth(wanted=5, parallel=5)
     )
     now_s = 0.0
     silent = {contact.peer_id for contact in invented}
@@ -276,6 +280,6 @@ def test_two_addresses_for_one_peer_are_both_kept() -> None:
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_calls_in_flight_are_limited(parallel: int) -> None:
     contacts = [contact_of(number) for number in range(2, 12)]
-    lookup = Lookup(0, contacts, own=contact_of(1).peer_id, config=LookupConfig(parallel=parallel))
+    lookup = Lookup(0, contacts, own=contact_of(1).peer_id, breadth=LookupBreadth(parallel=parallel))
     assert len(lookup.poll(0.0)) == parallel
     assert lookup.poll(0.5) == []

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.core.errors import UsageError
+from swarm.core.identity import verify
 from swarm.core.ids import Key
 from swarm.dht.logic import records
 from swarm.dht.logic.records import (
@@ -48,7 +49,7 @@ def refusal(record: Record, now_us: int = NOW_US) -> str | None:
     return RecordValidator().refusal(record, now_us)
 
 
-def test_good_records_pass() -> None:
+def test_valid_records_are_accepted() -> None:
     assert refusal(record_of()) is None
     assert refusal(record_of(subkey="sub")) is None
     assert refusal(record_of(subkey="")) is None
@@ -124,7 +125,7 @@ def test_moving_bytes_between_fields_invalidates_the_signature() -> None:
         ({"key": Key("run.abc", "thing"), "subkey": str(BERT.peer_id)}, "its writer's PeerID"),
     ],
 )
-def test_refusals_say_why(changes: dict[str, Any], reason: str) -> None:
+def test_each_invalid_record_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:
     assert reason in (refusal(record_of(**changes)) or "")
 
 
@@ -134,9 +135,13 @@ def test_a_record_from_the_future_is_refused_because_of_a_wrong_clock() -> None:
 
 
 def test_the_signature_cache_is_bounded_and_correct(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    verify = records.verify
-    monkeypatch.setattr(records, "verify", lambda *arguments: calls.append(1) or verify(*arguments))
+    calls: list[tuple[object, ...]] = []
+
+    def counted(*arguments: Any) -> bool:
+        calls.append(arguments)
+        return verify(*arguments)
+
+    monkeypatch.setattr(records, "verify", counted)
     monkeypatch.setattr(records, "_VERIFIED_MAX", 3)
     validator = RecordValidator()
     good, forged = record_of(), replace(record_of(), signature=bytes(64))

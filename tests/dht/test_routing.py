@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.core.ids import Address, Contact, PeerId
-from swarm.dht.logic.routing import ID_BITS, RoutingConfig, RoutingTable
+from swarm.dht.logic.routing import FAR_SILENT_S_MAX, FAR_SILENT_S_MIN, ID_BITS, NEAR_SILENT_S, RoutingTable
 
 OWN = PeerId(bytes(32))
 
@@ -17,8 +17,8 @@ def contact_of(number: int, port: int = 4000) -> Contact:
     return Contact(PeerId(number.to_bytes(32, "big")), (Address("127.0.0.1", port),))
 
 
-def filled(count: int, config: RoutingConfig | None = None, seed: int = 0) -> RoutingTable:
-    table = RoutingTable(OWN, config)
+def filled(count: int, seed: int = 0, **sizes: int) -> RoutingTable:
+    table = RoutingTable(OWN, **sizes)
     rng = random.Random(seed)
     for now_s in range(count):
         table.on_answer(contact_of(rng.getrandbits(200) + 1), float(now_s))
@@ -30,10 +30,10 @@ def check_invariants(table: RoutingTable) -> None:
     for bucket in table._buckets:
         assert bucket.lower == lower, "the ranges cover every id, once"
         lower += 1 << bucket.width_bits
-        assert len(bucket.nodes) <= table.config.bucket_max
-        assert len(bucket.replacements) <= table.config.bucket_max
+        assert len(bucket.nodes) <= table.bucket_max
+        assert len(bucket.replacements) <= table.bucket_max
         assert not set(bucket.nodes) & set(bucket.replacements)
-        assert not bucket.replacements or len(bucket.nodes) == table.config.bucket_max, (
+        assert not bucket.replacements or len(bucket.nodes) == table.bucket_max, (
             "a bucket with room has no replacements"
         )
         for peer_id, node in (bucket.nodes | bucket.replacements).items():
@@ -57,7 +57,7 @@ def check_invariants(table: RoutingTable) -> None:
 def test_nearest_equals_brute_force(
     count: int, seed: int, bucket_max: int, depth_step: int, target: int, wanted: int
 ) -> None:
-    table = filled(count, RoutingConfig(bucket_max=bucket_max, depth_step=depth_step), seed)
+    table = filled(count, seed, bucket_max=bucket_max, depth_step=depth_step)
     check_invariants(table)
     all_peers = list(table)
     assert len(all_peers) == len(table)
@@ -85,8 +85,7 @@ def test_long_lived_peers_stay_in_a_full_bucket() -> None:
     """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, and the peer
     silent for longest is pinged.
     """
-    config = RoutingConfig(bucket_max=2, depth_step=1, questionable_s=0.0)
-    table = RoutingTable(OWN, config)
+    table = RoutingTable(OWN, bucket_max=2, depth_step=1, questionable_s=0.0)
     far = [
         contact_of(number)
         for number in range(1, 400)
@@ -140,8 +139,7 @@ def test_own_peer_and_undialable_peers_never_enter_the_table() -> None:
 
 def test_a_flood_of_identities_displaces_no_live_peer() -> None:
     """An attacker's 10,000 identities do not displace 40 peers that answer."""
-    config = RoutingConfig(questionable_s=0.0)
-    table = RoutingTable(OWN, config)
+    table = RoutingTable(OWN, questionable_s=0.0)
     honest = [contact_of(number) for number in range(1, 41)]
     for contact in honest:
         table.on_answer(contact, 0.0)
@@ -173,8 +171,7 @@ def test_near_peers_are_pinged_often_and_others_less_and_less_often() -> None:
     """Section 2.1, figure 1: a peer that has lived long is likely to live on; the nearest peers hold the same
     keys.
     """
-    config = RoutingConfig(near_count=3, near_silent_s=60.0, far_silent_s_min=300.0, far_silent_s_max=3600.0)
-    table = RoutingTable(OWN, config)
+    table = RoutingTable(OWN, near_count=3)
     all_peers = sorted(
         (contact_of(number) for number in range(1, 16)), key=lambda one: one.peer_id.dht_id ^ OWN.dht_id
     )
@@ -200,7 +197,7 @@ def test_a_caller_enters_the_table_only_after_it_answers_a_ping() -> None:
     """Section 2.2 takes any message as a sign of life. Here only an answer proves that a peer can be reached,
     so a call leads to a ping.
     """
-    table = RoutingTable(OWN, RoutingConfig(bucket_max=2, depth_step=1, questionable_s=10.0))
+    table = RoutingTable(OWN, bucket_max=2, depth_step=1, questionable_s=10.0)
     far = [
         contact_of(number)
         for number in range(1, 400)
@@ -227,13 +224,13 @@ def test_a_caller_enters_the_table_only_after_it_answers_a_ping() -> None:
     check_invariants(table)
 
 
-def due_by_brute_force(table: RoutingTable, now_s: float) -> set[PeerId]:
-    config, found = table.config, set()
-    near = {contact.peer_id for contact in table.nearest(table.own_id, config.near_count)}
+def due_by_brute_force(table: RoutingTable, near_count: int, now_s: float) -> set[PeerId]:
+    found = set()
+    near = {contact.peer_id for contact in table.nearest(table.own_id, near_count)}
     for bucket in table._buckets:
         for peer_id, node in bucket.nodes.items():
-            known_s = min(max(node.seen_s - node.since_s, config.far_silent_s_min), config.far_silent_s_max)
-            if node.failures or now_s - node.seen_s >= (config.near_silent_s if peer_id in near else known_s):
+            known_s = min(max(node.seen_s - node.since_s, FAR_SILENT_S_MIN), FAR_SILENT_S_MAX)
+            if node.failures or now_s - node.seen_s >= (NEAR_SILENT_S if peer_id in near else known_s):
                 found.add(peer_id)
     return found
 
@@ -249,7 +246,7 @@ def test_peers_to_ping_equal_brute_force(seed: int, bucket_max: int, steps: int,
     """The table checks only the peers that were silent for longest; joins, departures, failures and
     replacements must not hide any other.
     """
-    table = RoutingTable(OWN, RoutingConfig(bucket_max=bucket_max, near_count=4, depth_step=2))
+    table = RoutingTable(OWN, bucket_max=bucket_max, near_count=4, depth_step=2)
     rng, now_s = random.Random(seed), 0.0
     people = [contact_of(rng.getrandbits(200) + 1) for _ in range(60)]
     for _ in range(steps):
@@ -263,7 +260,7 @@ def test_peers_to_ping_equal_brute_force(seed: int, bucket_max: int, steps: int,
         else:
             table.on_failure(contact.peer_id, at_once=act == 5)
         due = table.to_ping(now_s)
-        assert {contact.peer_id for contact in due} == due_by_brute_force(table, now_s)
+        assert {contact.peer_id for contact in due} == due_by_brute_force(table, 4, now_s)
         assert len(due) == len(set(due))
     check_invariants(table)
     assert set(table._failing) == {

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.records import Record
-from swarm.dht.logic.storage import Storage, StorageConfig, latest_by_owner
+from swarm.dht.logic.storage import Quotas, Storage, latest_by_owner
 
 WRITERS = [PeerId(bytes([number]) * 32) for number in range(3)]
 KEYS = [Key("public", name) for name in "ab"]
@@ -47,7 +47,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storage = Storage(StorageConfig())
+        self.storage = Storage()
         self.now_us = 1000
         self.stories: dict[tuple[Key, PeerId, str | None], Story] = {}
         self.offered: list[Record] = []
@@ -208,18 +208,18 @@ def test_equal_issue_times_are_resolved_the_same_way_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("quotas", "reason"),
     [
-        (StorageConfig(entries_per_key_max=5), "the key holds 5 entries"),
-        (StorageConfig(entries_per_writer_max=5), "its writer has 5 entries"),
-        (StorageConfig(entries_per_writer_and_key_max=5), "its writer has 5 entries under this key"),
-        (StorageConfig(bytes_per_key_max=2000), "the key's entries"),
-        (StorageConfig(bytes_per_writer_max=2000), "its writer's entries"),
-        (StorageConfig(bytes_max=2000), "storage of 2000 bytes is full"),
+        (Quotas(entries_per_key_max=5), "the key holds 5 entries"),
+        (Quotas(entries_per_writer_max=5), "its writer has 5 entries"),
+        (Quotas(entries_per_writer_and_key_max=5), "its writer has 5 entries under this key"),
+        (Quotas(bytes_per_key_max=2000), "the key's entries"),
+        (Quotas(bytes_per_writer_max=2000), "its writer's entries"),
+        (Quotas(bytes_max=2000), "storage of 2000 bytes is full"),
     ],
 )
-def test_quotas_refuse_new_records_and_keep_stored_ones(config: StorageConfig, reason: str) -> None:
-    storage = Storage(config)
+def test_quotas_refuse_new_records_and_keep_stored_ones(quotas: Quotas, reason: str) -> None:
+    storage = Storage(quotas)
     refusals = [
         storage.store(record_of(10, 100, subkey=str(number), value=bytes(100)), 20) for number in range(50)
     ]
@@ -232,7 +232,7 @@ def test_quotas_refuse_new_records_and_keep_stored_ones(config: StorageConfig, r
     )
     grown = storage.store(record_of(12, 100, subkey="0", value=bytes(1500)), 20)
     assert (grown is None) == (
-        config.bytes_max > 2000 < min(config.bytes_per_key_max, config.bytes_per_writer_max)
+        quotas.bytes_max > 2000 < min(quotas.bytes_per_key_max, quotas.bytes_per_writer_max)
     )
     assert len(storage.records(KEYS[0], 20)) == held
     assert storage.store(record_of(200, 100, subkey="new", value=bytes(100)), 201) is None, (
@@ -241,9 +241,7 @@ def test_quotas_refuse_new_records_and_keep_stored_ones(config: StorageConfig, r
 
 
 def test_a_namespace_rule_replaces_the_limit_per_writer_and_key() -> None:
-    storage = Storage(
-        StorageConfig(entries_per_writer_and_key_max=4), lambda key: 2 if key == KEYS[0] else None
-    )
+    storage = Storage(Quotas(entries_per_writer_and_key_max=4), lambda key: 2 if key == KEYS[0] else None)
     for key, count in ((KEYS[0], 2), (KEYS[1], 4)):
         for writer in range(3):
             kept = [
@@ -255,7 +253,7 @@ def test_a_namespace_rule_replaces_the_limit_per_writer_and_key() -> None:
 
 
 def test_a_flood_of_far_keys_leaves_room_for_near_keys() -> None:
-    storage = Storage(StorageConfig(bytes_max=20_000, bytes_far_max=5_000))
+    storage = Storage(Quotas(bytes_max=20_000, bytes_far_max=5_000))
     refusals = [
         storage.store(record_of(10, 100, subkey=str(number), value=bytes(500)), 20, far=True)
         for number in range(40)
@@ -285,7 +283,7 @@ def test_frequent_renewals_do_not_grow_the_storage() -> None:
 @pytest.mark.parametrize("limit", ["bytes_per_key_max", "bytes_per_writer_max", "bytes_max", "bytes_far_max"])
 def test_a_record_that_just_fits_the_quota_is_stored(limit: str) -> None:
     records = [record_of(10, 100, subkey=str(number), value=bytes(100)) for number in range(3)]
-    storage = Storage(StorageConfig(**{limit: 2 * records[0].size_bytes}))  # type: ignore[arg-type]
+    storage = Storage(Quotas(**{limit: 2 * records[0].size_bytes}))  # type: ignore[arg-type]
     assert [storage.store(record, 20, far=True) is None for record in records] == [True, True, False]
 
 

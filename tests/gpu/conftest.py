@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.cuda.companion import LOCAL
 from benchmarks.cuda.device import DEVICE_VARIABLE, Figure
 from benchmarks.cuda.model import TINY, Size
 from swarm.node import Node
@@ -115,7 +116,10 @@ def figure(request: pytest.FixtureRequest, small: bool) -> Figure:
 @pytest.fixture
 def nodes() -> Iterator[list[Node]]:
     """Two nodes of this process on loopback that know each other."""
-    with Node(listen="127.0.0.1:0") as first, Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second:
+    with (
+        Node(listen="127.0.0.1:0", config=LOCAL) as first,
+        Node(bootstrap=first.addresses, listen="127.0.0.1:0", config=LOCAL) as second,
+    ):
         yield [first, second]
 
 

@@ -232,6 +232,8 @@ class Runner:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONUNBUFFERED": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
+            # steps run side by side, and OpenMP's threads wait for one another spinning
+            **({"OMP_NUM_THREADS": "1"} if os.environ.get(DEVICE_VARIABLE) == "cpu" else {}),
         }
 
     def _keep(self, outcome: Outcome) -> None:

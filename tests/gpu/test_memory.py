@@ -13,7 +13,6 @@ import torch
 from averaging.averager import Averager
 from averaging.optim.optimizer import Diloco, Gossip, Gradients, Local, Optimizer
 from averaging.reduction.lowrank import PowerSgd
-from benchmarks.cuda.companion import QUICK
 from benchmarks.cuda.device import Figure, allocated_bytes, finish, forget_peak, peak_bytes, pinned_bytes
 from benchmarks.cuda.peers import at_once, step_all
 from swarm.node import Node
@@ -44,7 +43,6 @@ def train(node: Node, device: torch.device, rows: int, options: dict[str, Any]) 
         "target_batch_size": 4,
         "batch_size_per_step": 1,
         "codec": "float16",
-        "config": QUICK,
         "state_sync_epochs": 2,
     }
     with Optimizer(inner, node=node, run="memory", **{**settings, **options}) as optimizer:

@@ -46,7 +46,7 @@ def test_a_newcomer_gets_the_state_of_one_moment(
     judge(state_to_newcomers(size, device, times=TIMES, stream=stream), "state to a newcomer", figure)
 
 
-def test_a_checkpoint_is_of_one_moment(
+def test_a_checkpoint_written_during_training_is_of_one_epoch(
     size: Size, device: torch.device, stream: torch.cuda.Stream | None, fast_folder: Path, figure: Figure
 ) -> None:
     judge(state_to_disk(size, device, fast_folder, times=TIMES, stream=stream), "checkpoint", figure)

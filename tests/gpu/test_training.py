@@ -13,7 +13,6 @@ import torch
 
 from averaging.optim.accumulate import GradientAccumulator
 from averaging.optim.optimizer import Diloco, Gradients, Local, Optimizer
-from benchmarks.cuda.companion import QUICK
 from benchmarks.cuda.peers import at_once
 from swarm.node import Node
 
@@ -69,7 +68,7 @@ def test_two_peers_train_to_equal_states(
                     run="equal",
                     target_batch_size=64,
                     batch_size_per_step=16,
-                    **{"codec": "float16", "state_sync_epochs": 4, "config": QUICK, **options},
+                    **{"codec": "float16", "state_sync_epochs": 4, **options},
                 )
             )
             for node, net in zip(nodes, nets, strict=True)

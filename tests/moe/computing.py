@@ -15,7 +15,7 @@ from moe.server.compute import ComputeThread
 from moe.server.devices import DeviceFailed
 from moe.server.expert import Expert
 from moe.server.jobs import Job, Outcome
-from moe.server.logic.batching import BatchingConfig
+from moe.server.logic.batching import BatchLimits
 from swarm.compression import find
 from swarm.core.ids import PeerId
 from tests.moe.late_link import HOST, LateLink
@@ -74,13 +74,13 @@ def tensors_of(job: Job, outcome: Outcome) -> list[torch.Tensor | None]:
 class Computing:
     """A computing thread and its outcomes."""
 
-    def __init__(self, link: LateLink | None = None, config: BatchingConfig | None = None) -> None:
+    def __init__(self, link: LateLink | None = None, config: BatchLimits | None = None) -> None:
         self.link = link
         self.outcomes: dict[int, Outcome] = {}
         self.failures: list[DeviceFailed] = []
         self._done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
         self.reported: queue.SimpleQueue[DeviceFailed] = queue.SimpleQueue()
-        self.thread = ComputeThread(config or BatchingConfig(), self._deliver, self.reported.put, HOST, link)
+        self.thread = ComputeThread(config or BatchLimits(), self._deliver, self.reported.put, HOST, link)
 
     def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
         for one in done:
@@ -109,15 +109,15 @@ class Computing:
         return self.results(*jobs)
 
 
-def batching_of(count: int, samples_max: int = 4096) -> BatchingConfig:
+def batching_of(count: int, samples_max: int = 4096) -> BatchLimits:
     """Return a config with which batches wait until there are `count` requests of a sample or more, so that
     tests control what is computed together.
     """
-    return BatchingConfig(batch_samples_max=samples_max, batch_samples_min=count, linger_s=TIMEOUT_S)
+    return BatchLimits(batch_samples_max=samples_max, batch_samples_min=count, linger_s=TIMEOUT_S)
 
 
 @contextmanager
-def computing(link: LateLink | None = None, config: BatchingConfig | None = None) -> Iterator[Computing]:
+def computing(link: LateLink | None = None, config: BatchLimits | None = None) -> Iterator[Computing]:
     made = Computing(link, config)
     try:
         yield made

@@ -62,6 +62,12 @@ class LateLink:
     def empty_cache(self) -> None:
         self.emptied += 1
 
+    def clear(self) -> None:
+        """Forget the events so far, and number them from 0 again."""
+        with self._changed:
+            self.events.clear()
+            self._numbers.clear()
+
     def note(self, name: str) -> int:
         """Record an event and return its number among those of its kind."""
         with self._changed:

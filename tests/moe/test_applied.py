@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe.server.logic.applied import AppliedRequests, AppliedRequestsConfig
+from moe.server.logic.applied import AppliedRequests
 
 
 def name(number: int) -> bytes:
@@ -19,7 +19,7 @@ def test_a_repeated_request_gets_its_answer_only_for_the_same_caller() -> None:
 
 
 def test_answers_are_forgotten_before_ids() -> None:
-    applied: AppliedRequests[str] = AppliedRequests(AppliedRequestsConfig(answers_bytes_max=25))
+    applied: AppliedRequests[str] = AppliedRequests(answers_bytes_max=25)
     for number in range(5):
         applied.note("x", name(number), str(number), 10)
     assert [applied.answer("x", name(number)) for number in range(5)] == [None, None, None, "3", "4"]
@@ -27,7 +27,7 @@ def test_answers_are_forgotten_before_ids() -> None:
 
 
 def test_one_caller_cannot_evict_the_ids_of_others() -> None:
-    applied: AppliedRequests[str] = AppliedRequests(AppliedRequestsConfig(ids_per_caller_max=10))
+    applied: AppliedRequests[str] = AppliedRequests(ids_per_caller_max=10)
     applied.note("quiet", name(0), "kept", 1)
     for number in range(1000):
         applied.note("loud", name(number), "", 1)
@@ -36,7 +36,7 @@ def test_one_caller_cannot_evict_the_ids_of_others() -> None:
 
 
 def test_ids_and_answers_are_limited_over_all_callers() -> None:
-    applied: AppliedRequests[str] = AppliedRequests(AppliedRequestsConfig(ids_max=20))
+    applied: AppliedRequests[str] = AppliedRequests(ids_max=20)
     for number in range(100):
         applied.note(f"caller {number}", name(number), "", 1)
     assert len(applied) == 20

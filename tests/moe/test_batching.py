@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.server.logic.batching import Batcher, BatchingConfig, QueuedRequest
+from moe.server.logic.batching import Batcher, BatchLimits, QueuedRequest
 from swarm.core.errors import UsageError
 
 
@@ -33,7 +33,7 @@ def test_an_idle_device_starts_at_once() -> None:
 
 
 def test_the_size_that_fitted_into_memory_limits_later_batches_of_its_queue_and_grows_slowly() -> None:
-    batcher = Batcher(BatchingConfig(batch_samples_max=64, batch_samples_min=64, linger_s=100.0))
+    batcher = Batcher(BatchLimits(batch_samples_max=64, batch_samples_min=64, linger_s=100.0))
     batcher.ran_out_of_memory("a", 10)
     for number in range(16):
         batcher.offer(request(number, queue="a", samples=4), 0.0)
@@ -54,7 +54,7 @@ def test_the_size_that_fitted_into_memory_limits_later_batches_of_its_queue_and_
 
 
 def test_a_request_above_the_memory_limit_is_a_batch_of_its_own() -> None:
-    batcher = Batcher(BatchingConfig(batch_samples_max=64))
+    batcher = Batcher(BatchLimits(batch_samples_max=64))
     batcher.ran_out_of_memory("a", 2)
     for number in range(2):
         batcher.offer(request(number, samples=40), 0.0)
@@ -62,7 +62,7 @@ def test_a_request_above_the_memory_limit_is_a_batch_of_its_own() -> None:
 
 
 def test_requests_that_wait_become_one_batch_per_expert() -> None:
-    batcher = Batcher(BatchingConfig(batch_samples_max=10))
+    batcher = Batcher(BatchLimits(batch_samples_max=10))
     for number, (queue, samples) in enumerate([("a", 4), ("b", 1), ("a", 6), ("a", 1)]):
         assert not batcher.offer(request(number, queue=queue, samples=samples), float(number))
     assert numbers(batcher.take(9.0)) == [0, 2]
@@ -71,7 +71,7 @@ def test_requests_that_wait_become_one_batch_per_expert() -> None:
 
 
 def test_a_small_batch_waits_at_most_linger_s() -> None:
-    batcher = Batcher(BatchingConfig(batch_samples_min=4, linger_s=0.5))
+    batcher = Batcher(BatchLimits(batch_samples_min=4, linger_s=0.5))
     batcher.offer(request(1, samples=2), 10.0)
     assert batcher.take(10.4) == []
     assert batcher.due_s() == 10.5
@@ -85,12 +85,12 @@ def test_a_small_batch_waits_at_most_linger_s() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (BatchingConfig(queued_requests_max=2), "2 queued"),
-        (BatchingConfig(queued_bytes_max=20), "2 queued"),
-        (BatchingConfig(queued_requests_per_caller_max=2), "2 requests of yours"),
+        (BatchLimits(queued_requests_max=2), "2 queued"),
+        (BatchLimits(queued_bytes_max=20), "2 queued"),
+        (BatchLimits(queued_requests_per_caller_max=2), "2 requests of yours"),
     ],
 )
-def test_a_full_queue_refuses_with_a_reason(config: BatchingConfig, said: str) -> None:
+def test_a_full_queue_refuses_with_a_reason(config: BatchLimits, said: str) -> None:
     batcher = Batcher(config)
     assert not batcher.offer(request(1), 0.0)
     assert not batcher.offer(request(2), 0.0)
@@ -101,7 +101,7 @@ def test_a_full_queue_refuses_with_a_reason(config: BatchingConfig, said: str) -
 
 
 def test_a_request_above_the_byte_limit_is_queued_when_the_queue_is_empty() -> None:
-    batcher = Batcher(BatchingConfig(queued_bytes_max=5))
+    batcher = Batcher(BatchLimits(queued_bytes_max=5))
     assert not batcher.offer(request(1, size_bytes=10), 0.0)
 
 
@@ -117,7 +117,7 @@ def test_a_withdrawn_request_is_not_computed() -> None:
 
 
 def test_a_caller_with_many_requests_does_not_delay_one_with_few() -> None:
-    batcher = Batcher(BatchingConfig(batch_samples_max=8))
+    batcher = Batcher(BatchLimits(batch_samples_max=8))
     for number in range(40):
         batcher.offer(request(number, caller="greedy", samples=8), 0.0)
     batcher.take(0.0)
@@ -132,12 +132,12 @@ def test_impossible_limits_are_refused() -> None:
         {"batch_samples_min": 9, "batch_samples_max": 8},
     ):
         with pytest.raises(UsageError):
-            BatchingConfig(**wrong)  # type: ignore[arg-type]
+            BatchLimits(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_caller_alone_is_served_oldest_first_over_all_experts() -> None:
     rng = random.Random(3)
-    batcher = Batcher(BatchingConfig(batch_requests_max=1))
+    batcher = Batcher(BatchLimits(batch_requests_max=1))
     for number in range(100):
         batcher.offer(request(number, queue=rng.choice("abc"), samples=rng.randint(1, 9)), float(number))
     assert [numbers(batcher.take(200.0)) for _ in range(100)] == [[number] for number in range(100)]
@@ -151,7 +151,7 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
     # queued requests of each caller: more than one batch takes, since otherwise a caller asks for less than
     # its share
     callers = {name: 128 // size + rng.randint(1, 60) for name, size in sizes.items()}
-    batcher = Batcher(BatchingConfig(batch_samples_max=32, queued_requests_per_caller_max=1000))
+    batcher = Batcher(BatchLimits(batch_samples_max=32, queued_requests_per_caller_max=1000))
     served = dict.fromkeys(callers, 0)
     number = 0
     waiting = dict.fromkeys(callers, 0)
@@ -182,7 +182,7 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
 def test_requests_are_served_once_and_within_limits_under_random_traffic(
     steps: list[tuple[str, int, int]],
 ) -> None:
-    config = BatchingConfig(
+    config = BatchLimits(
         batch_samples_max=16, batch_requests_max=3, queued_requests_max=12, queued_requests_per_caller_max=5
     )
     batcher = Batcher(config)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 import torch
 
-from moe.client.logic.beam import BeamConfig, BeamSearch, Prefix, Selection, compact
+from moe.client.logic.beam import BeamLimits, BeamSearch, Prefix, Selection, compact
 from swarm.core.errors import UsageError
 
 
@@ -67,12 +67,12 @@ def test_the_search_finds_the_experts_of_an_exhaustive_search(seed: int) -> None
     alive = rng.sample(everything, rng.randint(0, len(everything)))
     batch, k = rng.randint(1, 12), rng.randint(1, 6)
     scores = [torch.randn(batch, len(dimension), generator=generator) for dimension in dimensions]
-    config = BeamConfig(
+    limits = BeamLimits(
         width=rng.randint(1, 4),
         prefixes_per_step_max=rng.choice([1, 3, 64]),
         elements_max=rng.choice([1, 50, 1 << 22]),
     )
-    selection, _, _ = run(BeamSearch(scores, dimensions, k, config), alive, len(dimensions))
+    selection, _, _ = run(BeamSearch(scores, dimensions, k, limits), alive, len(dimensions))
     assert selection.certain
     assert set(selection.experts) <= set(alive)
     expected = exhaustive(scores, dimensions, alive, k)
@@ -97,7 +97,7 @@ def test_the_best_expert_is_found_when_the_best_prefix_has_a_hole() -> None:
     """A search that keeps the k best prefixes of the first dimension finds (0, 1) here; (1, 0) is better."""
     scores = [torch.tensor([[10.0, 9.0]]), torch.tensor([[5.0, -100.0]])]
     selection, _, _ = run(
-        BeamSearch(scores, [range(2), range(2)], 1, BeamConfig(width=1)), [(0, 1), (1, 0)], 2
+        BeamSearch(scores, [range(2), range(2)], 1, BeamLimits(width=1)), [(0, 1), (1, 0)], 2
     )
     assert selection.experts == ((1, 0),)
 
@@ -106,9 +106,9 @@ def test_a_search_ended_by_a_limit_is_not_certain() -> None:
     dimensions = [range(50), range(2)]
     # every prefix promises more than it holds
     scores = [torch.arange(50.0)[None], torch.tensor([[-1000.0, 0.0]])]
-    config = BeamConfig(width=2, prefixes_max=5)
+    limits = BeamLimits(width=2, prefixes_max=5)
     selection, opened, _ = run(
-        BeamSearch(scores, dimensions, 2, config), [(place, 0) for place in range(50)], 2
+        BeamSearch(scores, dimensions, 2, limits), [(place, 0) for place in range(50)], 2
     )
     assert not selection.certain
     assert opened == 5
@@ -131,11 +131,11 @@ def test_wrong_arguments_raise_usage_errors() -> None:
     with pytest.raises(UsageError):
         BeamSearch([torch.zeros(1, 3)], [range(4)], 1)
     with pytest.raises(UsageError):
-        BeamConfig(width=0)
+        BeamLimits(width=0)
 
 
 def test_a_prefix_that_can_only_tie_is_not_opened() -> None:
-    search = BeamSearch([torch.zeros(3, 2), torch.zeros(3, 2)], [range(2), range(2)], 1, BeamConfig(width=1))
+    search = BeamSearch([torch.zeros(3, 2), torch.zeros(3, 2)], [range(2), range(2)], 1, BeamLimits(width=1))
     assert search.wanted() == [()]
     search.opened({(): [0, 1]})
     (first,) = search.wanted()
@@ -156,7 +156,7 @@ def test_coordinates_outside_the_grid_are_ignored() -> None:
 
 def test_no_more_prefixes_are_opened_than_allowed() -> None:
     search = BeamSearch(
-        [torch.zeros(1, 4), torch.zeros(1, 2)], [range(4), range(2)], 8, BeamConfig(width=4, prefixes_max=3)
+        [torch.zeros(1, 4), torch.zeros(1, 2)], [range(4), range(2)], 8, BeamLimits(width=4, prefixes_max=3)
     )
     search.opened({prefix: range(4) for prefix in search.wanted()})
     assert len(search.wanted()) == 2, "one of three is opened already"

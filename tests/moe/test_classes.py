@@ -13,7 +13,7 @@ from swarm.core.errors import UsageError
 
 
 @pytest.mark.parametrize("name", ["ffn", "transformer", "causal_transformer", "nop"])
-def test_every_built_in_class_learns_or_has_nothing_to_learn(name: str) -> None:
+def test_every_built_in_expert_class_with_parameters_learns(name: str) -> None:
     assert name in available_classes()
     settings = ExpertSettings(hidden_dim=8, sequence_length=5)
     module, sample = make(name, expert_class(name), settings)

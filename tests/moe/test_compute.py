@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe.server.expert import Expert
-from moe.server.logic.batching import BatchingConfig
+from moe.server.logic.batching import BatchLimits
 from tests.moe.computing import TIMEOUT_S, batching_of, computing, sgd, tensors_of
 from tests.moe.late_link import LateLink
 
@@ -263,8 +263,7 @@ class Noted(torch.nn.Module):
 def noted(link: LateLink) -> tuple[Noted, Expert]:
     module = Noted(link)
     made = Expert(module, (torch.zeros(1, WIDTH),))
-    link.events.clear()
-    link._numbers.clear()
+    link.clear()
     module.threads.clear()
     return module, made
 
@@ -273,7 +272,7 @@ def test_copies_of_neighbouring_batches_run_beside_the_computation() -> None:
     """Each line waits for an event, and would wait for ever if the stages waited for each other."""
     link = LateLink()
     module, expert = noted(link)
-    with computing(link, BatchingConfig(batch_requests_max=1)) as compute:
+    with computing(link, BatchLimits(batch_requests_max=1)) as compute:
         link.open_landing.clear()
         first, second, third = [compute.job(expert, [x]) for x in batches(3, 0)]
         assert not compute.thread.offer(first)
@@ -300,7 +299,7 @@ def test_copies_of_neighbouring_batches_run_beside_the_computation() -> None:
 def test_no_more_than_three_batches_are_under_way() -> None:
     link = LateLink()
     _, expert = noted(link)
-    with computing(link, BatchingConfig(batch_requests_max=1)) as compute:
+    with computing(link, BatchLimits(batch_requests_max=1)) as compute:
         link.open_landing.clear()
         jobs = [compute.job(expert, [x]) for x in batches(6, 0)]
         for job in jobs:
@@ -359,7 +358,7 @@ def test_nan_in_one_request_fails_only_that_request(linked: bool) -> None:
         assert compute.thread.counts["ffn.0"].failed_requests == 1
 
 
-def test_the_host_has_one_thread_and_copies_nothing() -> None:
+def test_computing_on_the_host_uses_one_thread_and_copies_no_tensor() -> None:
     before = set(threading.enumerate())
     expert = Expert(torch.nn.Identity(), (torch.zeros(1, WIDTH),))
     with computing() as compute:

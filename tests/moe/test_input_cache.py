@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moe.server.logic.input_cache import InputCache, InputCacheConfig
+from moe.server.logic.input_cache import InputCache
 
 
 def test_a_value_is_cached_until_it_is_dropped() -> None:
@@ -21,9 +21,7 @@ def test_a_value_is_cached_until_it_is_dropped() -> None:
 
 
 def test_a_caller_evicts_only_its_own_entries() -> None:
-    kept: InputCache[str] = InputCache(
-        InputCacheConfig(bytes_max=1000, bytes_per_caller_max=300, entry_overhead_bytes=0)
-    )
+    kept: InputCache[str] = InputCache(bytes_max=1000, bytes_per_caller_max=300, entry_overhead_bytes=0)
     kept.put("quiet", 0, "kept", 100)
     for number in range(50):
         assert kept.put("loud", number, "", 100)
@@ -35,8 +33,7 @@ def test_a_caller_evicts_only_its_own_entries() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_limits_hold_under_random_operations(seed: int) -> None:
     rng = random.Random(seed)
-    config = InputCacheConfig(bytes_max=2000, bytes_per_caller_max=800, entry_overhead_bytes=10)
-    kept: InputCache[int] = InputCache(config)
+    kept: InputCache[int] = InputCache(bytes_max=2000, bytes_per_caller_max=800, entry_overhead_bytes=10)
     mirror: dict[tuple[str, int], int] = {}
     most = 0
     for step in range(2000):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -17,23 +17,23 @@ from moe.server.links import ExpertDeviceLink, link_of
 DEVICE = torch.device("cpu")
 
 
-class Stream:
+class _Stream:
     """A stream that knows which calls are over before its next one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.known = device, set[str]()
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: _Event) -> None:
         self.known |= event.known
 
 
-class Event:
+class _Event:
     def __init__(self, blocking: bool) -> None:
         assert blocking, "a thread that spins takes a core from others"
         self.known: set[str] = set()
         self.synchronized = False
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: _Stream) -> None:
         self.known = set(stream.known)
 
     def synchronize(self) -> None:
@@ -43,19 +43,20 @@ class Event:
 class FakeCuda:
     """The part of `torch.cuda` that a link uses."""
 
-    Stream, Event = Stream, Event
+    Stream: TypeAlias = _Stream
+    Event: TypeAlias = _Event
 
     def __init__(self) -> None:
-        self.default = Stream(DEVICE)
-        self.current = Stream(DEVICE)  # a user's own
-        self.entered: list[Stream] = []
+        self.default = _Stream(DEVICE)
+        self.current = _Stream(DEVICE)  # a user's own
+        self.entered: list[_Stream] = []
         self.devices: list[torch.device] = []
         self.emptied = 0
 
-    def default_stream(self, device: torch.device) -> Stream:
+    def default_stream(self, device: torch.device) -> _Stream:
         return self.default
 
-    def current_stream(self, device: torch.device) -> Stream:
+    def current_stream(self, device: torch.device) -> _Stream:
         return self.current
 
     @contextlib.contextmanager
@@ -64,7 +65,7 @@ class FakeCuda:
         yield
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: _Stream) -> Iterator[None]:
         before, self.current = self.current, stream
         self.entered.append(stream)
         yield

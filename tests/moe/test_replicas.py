@@ -1,16 +1,15 @@
-"""Avoidance, hedging and the order of replicas, in virtual time."""
+"""Hedging and the order of replicas, in virtual time."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from moe.client.logic.avoidance import Avoidance, AvoidanceConfig
-from moe.client.logic.hedging import HedgeBudget, HedgedCall, HedgingConfig
-from moe.client.logic.replica_stats import ReplicaStats, ReplicaStatsConfig
-from swarm.core.errors import UsageError
+from moe.client.logic.hedging import HedgeBudget, HedgedCall
+from moe.client.logic.replica_stats import ReplicaStats
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
 
@@ -18,83 +17,13 @@ PEERS = [SeededIdentity(f"fleet/{number}").peer_id for number in range(3)]
 ONE, TWO, THREE = PEERS
 
 
-def replica_stats(seed: int = 0, **config: object) -> ReplicaStats:
-    return ReplicaStats(random.Random(seed), ReplicaStatsConfig(**config))  # type: ignore[arg-type]
-
-
-class TestAvoidance:
-    def test_the_pause_grows_with_each_failure_up_to_a_limit(self) -> None:
-        avoidance, now_s, spans_s = (
-            Avoidance(AvoidanceConfig(pause_first_s=1.0, growth=2.0, pause_s_max=10.0)),
-            100.0,
-            [],
-        )
-        for _ in range(6):
-            avoidance.failed("x", now_s)
-            until_s = avoidance.until_s("x")
-            assert until_s is not None
-            assert avoidance.avoided("x", until_s - 1e-6)
-            assert not avoidance.avoided("x", until_s)
-            spans_s.append(until_s - now_s)
-            now_s = until_s
-        assert spans_s == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-
-    def test_a_success_clears_earlier_failures(self) -> None:
-        avoidance = Avoidance()
-        for now_s in (0.0, 1.0, 3.0):
-            avoidance.failed("x", now_s, "it lied")
-        assert avoidance.failures("x") == 3
-        assert avoidance.reason("x") == "it lied"
-        avoidance.succeeded("x")
-        assert not avoidance.avoided("x", 3.1)
-        avoidance.failed("x", 4.0)
-        assert avoidance.until_s("x") == 5.0
-
-    def test_failures_of_calls_sent_before_the_pause_count_once(self) -> None:
-        avoidance = Avoidance()
-        for now_s in (0.0, 0.1, 0.2, 0.9):
-            avoidance.failed("x", now_s)
-        assert avoidance.failures("x") == 1
-        assert not avoidance.avoided("x", 1.0)
-
-    def test_two_thousand_failures_do_not_overflow(self) -> None:
-        avoidance, now_s = Avoidance(), 0.0
-        for _ in range(2000):
-            avoidance.failed("x", now_s)
-            now_s = avoidance.until_s("x") or 0.0
-        assert avoidance.failures("x") == 2000
-
-    def test_failed_since_reports_later_failures_until_a_success(self) -> None:
-        avoidance = Avoidance()
-        avoidance.failed("x", 5.0)
-        avoidance.failed("x", 5.5)  # it counts as failed although it is avoided already
-        assert avoidance.failed_since("x", 5.5)
-        assert not avoidance.failed_since("x", 5.6)
-        avoidance.succeeded("x")
-        assert not avoidance.failed_since("x", 0.0)
-
-    def test_the_number_of_keys_is_bounded(self) -> None:
-        avoidance = Avoidance(AvoidanceConfig(keys_max=3))
-        for number in range(5):
-            avoidance.failed(number, 0.0)
-        assert [avoidance.avoided(number, 0.5) for number in range(5)] == [False, False, True, True, True]
-
-    def test_the_key_that_failed_longest_ago_is_forgotten_first(self) -> None:
-        avoidance = Avoidance(AvoidanceConfig(keys_max=2))
-        for now_s, key in ((0.0, "a"), (0.0, "b"), (2.0, "a"), (2.0, "c")):
-            avoidance.failed(key, now_s)
-        assert [avoidance.failures(key) for key in "abc"] == [2, 0, 1]
-
-    def test_wrong_settings_are_refused(self) -> None:
-        with pytest.raises(UsageError):
-            AvoidanceConfig(pause_first_s=5.0, pause_s_max=1.0)
+def replica_stats(seed: int = 0, **how: Any) -> ReplicaStats:
+    return ReplicaStats(random.Random(seed), **how)
 
 
 class TestHedgedCall:
-    CONFIG = HedgingConfig(share_max=0.5, budget_max=1.0, attempts_max=3)
-
     def call(self, order: str, after_s: float = 0.2, budget: HedgeBudget | None = None) -> HedgedCall:
-        return HedgedCall(order, after_s, budget or HedgeBudget(self.CONFIG), self.CONFIG)
+        return HedgedCall(order, after_s, budget or HedgeBudget(share_max=0.5, budget_max=1.0))
 
     def test_a_second_replica_is_asked_only_when_the_first_is_slow(self) -> None:
         call = self.call("ab")
@@ -110,7 +39,7 @@ class TestHedgedCall:
         assert call.winner == "b"
 
     def test_after_a_failure_the_next_is_asked_at_once_without_budget(self) -> None:
-        budget = HedgeBudget(self.CONFIG)
+        budget = HedgeBudget(share_max=0.5, budget_max=1.0)
         call = self.call("abc", budget=budget)
         for replica in "abc":
             assert call.poll(0.0) == [replica]
@@ -133,8 +62,7 @@ class TestHedgedCall:
         assert call.over
 
     def test_a_call_is_hedged_once_even_when_replicas_fail(self) -> None:
-        config = HedgingConfig(share_max=0.5, budget_max=4.0, attempts_max=4)
-        call = HedgedCall("abcd", 0.2, HedgeBudget(config), config)
+        call = HedgedCall("abcd", 0.2, HedgeBudget(share_max=0.5, budget_max=4.0), attempts_max=4)
         assert (call.poll(0.0), call.poll(0.2)) == (["a"], ["b"])
         for replica in "ab":
             call.failed(replica)
@@ -143,10 +71,9 @@ class TestHedgedCall:
         assert call.poll(9.0) == []
 
     def test_the_budget_bounds_second_requests_over_time(self) -> None:
-        config = HedgingConfig(share_max=0.1, budget_max=2.0)
-        budget, hedged = HedgeBudget(config), 0
+        budget, hedged = HedgeBudget(share_max=0.1, budget_max=2.0), 0
         for _ in range(1000):
-            call = HedgedCall("ab", 0.1, budget, config)
+            call = HedgedCall("ab", 0.1, budget)
             call.poll(0.0)
             hedged += len(call.poll(1.0))
         assert 100 <= hedged <= 102
@@ -231,7 +158,7 @@ class TestReplicaStats:
         """Regression (seeds 7 and 8 of the simulated swarm): four slow peers were tried at once, with second
         requests for only two of them.
         """
-        stats = replica_stats(selection_exponent=50.0, hedging=HedgingConfig(budget_max=2.0))
+        stats = replica_stats(selection_exponent=50.0, budget=HedgeBudget(budget_max=2.0))
         stats.answered("e", THREE, 1.0)
         for peer in (ONE, TWO):
             stats.overtaken("other", peer, 0.0)
@@ -252,7 +179,7 @@ class TestReplicaStats:
         assert stats.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is ranked like the others"
 
     def test_without_hedging_a_full_peer_is_asked_again_after_a_while(self) -> None:
-        stats = replica_stats(selection_exponent=50.0, hedging=HedgingConfig(share_max=0.0))
+        stats = replica_stats(selection_exponent=50.0, budget=HedgeBudget(share_max=0.0))
         stats.answered("e", TWO, 1.0)
         stats.overloaded(ONE, 0.0)
         assert stats.order("e", [ONE, TWO], 0.5)[0] == TWO

@@ -114,7 +114,7 @@ class Deaf:
 
     async def get_many(self, keys: Sequence[Key], **options: Any) -> ManyAnswers:
         if self.found:
-            return ManyAnswers({**self.found}, {})
+            return ManyAnswers({key: entries for key, entries in self.found.items()}, {})  # noqa: C416
         return ManyAnswers({}, {key: DeadlineExceeded("nobody") for key in keys})
 
     async def ping(self, contact: Contact) -> bool:

@@ -32,8 +32,8 @@ def event(number: int) -> MonitorEvent:
 def test_a_restarted_monitor_finds_its_history(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.sqlite"
     first = ChartHistory(path, RUN.run_id)
-    for second in range(0, 60, 2):
-        first.add(view(START_S + second, loss=float(second)), [event(second + 1)])
+    for at in range(0, 60, 2):
+        first.add(view(START_S + at, loss=float(at)), [event(at + 1)])
     first.close()
     second = ChartHistory(path, RUN.run_id)
     found = second.series(START_S - 100, START_S + 100)

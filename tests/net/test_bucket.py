@@ -44,7 +44,7 @@ def test_the_cap_is_used_up_when_pauses_are_short(asked: list[int], pause_s: flo
     assert now_s == pytest.approx(sum(asked) / RATE, abs=2 * BURST_S + pause_s)
 
 
-def test_unused_time_is_lost() -> None:
+def test_unused_time_above_the_burst_is_lost() -> None:
     bucket = Bucket(RATE)
     bucket.pass_s(1000, 0.0)
     assert bucket.pass_s(1_000_000, 1000.0) == pytest.approx(1.0 - BURST_S)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm.core.ids import Address, Contact, PeerId
-from swarm.net.peerbook import ADDRESSES_MAX, PeerBook
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
+from swarm.net.peerbook import PeerBook
 
 
 class Time:

@@ -12,7 +12,6 @@ from swarm.run.changes import (
     CHANGE,
     FANOUT,
     Change,
-    FollowerServices,
     RunFollower,
     differences,
     restart_needed,
@@ -71,12 +70,16 @@ def member(
     network: SimulatedNetwork, peer: SimulatedPeer, known: list[SimulatedPeer], received: list[int]
 ) -> RunFollower:
     directory = FakeDirectory()
-    services = FollowerServices(
-        handlers=peer.handlers, caller=peer.caller, directory=directory, rng=random.Random(peer.index)
-    )  # type: ignore[arg-type]
-    return RunFollower(
-        services, FIRST, lambda: [one.contact for one in known], lambda newer: received.append(newer.version)
+    follower = RunFollower(
+        FIRST,
+        caller=peer.caller,
+        directory=directory,  # type: ignore[arg-type]
+        members=lambda: [one.contact for one in known],
+        on_newer=lambda newer: received.append(newer.version),
+        rng=random.Random(peer.index),
     )
+    peer.handlers.unary(CHANGE, follower.on_change)
+    return follower
 
 
 def test_a_change_reaches_a_thousand_members_in_seconds_with_eight_calls_each() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written because the device failed, and not the disk."""
+"""Checkpoints of a volunteer: from which it continues, and those that a failed device prevents."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from averaging.optim.state.checkpoint import Checkpoints
+from averaging.optim.state.training_state import TrainingState
 from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
 from swarm.run.events import Event, Notice
 
@@ -21,12 +23,76 @@ class View:
 
 class FakeOptimizer:
     epoch = 4
+    line = ""
 
     def __init__(self) -> None:
         self.view = View()
 
     def state_view(self) -> Any:
         return self.view
+
+
+def saved(folder: Path, *epochs: int, features: int = 4) -> tuple[TrainingState, CheckpointConfig]:
+    """Write a checkpoint of each epoch, and return the state and the folder's configuration."""
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(features))], lr=0.1)
+    state = TrainingState(inner)
+    for epoch in epochs:
+        with state.lock:
+            state.mark_changed(epoch)
+        Checkpoints(folder).save(state.view(), ["weight"])
+    return state, CheckpointConfig(folder=folder)
+
+
+class Loading:
+    """An optimizer that loads checkpoints."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+
+    def load_state(self, blob: bytearray) -> None:
+        self._state.load(blob)
+
+
+def test_the_newest_checkpoint_is_resumed_and_named(tmp_path: Path) -> None:
+    state, config = saved(tmp_path / "run", 3, 9)
+    with state.lock:
+        state.mark_changed(0)
+    emitted: list[Event] = []
+    writer = CheckpointWriter(config, ["weight"], {}, emitted.append)
+    optimizer: Any = Loading(state)
+    assert writer.resume(optimizer)
+    assert state.epoch == 9
+    [notice] = emitted
+    assert isinstance(notice, Notice)
+    assert "nobody else has a state of this run: going on from epoch 9" in notice.text
+    from_scratch = CheckpointConfig(folder=config.folder, from_scratch=True)
+    assert not CheckpointWriter(from_scratch, ["weight"], {}, emitted.append).resume(optimizer)
+
+
+def test_a_checkpoint_of_another_model_is_named_and_not_resumed(tmp_path: Path) -> None:
+    _, config = saved(tmp_path / "run", 9, features=5)
+    state, _ = saved(tmp_path / "other")
+    emitted: list[Event] = []
+    writer = CheckpointWriter(config, ["weight"], {}, emitted.append)
+    optimizer: Any = Loading(state)
+    assert not writer.resume(optimizer)
+    assert "is not of this run as it is now" in str(emitted)
+    assert state.epoch == 0
+    writer.start_over()
+    assert len(Checkpoints(tmp_path / "run.earlier-1").newest_first()) == 1
+
+
+def test_checkpoints_of_a_later_epoch_than_the_others_are_set_aside(tmp_path: Path) -> None:
+    """Regression test: a volunteer that followed a run that had begun again wrote over its own history."""
+    _, config = saved(tmp_path / "run", 1119)
+    emitted: list[Event] = []
+    writer = CheckpointWriter(config, ["weight"], {}, emitted.append)
+    writer.follow(1119)
+    assert not emitted
+    writer.follow(413)
+    assert "the others are in epoch 413 of another history" in str(emitted)
+    assert Checkpoints(tmp_path / "run.earlier-1").newest_epoch() == 1119
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

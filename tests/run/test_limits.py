@@ -88,7 +88,7 @@ def test_a_run_that_needs_more_memory_than_is_allowed_is_refused_before_it_begin
     VolunteerLimits().check(1 << 50, "huge")
 
 
-def test_sizes_and_durations() -> None:
+def test_sizes_and_durations_with_units_are_parsed() -> None:
     assert [parse_size(text) for text in ("4G", "800m", "1.5GiB", "12", "2 kB")] == [
         4 * 10**9,
         800 * 10**6,

@@ -10,12 +10,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from averaging.optim.progress.logic.view import PeerProgress, ProgressView
 from swarm.core.errors import SwarmError
+from swarm.core.ids import PeerId
 from swarm.run.events import Event
-from swarm.run.microbatches import MicroBatches
+from swarm.run.microbatches import MicroBatches, StepSize
 from swarm.run.task import Draw
 
 CPU = torch.device("cpu")
+OWN, OTHER = PeerId(bytes(32)), PeerId(bytes([1]) * 32)
 
 
 def out_of_memory() -> BaseException:
@@ -64,7 +67,8 @@ class LittleMemory:
 
 
 def make_micro_batches(data: LittleMemory) -> tuple[MicroBatches, torch.nn.Module, list[Event]]:
-    model, emitted = torch.nn.Linear(3, 1, dtype=torch.float64), []
+    model = torch.nn.Linear(3, 1, dtype=torch.float64)
+    emitted: list[Event] = []
     return MicroBatches(model=model, data=data, device=CPU, emit=emitted.append), model, emitted
 
 
@@ -127,7 +131,7 @@ def test_activations_and_gradients_of_the_failed_attempt_are_freed_before_the_ne
     assert alive == [None, None, None]
 
 
-def test_a_single_sample_that_does_not_fit_is_an_error_with_what_to_do() -> None:
+def test_a_sample_that_does_not_fit_into_memory_fails_with_advice() -> None:
     micro_batches, model, _ = make_micro_batches(LittleMemory(0, 0))
     with pytest.raises(
         SwarmError,
@@ -157,3 +161,44 @@ def test_the_cache_of_the_device_that_ran_out_is_emptied(
     micro_batches.shrink(4, "a step")
     assert emptied == [device.partition(":")[0]]
     assert device in emitted[0].text  # type: ignore[attr-defined]
+
+
+def speeds(own_per_s: float, others_per_s: float, target: int = 320) -> ProgressView:
+    peers = {
+        peer: PeerProgress(epoch=3, samples=0, samples_per_s=speed, counted=0.0, age_s=0.0)
+        for peer, speed in ((OWN, own_per_s), (OTHER, others_per_s))
+    }
+    return ProgressView(
+        epoch=3,
+        swarm_epoch=3,
+        samples=0.0,
+        target=target,
+        samples_per_s=own_per_s + others_per_s,
+        peers=peers,
+    )
+
+
+def test_steps_of_a_slow_machine_shrink_to_a_quarter_of_an_epoch() -> None:
+    emitted: list[Event] = []
+    size = StepSize(emit=emitted.append)
+    assert size.next(8, speeds(0.0, 320.0), OWN) == 8, "before its speed is known"
+    assert size.next(8, speeds(160.0, 160.0), OWN) == 8
+    assert emitted == []
+    assert size.next(8, speeds(8.0, 320.0), OWN) == 1
+    assert size.next(8, speeds(0.1, 320.0), OWN) == 1, "one sample at least"
+    assert [event.text for event in emitted if event.kind == "notice"] == [  # type: ignore[attr-defined]
+        "a step of 8 samples takes this machine more than a quarter of an epoch: training with 1 at a time, "
+        "so that they count in time. The number follows the swarm's speed"
+    ]
+
+
+def test_steps_follow_the_length_of_the_epoch() -> None:
+    emitted: list[Event] = []
+    size = StepSize(emit=emitted.append)
+    short, long = speeds(8.0, 312.0, target=160), speeds(8.0, 312.0, target=1600)
+    assert [size.next(8, short, OWN) for _ in range(3)] == [1, 1, 1]
+    assert [size.next(8, long, OWN) for _ in range(5)] == [2, 4, 4, 4, 4], "grows with a margin only"
+    longer = speeds(8.0, 312.0, target=3200)
+    assert [size.next(8, longer, OWN) for _ in range(2)] == [8, 8]
+    assert size.next(4, longer, OWN) == 4, "a newer specification has smaller steps"
+    assert len(emitted) == 1

@@ -17,6 +17,7 @@ from averaging.reduction.lowrank import PowerSgd
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run.changes import restart_needed
+from swarm.run.choices import RANK_MAX
 from swarm.run.estimate import round_bytes
 from swarm.run.specification import (
     SPECIFICATION_BYTES_MAX,
@@ -26,7 +27,6 @@ from swarm.run.specification import (
     sign,
     verified,
 )
-from swarm.run.strategychoice import RANK_MAX
 from swarm.run.task import TaskDescription
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         ),
         (
             MINIMAL + '[mode]\nname = "local"\nmomentum = 0.9\n',
-            "run.toml: mode: mode local has no setting momentum; it has: carried_epochs_max",
+            "run.toml: mode: mode local has no setting momentum; it has: none",
         ),
         (
             MINIMAL + '[mode]\nname = "diloco"\nstreaming = 0\n',
@@ -140,7 +140,7 @@ def test_error_feedback_is_part_of_the_specification(codec: str) -> None:
     assert not RunSpecification.from_toml(MINIMAL, "run.toml").error_feedback
 
 
-def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
+def test_a_mode_is_given_by_name_or_as_a_table(owner: Identity) -> None:
     from averaging.optim.optimizer import Diloco, Gradients
 
     assert specification().mode.build() == Gradients()
@@ -339,7 +339,9 @@ def test_a_valid_signature_over_unknown_settings_is_reported_as_such(owner: Iden
     with pytest.raises(PeerError, match="update swarm"):
         verified(_signed_table(owner, {**_table(owner), "format": "swarm.run/9"}))
     table = _table(owner)
-    table["specification"] = {**table["specification"], "novelty": 1}
+    specification = table["specification"]
+    assert isinstance(specification, dict)
+    table["specification"] = {**specification, "novelty": 1}
     with pytest.raises(PeerError, match="novelty is not a known key"):
         verified(_signed_table(owner, table))
 

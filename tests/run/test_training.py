@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from averaging.optim.progress.logic.reports import PeerProgress, ProgressView
+from averaging.optim.progress.logic.view import PeerProgress, ProgressView
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.result import RoundResult
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.identity import Identity
 from swarm.run import events
-from swarm.run.microbatches import MicroBatches
+from swarm.run.microbatches import MicroBatches, StepSize
 from swarm.run.specification import RunSpecification, sign
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import Draw
@@ -69,7 +69,7 @@ class FakeOptimizer:
     def load_state_from_peers(self, timeout_s: float) -> LoadResult:
         return self.loads.pop(0)
 
-    def step(self) -> StepReport:
+    def step(self, samples: int) -> StepReport:
         report = self.reports.pop(0)
         if isinstance(report, BaseException):
             raise report
@@ -107,6 +107,7 @@ class FakeVolunteer:
             micro_batches=MicroBatches(
                 model=model, data=self.data, device=torch.device("cpu"), emit=self.events.append
             ),
+            step_size=StepSize(emit=self.events.append),
         )
 
     def kinds(self) -> list[str]:
@@ -189,6 +190,14 @@ def test_a_resynchronisation_is_reported_and_drops_the_samples_of_its_epoch() ->
     )
     assert one.training.stats.samples == 0
     assert math.isnan(one.training.stats.epoch.loss)
+
+
+def test_an_epoch_that_is_completed_after_a_download_is_reported_too() -> None:
+    load = LoadResult(loaded=True, epoch=5, seconds=0.4)
+    one = FakeVolunteer(report(6, stepped=True, contributed=16, round=ROUND, resynchronised=load))
+    assert one.training.step()
+    assert one.kinds() == ["resynchronised", "contributing", "epoch"]
+    assert one.training.stats.samples == 16
 
 
 def test_a_step_without_other_peers_counts_no_round() -> None:

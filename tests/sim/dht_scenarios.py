@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from swarm.core.ids import Key
-from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.constants import BUCKET_MAX
 from swarm.dht.logic.records import Record, encode_value, signed
 from swarm.dht.service.dht_service import DhtService, Entry
 from swarm.testing.dht_swarm import service_of as service_of
@@ -18,14 +18,14 @@ from swarm.testing.virtual_loop import run_virtual
 
 
 async def swarm_of(
-    network: SimulatedNetwork, count: int, config: DhtConfig | None = None
+    network: SimulatedNetwork, count: int, bucket_max: int = BUCKET_MAX, **how: Any
 ) -> list[DhtService]:
     """Return peers that joined one after the other, each through an earlier one, once the swarm has
     settled.
     """
     services: list[DhtService] = []
     for _ in range(count):
-        service = service_of(network.peer(), config)
+        service = service_of(network.peer(), bucket_max, **how)
         if services:
             await service.join([network.rng.choice(services).own()])
         services.append(service)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from averaging.optim.exchange import RunExchange
-from averaging.optim.state.donor import Donor, DonorConfig
-from averaging.optim.state.download import Download, DownloadConfig
+from averaging.optim.state.donor import Donor
+from averaging.optim.state.download import Download
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from averaging.optim.state.training_state import TrainingState
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
@@ -36,9 +36,9 @@ class _NoDht:
     delete = store
 
 
-def donor(peer: SimulatedPeer, state: TrainingState, wrap: type[Donor] = Donor, **config: Any) -> Donor:
+def donor(peer: SimulatedPeer, state: TrainingState, wrap: type[Donor] = Donor) -> Donor:
     node = SimulatedNode(lambda: peer.contact, peer.clock, _NoDht())
-    made = wrap(node, RUN, state, DonorConfig(**config))
+    made = wrap(node, RUN, state)
     made.start()
     RunExchange(peer.handlers.unary, peer.handlers.stream).add(RUN, None, made)  # type: ignore[arg-type]
     return made
@@ -48,8 +48,7 @@ def joining(peer: SimulatedPeer, state: TrainingState, **changes: Any) -> Downlo
     options = {
         "bytes_max": state.bytes_max(),
         "epoch_min": 5,
-        "epoch_known": 5,
-        "config": DownloadConfig(chunk_timeout_s=3.0),
+        "epoch_known": lambda: 5,
         **changes,
     }
     return Download(run=RUN, caller=peer.caller, **options)

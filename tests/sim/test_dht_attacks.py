@@ -13,12 +13,10 @@ import pytest
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, Key, PeerId
-from swarm.dht.logic.config import DhtConfig
 from swarm.dht.logic.records import encode_value, record_of_blob
-from swarm.dht.logic.routing import RoutingConfig
 from swarm.dht.logic.rules import NamespaceRules
 from swarm.dht.logic.schema import Number
-from swarm.dht.logic.storage import StorageConfig
+from swarm.dht.logic.storage import Quotas
 from swarm.dht.logic.summary import ENTRY_BYTES, summary
 from swarm.dht.service.dht_service import DhtService, Entry, StoreItem
 from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE
@@ -43,7 +41,7 @@ from swarm.wire.dht_pb2 import (
 )
 from tests.sim.dht_scenarios import holders, nearest, peer_of, play, record_by, service_of, swarm_of, value_at
 
-SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
+SMALL = 8  # peers in a bucket, so that a few peers are a large swarm
 
 
 class Swallower:
@@ -155,19 +153,17 @@ def test_too_large_or_malformed_comparisons_are_refused() -> None:
         )
         assert list(reply.wanted) == [0, 1]
         assert victim.storage.entry_count == 0
-        assert victim._replication._compared_s == {}, "nothing is remembered of what is not held"
+        assert not victim.replication.compared_keys, "nothing is remembered of what is not held"
         record = record_by(attacker, 1)
         assert victim.storage.store(record, victim.overlay.now_us) is None
         held = DhtHeldKey(key=key, entries=summary(record.key, [record]))
         await call(victim.own(), HOLDS, DhtHoldsRequest(sender=sender, keys=[held]), timeout_s=3)
-        assert victim._replication._compared_s == {}, (
-            "a peer that is no replica cannot mark a key as compared"
-        )
+        assert not victim.replication.compared_keys, "a peer that is no replica cannot mark a key as compared"
 
     play(scenario, seed=3)
 
 
-def test_goodbyes_for_others_are_refused_and_calls_alone_gain_no_place() -> None:
+def test_goodbyes_for_other_peers_are_refused_and_callers_do_not_enter_tables() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 4)
         attacker = network.peer()
@@ -286,10 +282,8 @@ def test_rules_apply_to_replicas_readers_and_writers() -> None:
 
 def test_a_flood_by_many_identities_leaves_room_for_near_keys() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
-        config = DhtConfig(
-            storage=StorageConfig(bytes_max=60_000, bytes_far_max=15_000), routing=RoutingConfig(bucket_max=8)
-        )
-        services = await swarm_of(network, 25, config)
+        quotas = Quotas(bytes_max=60_000, bytes_far_max=15_000)
+        services = await swarm_of(network, 25, SMALL, quotas=quotas)
         victim = services[7]
         for flood in range(20):
             attacker = network.peer()
@@ -372,7 +366,7 @@ def test_endless_contacts_cause_bounded_calls_and_enter_no_table() -> None:
         real = set(network.peers)
         for service in services:
             assert {contact.peer_id for contact in service.overlay.table} <= real
-            assert len(service.overlay._suspects) <= 1024
+            assert len(service.overlay.suspects) <= 1024
 
     play(scenario, seed=8)
 

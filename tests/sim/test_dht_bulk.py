@@ -8,13 +8,12 @@ import pytest
 
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.core.ids import Key
-from swarm.dht.logic.config import DhtConfig
-from swarm.dht.logic.routing import RoutingConfig
+from swarm.dht.logic.constants import BULK_KEYS_MAX
 from swarm.dht.service.dht_service import Entry, StoreItem
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from tests.sim.dht_scenarios import holders, nearest, peer_of, play, service_of, swarm_of, value_at
 
-SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
+SMALL = 8  # peers in a bucket, so that a few peers are a large swarm
 
 
 @pytest.mark.parametrize("count", [6, 30], ids=["knows all peers", "knows some peers"])
@@ -116,11 +115,11 @@ def test_keys_without_an_answer_are_among_the_failures() -> None:
 
 def test_exceeding_the_bulk_limits_is_a_usage_error() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
-        (service,) = await swarm_of(network, 1, DhtConfig(bulk_keys_max=10))
-        with pytest.raises(UsageError, match="at most 10 keys"):
-            await service.get_many([f"k{number}" for number in range(11)])
-        with pytest.raises(UsageError, match="at most 10 entries"):
-            await service.store_many([StoreItem(key="k", value=1)] * 11, ttl_s=60)
+        (service,) = await swarm_of(network, 1)
+        with pytest.raises(UsageError, match="at most 4096 keys"):
+            await service.get_many([f"k{number}" for number in range(BULK_KEYS_MAX + 1)])
+        with pytest.raises(UsageError, match="at most 4096 entries"):
+            await service.store_many([StoreItem(key="k", value=1)] * (BULK_KEYS_MAX + 1), ttl_s=60)
         with pytest.raises(UsageError, match="ttl_s"):
             await service.store_many(
                 [StoreItem(key="k", value=1), StoreItem(key="l", value=1, ttl_s=-1)], ttl_s=60

@@ -10,16 +10,23 @@ import logging
 import pytest
 
 from swarm.core.ids import Address, Contact, Key
-from swarm.dht.logic.config import DhtConfig
-from swarm.dht.logic.routing import RoutingConfig
 from swarm.dht.service.overlay import FIND, HOLDS, STORE
 from swarm.dht.service.wire import id_to_wire, key_to_wire, record_to_wire
 from swarm.net.contacts import contact_to_wire
+from swarm.net.rpc import UnaryHandler
 from swarm.testing.network import SimulatedNetwork
-from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtHeldKey, DhtHoldsRequest, DhtStoreRequest
+from swarm.wire.dht_pb2 import (
+    DhtFindQuery,
+    DhtFindRequest,
+    DhtHeldKey,
+    DhtHoldsReply,
+    DhtHoldsRequest,
+    DhtStoreReply,
+    DhtStoreRequest,
+)
 from tests.sim.dht_scenarios import holders, peer_of, play, record_by, service_of, swarm_of, value_at
 
-SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
+SMALL = 8  # peers in a bucket, so that a few peers are a large swarm
 
 
 def test_client_peers_hold_nothing_and_are_in_no_table() -> None:
@@ -43,7 +50,7 @@ def test_client_peers_hold_nothing_and_are_in_no_table() -> None:
         for service in services[1:]:
             known = {contact.peer_id for contact in service.overlay.table}
             assert not known & {client.peer_id for client in clients}
-            waiting = {peer for bucket in service.overlay.table._buckets for peer in bucket.replacements}
+            waiting = service.overlay.table.replacements()
             assert not waiting & {client.peer_id for client in clients}
             request = DhtFindRequest(
                 sender=contact_to_wire(services[1].own()),
@@ -94,17 +101,19 @@ def test_a_client_refuses_records() -> None:
         sender = contact_to_wire(service.own())
         record = record_by(peer_of(network, service), 1)
         found = handlers.find(HOLDS.name)
-        assert found is not None
+        assert isinstance(found, UnaryHandler)
         held = DhtHeldKey(key=key_to_wire(record.key), entries=bytes(16 * 5))
         request = DhtHoldsRequest(sender=sender, keys=[held])
-        reply = await found.function(service.peer_id, request)  # type: ignore[arg-type]
-        assert not reply.wanted  # type: ignore[union-attr]
+        reply = await found.function(service.peer_id, request)
+        assert isinstance(reply, DhtHoldsReply)
+        assert not reply.wanted
         found = handlers.find(STORE.name)
-        assert found is not None
+        assert isinstance(found, UnaryHandler)
         reply = await found.function(
             service.peer_id, DhtStoreRequest(sender=sender, records=[record_to_wire(record)])
-        )  # type: ignore[arg-type]
-        assert "client" in reply.refusals[0]  # type: ignore[union-attr]
+        )
+        assert isinstance(reply, DhtStoreReply)
+        assert "client" in reply.refusals[0]
         assert client.storage.entry_count == 0
 
     play(scenario, seed=3)

@@ -9,9 +9,8 @@ import pytest
 
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Address, Contact, Key, PeerId
-from swarm.dht.logic.config import DhtConfig
 from swarm.dht.logic.records import encode_value
-from swarm.dht.logic.storage import StorageConfig
+from swarm.dht.logic.storage import Quotas
 from swarm.dht.service.dht_service import DhtService, Entry
 from swarm.dht.service.overlay import FIND, PING, STORE
 from swarm.dht.service.wire import record_to_wire
@@ -132,8 +131,8 @@ def test_malformed_calls_are_refused_and_the_service_continues() -> None:
 def test_a_flood_fills_only_the_attackers_quota() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=3)
-        config = DhtConfig(storage=StorageConfig(entries_per_writer_max=100))
-        victim, attacker = service_of(network.peer(), config), network.peer()
+        quotas = Quotas(entries_per_writer_max=100)
+        victim, attacker = service_of(network.peer(), quotas=quotas), network.peer()
         refusals: list[str] = []
         for start in range(0, 300, 100):
             batch = [

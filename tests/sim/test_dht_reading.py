@@ -5,13 +5,13 @@ deleted entries.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.core.ids import Key
-from swarm.dht.logic.config import DhtConfig
-from swarm.dht.logic.routing import RoutingConfig
+from swarm.core.presets import WAN
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import KNOWN_MAX, id_to_wire, key_to_wire, known_to_wire
 from swarm.net.contacts import contacts_from_wire
@@ -20,7 +20,7 @@ from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
 from tests.sim.dht_scenarios import nearest, peer_of, play, record_by, service_of, swarm_of, value_at
 
 KEY = Key.parse("thing")
-SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
+SMALL = 8  # peers in a bucket, so that a few peers are a large swarm
 
 
 def test_answers_are_cached_for_as_long_as_the_reader_allows() -> None:
@@ -241,9 +241,7 @@ def test_a_read_repairs_a_replica_that_lacks_a_record() -> None:
         await asyncio.sleep(20)
         assert await value_at(replicas[1], KEY, max_age_s=0) == "missed", "it mends itself"
         assert replicas[1].storage.records(KEY, replicas[1].overlay.now_us)
-        replicas[2].storage._put(
-            KEY, (services[0].peer_id, None), replicas[2].storage._slots[KEY][services[0].peer_id, None], None
-        )
+        replicas[2].storage.discard(lambda record: record.key == KEY)
         await value_at(replicas[0], KEY, max_age_s=0)
         await asyncio.sleep(1)
         assert replicas[2].storage.records(KEY, replicas[2].overlay.now_us), "and others"
@@ -337,7 +335,8 @@ def test_a_search_without_answers_ends_with_an_error() -> None:
     """This holds even if the reader would wait longer, and for any number of answers that lead nowhere."""
 
     async def scenario(network: SimulatedNetwork) -> None:
-        reader, *others = await swarm_of(network, 8, DhtConfig(search_timeout_s=2.0))
+        timings = replace(WAN, dht_search_timeout_s=2.0)
+        reader, *others = await swarm_of(network, 8, timings=timings)
         for other in others:
             peer_of(network, other).frozen = True
         begun_s = asyncio.get_running_loop().time()

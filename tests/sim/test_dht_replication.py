@@ -8,12 +8,10 @@ import random
 import pytest
 
 from swarm.core.ids import Key
-from swarm.dht.logic.config import DhtConfig
-from swarm.dht.logic.routing import RoutingConfig
 from swarm.testing.network import SimulatedNetwork
 from tests.sim.dht_scenarios import holders, nearest, peer_of, play, record_by, service_of, swarm_of, value_at
 
-SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8, near_count=10))
+SMALL = 8  # peers in a bucket, so that a few peers are a large swarm
 
 
 def test_successive_departures_lose_no_record() -> None:
@@ -107,9 +105,7 @@ def test_one_holder_of_a_key_compares_it_periodically() -> None:
         key = Key.parse("thing")
         await services[0].store(key, 1, ttl_s=12 * 3600)
         loser = nearest(services, key)[2]
-        loser.storage._put(
-            key, (services[0].peer_id, None), loser.storage._slots[key][services[0].peer_id, None], None
-        )
+        loser.storage.discard(lambda record: record.key == key)
         assert loser not in holders(services, key)
         await asyncio.sleep(2 * 900)
         assert loser in holders(services, key)

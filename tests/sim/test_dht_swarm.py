@@ -135,7 +135,7 @@ def test_a_hundred_peers_keep_their_records_when_some_crash() -> None:
             assert loop.time() - started_s < 10.5
         assert found == len(keys)
         for service in alive:
-            assert len(service._reader.running) == 0
+            assert len(service.reader.running) == 0
         await finish(network)
 
     run_virtual(scenario())
@@ -328,7 +328,7 @@ def test_a_healed_partition_becomes_one_swarm() -> None:
     run_virtual(scenario())
 
 
-def test_a_seed_repeats() -> None:
+def test_the_same_seed_gives_the_same_trace() -> None:
     async def scenario() -> str:
         network = SimulatedNetwork(seed=15, config=LinkConfig(loss=0.01))
         services = await swarm_of(network, 12)

@@ -5,9 +5,8 @@ is dead.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-from moe.protocol.declarations import GRIDS, Declarations, DeclaringConfig, Directory, GridBranch, ServerLoad
+from moe.protocol.declarations import GRIDS, RENEW_S, TTL_S, Declarations, Directory, GridBranch, ServerLoad
 from moe.protocol.names import ExpertGrid, ExpertUid
 from moe.server.free_places import taken_places
 from swarm.dht.service.dht_service import DhtService, StoreItem
@@ -23,9 +22,9 @@ def uids(*names: str) -> dict[ExpertUid, bytes]:
 
 
 def declarations(
-    dht: DhtService, experts: dict[ExpertUid, bytes], load: ServerLoad | None = None, **config: Any
+    dht: DhtService, experts: dict[ExpertUid, bytes], load: ServerLoad | None = None
 ) -> Declarations:
-    return Declarations(dht, dht.own, experts, lambda: load or ServerLoad(), DeclaringConfig(**config))
+    return Declarations(dht, dht.own, experts, lambda: load or ServerLoad())
 
 
 async def grown(seed: int, count: int) -> tuple[SimulatedNetwork, list[DhtService]]:
@@ -78,7 +77,7 @@ def test_replicas_are_found_level_by_level_best_first_and_withdrawn() -> None:
 def test_declarations_are_renewed_and_those_of_a_dead_server_expire() -> None:
     async def scenario() -> None:
         network, services = await grown(2, 5)
-        declared = declarations(services[1], uids("ffn.0"), ttl_s=30.0, renew_s=10.0)
+        declared = declarations(services[1], uids("ffn.0"))
         directory, root = Directory(services[3]), ExpertUid.parse_prefix("ffn")
 
         async def alive() -> bool:
@@ -88,10 +87,10 @@ def test_declarations_are_renewed_and_those_of_a_dead_server_expire() -> None:
             renewing = tasks.create_task(declared.renew())
             await declared.declared.wait()
             for _ in range(10):
-                await asyncio.sleep(10.0)
+                await asyncio.sleep(RENEW_S)
                 assert await alive()
             renewing.cancel()
-        await asyncio.sleep(31.0)
+        await asyncio.sleep(TTL_S + 1.0)
         assert not await alive()
         await network.close()
 

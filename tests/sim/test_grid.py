@@ -188,7 +188,7 @@ def test_peers_whose_cells_are_empty_meet_in_the_lobby(seed: int) -> None:
     run_virtual(scenario())
 
 
-def test_peers_at_different_paces_mix() -> None:
+def test_values_of_peers_at_different_paces_converge() -> None:
     """Without keys, and every peer at its own pace, the peers that are in a cell at the same time meet."""
 
     async def scenario() -> None:

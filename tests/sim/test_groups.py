@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import get_args
 
 import pytest
 
+from averaging.blocklist import BLOCK_AFTER_LIE_S
+from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.group import Group
 from averaging.matchmaking.logic.messages import SearchFailed
-from averaging.matchmaking.service.blocklist import BLOCK_AFTER_LIE_S
+from swarm.core.presets import LAN, LOCAL, WAN, Preset, Timings
 from swarm.testing.group_swarm import SimulatedVolunteer, Swarm, check_groups
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual
@@ -208,6 +211,54 @@ def test_a_peer_that_was_late_once_is_waited_for_in_later_rounds() -> None:
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("step_s", [2.5, 7.0, 60.0])
+def test_waiting_for_a_slow_peer_takes_a_tenth_of_the_time(step_s: float) -> None:
+    """Three peers train epochs of a second, and a fourth makes steps of several epochs."""
+    share, epochs = 0.1, 200
+
+    async def scenario() -> None:
+        swarm, loop = Swarm(11), asyncio.get_running_loop()
+        for _ in range(4):
+            swarm.add(target_group_size=8, grace_period=GracePeriod(waiting_share_max=share))
+        *punctual, slow = swarm.volunteers
+        sizes: list[int] = []
+        epoch = 0
+
+        async def train(volunteer: SimulatedVolunteer) -> None:
+            nonlocal epoch
+            for number in range(epochs):
+                await asyncio.sleep(1.0 + 0.02 * swarm.rng.random())
+                found = await volunteer.find(key=str(number))
+                assert isinstance(found, Group)
+                assert {one.peer.peer_id for one in punctual} <= set(found.peer_ids), (
+                    "punctual peers are waited for"
+                )
+                sizes.append(len(found.members))
+                volunteer.service.round_over(committed=True)
+                epoch = number + 1
+
+        async def compute() -> None:
+            while True:
+                await asyncio.sleep(step_s)
+                if isinstance(await slow.find(key=str(epoch), window_s=3.0), Group):
+                    slow.service.round_over(committed=True)
+
+        began_s = loop.time()
+        async with asyncio.TaskGroup() as tasks:
+            slow_task = tasks.create_task(compute())
+            async with asyncio.TaskGroup() as trainers:
+                for volunteer in punctual:
+                    trainers.create_task(train(volunteer))
+            slow_task.cancel()
+        # the advance of its account, and what it takes to form a group of peers that are there
+        usual_s = epochs * 1.02 + WAN.unknown_peer_s + epochs * 0.1
+        assert loop.time() - began_s < usual_s / (1.0 - share)
+        assert 4 in sizes or step_s > 10.0
+        await swarm.close()
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "unkeyed"])
 def test_an_early_peer_meets_the_others_in_the_next_round(keyed: bool) -> None:
     """A peer that is done early and looks for round n+1 meets those that still finish round n, with and
@@ -302,6 +353,30 @@ def test_a_search_that_is_cancelled_leaves_nobody_waiting() -> None:
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize(
+    ("timings", "waits_s"), [(LOCAL, 1.67), (LAN, 2.0), (WAN, 3.0)], ids=get_args(Preset)
+)
+def test_a_group_waits_for_an_unknown_idle_peer_as_long_as_the_preset_says(
+    timings: Timings, waits_s: float
+) -> None:
+    async def scenario() -> None:
+        swarm = Swarm(12)
+        for _ in range(3):
+            swarm.add(target_group_size=8, timings=timings)
+        began_s = asyncio.get_running_loop().time()
+        searching = swarm.volunteers[:2]
+        async with asyncio.TaskGroup() as tasks:
+            found = [tasks.create_task(one.find()) for one in searching]
+        group = found[0].result()
+        assert isinstance(group, Group)
+        assert len(group.members) == 2
+        took_s = asyncio.get_running_loop().time() - began_s
+        assert waits_s <= took_s <= waits_s + 0.5, "the searches' messages are the rest"
+        await swarm.close()
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "unkeyed"])
 @pytest.mark.parametrize("seed", range(20))
 def test_nobody_is_left_out_because_messages_overtake_one_another(seed: int, keyed: bool) -> None:
@@ -334,7 +409,7 @@ def test_a_banned_peer_is_in_no_group(seed: int) -> None:
         swarm = Swarm(seed)
         banned, *others = [swarm.add(target_group_size=8) for _ in range(4)]
         for volunteer in others:
-            volunteer.exchange.blocklist.ban("r", frozenset({banned.peer.peer_id}))
+            volunteer.exchange.blocklist_of("r").ban({banned.peer.peer_id})
         alone, *found = await swarm.all([swarm.rng.random() * 0.2 for _ in range(4)])
         assert isinstance(alone, SearchFailed)
         assert all(

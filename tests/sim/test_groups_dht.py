@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.matchmaking.logic.messages import AveragerName, SearchFailed, VectorSchema
 from averaging.matchmaking.service.matchmaking_service import GroupExchange, GroupService
-from averaging.matchmaking.service.presence import DhtPresence, PresenceConfig
+from averaging.matchmaking.service.presence import DhtPresence
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.peerbook import PeerBook
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
@@ -48,9 +48,7 @@ async def volunteer(network: SimulatedNetwork, bootstrap: SimulatedPeer | None) 
         rng=random.Random(peer.index),
     )
     await dht.join([bootstrap.contact] if bootstrap is not None else [])
-    presence = DhtPresence(
-        dht=dht, name=NAME, own=lambda: peer.contact, schema=SCHEMA, config=PresenceConfig()
-    )
+    presence = DhtPresence(dht=dht, name=NAME, own=lambda: peer.contact, schema=SCHEMA)
     renewing = peer.supervisor.spawn("presence", presence.renew)
     await presence.wait_until_declared(2.0)
     groups = GroupService(
@@ -61,7 +59,7 @@ async def volunteer(network: SimulatedNetwork, bootstrap: SimulatedPeer | None) 
         name=NAME,
         schema=SCHEMA,
         rng=random.Random(peer.index),
-        background=peer.supervisor,
+        supervisor=peer.supervisor,
     )
     await groups.announce(peer.contact)
     return Volunteer(peer, presence, groups, renewing)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.allreduce import AllReduce
 from averaging.allreduce.auditing import Auditor
 from averaging.allreduce.config import RoundConfig
-from averaging.allreduce.span import RoundContext
-from averaging.allreduce.work import Averaged, ReductionKernels, Spoiled
+from averaging.allreduce.driver import RoundDriver
+from averaging.allreduce.kernels import Averaged, ReductionKernels, Spoiled
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.audit import Notary, chance, chunks_max, draw
 from averaging.reduction.framing import pack, unpack
@@ -27,6 +28,7 @@ from swarm.compression import find
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.reduce_pb2 import AccountReply, AccountRequest
 
@@ -70,20 +72,10 @@ def hold(
     group = Group(
         group_id=random.Random(seed).randbytes(32), members=tuple(members), codec=codec, gathered=(b"",) * 4
     )
-    services = [
-        AllReduce(
-            handlers=peer.handlers,
-            channels=peer.caller,
-            own=peer.peer_id,
-            pool=None,  # type: ignore[arg-type]
-            clock=peer.clock,
-            notary=Notary(peer.identity, random.Random(f"{seed} {place}")),
-        )
-        for place, peer in enumerate(peers)
-    ]
+    services = [all_reduce_of(peer) for peer in peers]
     generator = torch.Generator().manual_seed(seed)
     vectors = [torch.randn(NUMEL, generator=generator) for _ in peers]
-    config = RoundConfig(chunk_bytes=8192, audit=share, aggregation=aggregation, inline=True)
+    config = RoundConfig(chunk_bytes=8192, audit=share, aggregation=aggregation)
 
     async def main() -> list[RoundOutcome]:
         async with asyncio.TaskGroup() as tasks:
@@ -168,19 +160,24 @@ def test_a_reducer_that_averages_something_else_is_named(
     assert all("not what its senders' signed values give" in text for text in texts)
 
 
-def test_a_share_of_the_chunks_finds_a_share_of_the_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reducer that lies in all of its three chunks is caught with a probability of 1 - (1 - p)³
-    each round.
-    """
+SHARE = 0.2  # of the chunks that are audited
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_lie_that_an_audit_of_some_chunks_finds_fails_the_round_for_all(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lies(monkeypatch, heavier)
-    rounds, share = 40, 0.2
-    caught = 0
-    for seed in range(rounds):
-        held = hold(share, seed=seed)
-        assert held.accused <= {held.liar}
-        assert {outcome.failed for outcome in held.outcomes} == {bool(held.accused)}  # for all or for none
-        caught += bool(held.accused)
-    assert 0.3 < caught / rounds < 0.7  # 0.49
+    held = hold(SHARE, seed=seed)
+    assert held.accused <= {held.liar}
+    assert {outcome.failed for outcome in held.outcomes} == {bool(held.accused)}
+
+
+def test_an_audit_of_some_chunks_finds_as_many_lies_as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reducer that lies in all of its three chunks is caught with probability 1 - (1 - p)³ a round."""
+    lies(monkeypatch, heavier)
+    caught = [seed for seed in range(40) if hold(SHARE, seed=seed).accused]
+    assert 0.3 < len(caught) / 40 < 0.7, caught  # 0.49 expected
 
 
 def altered(message: bytes, signature: bytes | None, payload: bytes | None) -> bytes:
@@ -198,11 +195,11 @@ def test_a_contribution_without_a_valid_signature_is_not_averaged(
     """A sender cannot make its reducer look dishonest: unsigned values are not taken, and the sender is asked
     for nothing later.
     """
-    send = RoundContext.send
+    send = RoundDriver.send
 
-    async def lie(self: RoundContext, stream: object, message: bytes) -> None:
+    async def lie(self: RoundDriver, stream: object, message: bytes) -> None:
         header, payload = unpack(message)
-        if self.own == LIAR and header.HasField("contribution"):
+        if self.kernels.own == LIAR and header.HasField("contribution"):
             changes = {
                 "nothing": (b"", None),
                 "forged": (b"\x01" * 64, None),
@@ -211,7 +208,7 @@ def test_a_contribution_without_a_valid_signature_is_not_averaged(
             message = altered(message, *changes[how])
         await send(self, stream, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(RoundContext, "send", lie)
+    monkeypatch.setattr(RoundDriver, "send", lie)
     held = hold(1.0)
     assert not held.accused
     for outcome in held.outcomes:
@@ -249,7 +246,9 @@ def test_a_round_fails_when_a_reducer_gives_no_account(how: str, monkeypatch: py
 
     async def evade(self: AllReduce, caller: PeerId, request: AccountRequest) -> AccountReply:
         reply = await serve(self, caller, request)
-        if self._rounds[request.group_id].kernels.own != LIAR:
+        running = self._rounds[request.group_id]
+        assert isinstance(running, RoundDriver)
+        if running.kernels.own != LIAR:
             return reply
         if how == "silent":
             await asyncio.sleep(1000.0)
@@ -289,8 +288,8 @@ def test_accounts_are_given_to_members_once_and_of_what_was_reduced() -> None:
     with pytest.raises(PeerError, match="more is asked"):
         auditor.answer(1, AccountRequest(chunk=0, place=0))
     allowed = chunks_max(0.001, 1, len(plan.shard(0)))
-    for chunk in range(1, allowed):
-        auditor.answer(1, AccountRequest(chunk=chunk, place=0))
+    for index in range(1, allowed):
+        auditor.answer(1, AccountRequest(chunk=index, place=0))
     with pytest.raises(PeerError, match="more is asked"):
         auditor.answer(1, AccountRequest(chunk=allowed, place=0))
 
@@ -307,24 +306,7 @@ def test_audited_chunks_are_drawn_at_random_from_other_reducers() -> None:
     assert len(draw(plan, 0, 1.0, 3, random.Random(0))) == len(plan.chunks) - len(plan.shard(0))
 
 
-def test_audits_need_an_identity_and_a_share() -> None:
-    async def main() -> None:
-        network = SimulatedNetwork(0)
-        peer = network.peer()
-        service = AllReduce(
-            handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
-        )  # type: ignore[arg-type]
-        group = Group(
-            group_id=bytes(32),
-            members=(Member(contact=peer.contact, weight=1.0, bandwidth=1.0),),
-            codec="float32",
-            gathered=(b"",),
-        )
-        with pytest.raises(UsageError, match="identity to sign with"):
-            await service.run(group, torch.zeros(5), deadline_s=60.0, config=RoundConfig(audit=0.5))
-        await network.close()
-
-    run_virtual(main())
+def test_an_audit_is_a_share_of_the_chunks() -> None:
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(UsageError, match="audit is a share"):
             RoundConfig(audit=share)

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
-from averaging.allreduce.commit import digest_payload
 from averaging.allreduce.config import RoundConfig
-from averaging.allreduce.span import RoundContext
-from averaging.allreduce.work import Averaged, ReductionKernels, Spoiled
+from averaging.allreduce.driver import RoundDriver
+from averaging.allreduce.kernels import Averaged, ReductionKernels, Spoiled
+from averaging.allreduce.logic.versions import digest_payload
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.framing import pack, unpack
 from averaging.reduction.robust import Aggregation
 from swarm.net.rpc import Stream
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 
 PEERS = 8
@@ -48,16 +49,7 @@ def round_of(
         gathered=(b"",) * len(peers),
     )
     config = RoundConfig(chunk_bytes=8192, aggregation=aggregation)
-    services = [
-        AllReduce(
-            handlers=peer.handlers,
-            channels=peer.caller,
-            own=peer.peer_id,
-            pool=None,  # type: ignore[arg-type]
-            clock=peer.clock,
-        )
-        for peer in peers
-    ]
+    services = [all_reduce_of(peer) for peer in peers]
 
     async def main() -> dict[SimulatedPeer, RoundOutcome]:
         async with asyncio.TaskGroup() as tasks:
@@ -128,15 +120,15 @@ def test_invalid_reports_of_clipped_members_are_refused(
     """Nobody of that number, a bitmap of another size, and one who is not in the average (its
     weight is 0).
     """
-    give = RoundContext.send
+    give = RoundDriver.send
 
-    async def lie(self: RoundContext, stream: object, message: bytes) -> None:
+    async def lie(self: RoundDriver, stream: object, message: bytes) -> None:
         header, _ = unpack(message)
-        if self.own == 1 and header.HasField("average"):
+        if self.kernels.own == 1 and header.HasField("average"):
             message = forged(message, clipped=clipped)
         await give(self, stream, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(RoundContext, "send", lie)
+    monkeypatch.setattr(RoundDriver, "send", lie)
     outcomes = round_of(draw(4), Aggregation(clip_to_median=10.0), weights=[1.0, 1.0, 1.0, 0.0])
     liar = list(outcomes)[1].peer_id
     others = [outcome for peer, outcome in outcomes.items() if peer.peer_id != liar]
@@ -151,17 +143,17 @@ def test_clipped_members_are_known_for_chunks_that_were_taken_over(monkeypatch: 
     """A reducer gives its averages to one member only, and then nonsense: what one holds the others fetch,
     the rest is reduced again.
     """
-    give, told = RoundContext.send, [0]
+    give, told = RoundDriver.send, [0]
 
-    async def lie(self: RoundContext, stream: Stream, message: bytes) -> None:
+    async def lie(self: RoundDriver, stream: Stream, message: bytes) -> None:
         header, _ = unpack(message)
-        if self.own == 1 and header.HasField("average"):
+        if self.kernels.own == 1 and header.HasField("average"):
             told[0] += 1
             if told[0] > 3:
                 message = forged(message, clipped=b"\x10")
         await give(self, stream, message)
 
-    monkeypatch.setattr(RoundContext, "send", lie)
+    monkeypatch.setattr(RoundDriver, "send", lie)
     vectors = draw(4)
     vectors[2] *= 1e4
     outcomes = round_of(vectors, Aggregation(rule="median", clip_to_median=10.0), "float32")

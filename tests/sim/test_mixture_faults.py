@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe.client.logic.hedging import HedgingConfig
-from moe.client.mixture.layer import MixtureConfig
+from moe.client.logic.hedging import BUDGET_MAX
 from moe.client.replicas.calling import ReplicaCalls
 from swarm.core.errors import NotEnoughPeers
 from swarm.testing.expert_swarm import ExpertSwarm
@@ -216,9 +215,7 @@ def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
             to_slow.append(sum(server.forwards.total() for server in slow) - before)
             assert layer.last_forward is not None
             late = [list(MODULES).index(name) for name in layer.last_forward.failed]
-            assert len(late) <= max(to_slow[0] - HedgingConfig().budget_max, 0) * (step == 0), (
-                layer.last_forward.failed
-            )
+            assert len(late) <= max(to_slow[0] - BUDGET_MAX, 0) * (step == 0), layer.last_forward.failed
             unharmed = ~torch.isin(best, torch.tensor(late)).any(dim=1)
             assert unharmed.any()
             assert torch.allclose(output[unharmed], wanted[unharmed], atol=1e-5)
@@ -263,10 +260,13 @@ def test_new_servers_are_found_and_dead_ones_forgotten(swarm: ExpertSwarm) -> No
     assert not layer.last_forward.failed
 
 
-def test_no_replacement_is_asked_when_replacements_max_is_0(swarm: ExpertSwarm) -> None:
+def test_no_replacement_is_asked_when_replacements_max_is_0(
+    swarm: ExpertSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe.client.mixture.forward.REPLACEMENTS_MAX", 0)
     servers = serve_rows(swarm)
     layer, x = (
-        layer_of(swarm, allow_zero_outputs=True, k_best=1, config=MixtureConfig(replacements_max=0)),
+        layer_of(swarm, allow_zero_outputs=True, k_best=1),
         batch(),
     )
     output_of(layer, x)

@@ -17,7 +17,7 @@ from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 from swarm.dht.service.dht_service import DhtService
 from swarm.metrics.record import Metrics, metrics_key
-from swarm.metrics.reporter import MetricsConfig, Reporter
+from swarm.metrics.reporter import Reporter, period_s
 from swarm.monitor.collector import Collector
 from swarm.monitor.experts import experts_of
 from swarm.monitor.logic.model import Model
@@ -60,7 +60,7 @@ class Trainer:
             run_id=RUN.run_id,
             source=self.metrics,
             peers=lambda: 5,
-            config=MetricsConfig(**config),
+            **config,
             rng=Chance(1, "reporter", str(self.service.peer_id)),
         )
 
@@ -254,11 +254,8 @@ def test_records_that_break_the_schema_are_stored_by_no_replica() -> None:
 
 
 def test_peers_of_large_runs_publish_less_often() -> None:
-    config = MetricsConfig()
-    assert config.period_s(1) == config.period_s(8) == 2.0
-    assert 2.0 < config.period_s(30) < config.period_s(1000) == 15.0
-    with pytest.raises(UsageError):
-        MetricsConfig(every_s=20.0)
+    assert period_s(2.0, 1) == period_s(2.0, 8) == 2.0
+    assert 2.0 < period_s(2.0, 30) < period_s(2.0, 1000) == 15.0
 
 
 def test_a_peer_with_metrics_disabled_publishes_nothing() -> None:

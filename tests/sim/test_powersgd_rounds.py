@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.allreduce import AllReduce
 from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.allreduce.twophase import TwoPhase, _first
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import LowRank
 from swarm.compression import find
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 
 SHAPES: list[tuple[int, ...]] = [(96, 200), (50,), (40, 3, 30), (7,)]
 TERMS = PowerSgd(rank=3)
-CONFIG = RoundConfig(chunk_bytes=1024, inline=True)
+CONFIG = RoundConfig(chunk_bytes=1024)
 
 
 @dataclass
@@ -55,9 +57,7 @@ class Party:
         self.peers: list[Peer] = []
         for weight in weights:
             peer = self.network.peer()
-            service = AllReduce(
-                handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
-            )  # type: ignore[arg-type]
+            service = all_reduce_of(peer)
             tensors = [torch.zeros(shape) for shape in SHAPES]
             self.peers.append(
                 Peer(peer, service, tensors, LowRank(tensors, TERMS, find(codec), seed=b"party"), weight)
@@ -311,5 +311,5 @@ def test_a_member_without_memory_between_the_all_reduces_fails_alone(
         assert not any(outcome.failed for outcome in await party.round())
         await party.close()
 
-    monkeypatch.setattr("tests.sim.test_powersgd_rounds.CONFIG", replace(CONFIG, inline=inline))
+    monkeypatch.setattr("averaging.allreduce.offload.cores", lambda: 2 if inline else 8)
     run_virtual(scenario())

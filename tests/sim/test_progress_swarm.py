@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport
+from averaging.optim.progress.logic.reports import REPORT_TTL_S, EpochProgress, ProgressReport
 from swarm.core.ids import PeerId
 
 
@@ -38,9 +38,7 @@ class Swarm:
     def _trainer(self, number: int) -> Trainer:
         speed = self.rng.choice([1.0, 0.5, 0.4])
         step_s = 0.1 / speed * self.rng.uniform(0.9, 1.1)
-        progress = EpochProgress(
-            PeerId(number.to_bytes(32, "big")), self.target, ProgressConfig(), self.now_s
-        )
+        progress = EpochProgress(PeerId(number.to_bytes(32, "big")), self.target, self.now_s)
         return Trainer(progress, batch=8, step_s=step_s, next_step_s=self.now_s + step_s)
 
     def tell(self, sender: PeerId, report: ProgressReport) -> None:
@@ -127,9 +125,7 @@ def test_a_late_joiner_sees_the_epoch_as_the_others_do(seed: int) -> None:
     swarm.trainers[peer] = newcomer
     swarm.run(2.0)
     newcomer.samples = 0
-    newcomer.progress.begin_epoch(
-        next(iter(swarm.trainers.values())).progress.epoch, swarm.now_s, joining=True
-    )
+    newcomer.progress.begin_epoch(next(iter(swarm.trainers.values())).progress.epoch, swarm.now_s, late=True)
     swarm.run(1.0)
     seen = newcomer.progress.view(swarm.now_s).samples
     truth = sum(trainer.samples for trainer in swarm.trainers.values())
@@ -142,7 +138,7 @@ def test_a_dead_peer_stops_counting(seed: int) -> None:
     swarm.run(20.0)
     dead = next(iter(swarm.trainers))
     del swarm.trainers[dead]
-    swarm.run(ProgressConfig().report_ttl_s + 1.0)
+    swarm.run(REPORT_TTL_S + 1.0)
     assert all(dead not in trainer.progress.others(swarm.now_s) for trainer in swarm.trainers.values())
     closed = len(swarm.closed)
     swarm.run(60.0)

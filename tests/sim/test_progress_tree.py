@@ -56,10 +56,10 @@ def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch
     shard invents its sums.
     """
     liars: set[Any] = set()
-    climb = Tree._publish_sums
+    climb = Tree.publish_sums
 
     async def lying(self: Tree, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
-        if self._own not in liars:
+        if self.own not in liars:
             return await climb(self, own, now_s)
         told = await climb(
             self,
@@ -70,7 +70,7 @@ def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch
             None if told is None else replace(told, samples=1e11, epoch=told.epoch + 3, peers=10**6, bits=9)
         )
 
-    monkeypatch.setattr(Tree, "_publish_sums", lying)
+    monkeypatch.setattr(Tree, "publish_sums", lying)
 
     async def scenario(run: ProgressRun, group: asyncio.TaskGroup) -> None:
         trainers = [

@@ -105,4 +105,11 @@ def test_invalid_inputs_reach_no_server(swarm: ExpertSwarm) -> None:
     with pytest.raises(UsageError, match="float32"):
         expert(torch.zeros(2, WIDTH + 1))
     assert not server.forwards
-    assert copy.deepcopy(nn.Sequential(expert))[0]._bridge is expert._bridge
+
+
+def test_a_copy_of_a_module_calls_the_same_expert(swarm: ExpertSwarm) -> None:
+    server = swarm.serve({NAME: MODULE})
+    expert = RemoteExpert(swarm.node, NAME)
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(copy.deepcopy(nn.Sequential(expert))(x), expert(x))
+    assert server.forwards[NAME] == 2

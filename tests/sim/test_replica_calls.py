@@ -14,7 +14,7 @@ import torch
 
 from moe.client.logic.replica_stats import ReplicaStats
 from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
-from moe.client.replicas.directory_cache import DirectoryCacheConfig, ExpertDirectoryCache
+from moe.client.replicas.directory_cache import STALE_S, ExpertDirectoryCache
 from moe.protocol.calls import UNCOMPRESSED, BackwardReply, ExpertClient, ForwardReply, GradientPass
 from moe.protocol.declarations import ExpertReplica, GridBranch
 from moe.protocol.errors import ExpertApplied, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
@@ -348,9 +348,7 @@ ROOT = ExpertUid.parse_prefix("ffn")
 def test_the_directory_cache_refreshes_in_the_background_and_drops_expired_replicas() -> None:
     async def scenario() -> None:
         loop, table, clock = asyncio.get_running_loop(), Table(), VirtualClock()
-        directory = ExpertDirectoryCache(
-            table, clock, Supervisor(), DirectoryCacheConfig(fresh_s=2.0, stale_s=10.0, empty_s=0.5)
-        )
+        directory = ExpertDirectoryCache(table, clock, Supervisor())
         soon = ExpertReplica(REPLICAS[0].contact, b"", expiration=EPOCH_UNIX_S + 5.0)
         table.branches_of[ROOT] = GridBranch({0: (soon,), 1: (soon, REPLICAS[1])})
         assert set((await directory.branches([ROOT], timeout_s=1.0))[ROOT].experts) == {0, 1}
@@ -369,7 +367,7 @@ def test_the_directory_cache_refreshes_in_the_background_and_drops_expired_repli
         await asyncio.sleep(3.0)
         found = (await directory.branches([ROOT], timeout_s=1.0))[ROOT]
         assert found.experts == {1: (REPLICAS[1],)}, "what has expired is dropped, though the DHT is silent"
-        await asyncio.sleep(20.0)
+        await asyncio.sleep(STALE_S + 10.0)
         assert (await directory.branches([ROOT], timeout_s=1.0))[ROOT].experts == {1: (REPLICAS[1],)}
         with pytest.raises(NetworkError):
             await directory.branches([ExpertUid.parse_prefix("other")], timeout_s=1.0)
@@ -380,9 +378,7 @@ def test_the_directory_cache_refreshes_in_the_background_and_drops_expired_repli
 def test_the_directory_cache_keeps_empty_branches_briefly_and_is_bounded() -> None:
     async def scenario() -> None:
         table = Table()
-        directory = ExpertDirectoryCache(
-            table, VirtualClock(), Supervisor(), DirectoryCacheConfig(prefixes_max=3)
-        )
+        directory = ExpertDirectoryCache(table, VirtualClock(), Supervisor(), prefixes_max=3)
         assert await directory.replicas(UID, timeout_s=1.0) == ()
         assert await directory.replicas(UID, timeout_s=1.0) == ()
         assert len(table.reads) == 1

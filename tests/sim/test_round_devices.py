@@ -10,8 +10,9 @@ import random
 import pytest
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.allreduce import RoundMemory
 from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.averages import ResultBuffer
 from averaging.reduction.devices import Queues
@@ -21,6 +22,7 @@ from averaging.reduction.vector import HOST
 from swarm.compression import find
 from swarm.testing.devices import LateQueue
 from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 
 CONFIG = RoundConfig(chunk_bytes=2048)
@@ -39,16 +41,7 @@ async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list
     network = SimulatedNetwork(3, LinkConfig(delay_s=0.02, bandwidth=1e5))
     rng, chance = random.Random(5), torch.Generator().manual_seed(5)
     peers = [network.peer() for _ in range(PEERS)]
-    services = [
-        AllReduce(
-            handlers=peer.handlers,
-            channels=peer.caller,
-            own=peer.peer_id,
-            pool=None,  # type: ignore[arg-type]
-            clock=peer.clock,
-        )
-        for peer in peers
-    ]
+    services = [all_reduce_of(peer) for peer in peers]
     members = tuple(
         Member(contact=peer.contact, weight=1.0 + place, bandwidth=1.0) for place, peer in enumerate(peers)
     )
@@ -75,8 +68,7 @@ async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list
                 stagings[place].take(read_in_place=True),
                 deadline_s=peers[place].clock.monotonic_s() + 60.0,
                 config=CONFIG,
-                result_buffer=result_buffers[place],
-                feedback=feedback[place],
+                memory=RoundMemory(result_buffers[place], feedback[place]),
             )
 
         async with asyncio.TaskGroup() as tasks:

@@ -6,16 +6,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.allreduce import RoundMemory
 from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.kernels import ReductionKernels
+from averaging.allreduce.logic.versions import Version
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.feedback import Feedback
 from swarm.compression import find
 from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 
 NUMEL = 20_000
@@ -33,16 +38,7 @@ async def _rounds(codec: str, seed: int) -> None:
     rng, chance = random.Random(seed), torch.Generator().manual_seed(seed)
     network = SimulatedNetwork(seed, LinkConfig(delay_s=0.02, bandwidth=1e6))
     peers = [network.peer() for _ in range(3)]
-    services = [
-        AllReduce(
-            handlers=peer.handlers,
-            channels=peer.caller,
-            own=peer.peer_id,
-            pool=None,  # type: ignore[arg-type]
-            clock=peer.clock,
-        )
-        for peer in peers
-    ]
+    services = [all_reduce_of(peer) for peer in peers]
     feedback = [Feedback(NUMEL, find(codec)) for _ in peers]
     members = tuple(Member(contact=peer.contact, weight=1.0, bandwidth=1.0) for peer in peers)
     wanted, got = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
@@ -58,7 +54,11 @@ async def _rounds(codec: str, seed: int) -> None:
         ) -> RoundOutcome:
             deadline_s = peers[place].clock.monotonic_s() + limit_s
             return await services[place].run(
-                group, vectors[place], deadline_s=deadline_s, config=CONFIG, feedback=feedback[place]
+                group,
+                vectors[place],
+                deadline_s=deadline_s,
+                config=CONFIG,
+                memory=RoundMemory(feedback=feedback[place]),
             )
 
         async with asyncio.TaskGroup() as tasks:
@@ -86,3 +86,42 @@ async def _rounds(codec: str, seed: int) -> None:
     for service in services:
         service.close()
     await network.close()
+
+
+def test_a_cancellation_after_the_commit_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residuals have moved with the others', so the caller gets the result, and no cancellation."""
+    network = SimulatedNetwork(1, LinkConfig(delay_s=0.02))
+    peers = [network.peer() for _ in range(3)]
+    services = [all_reduce_of(peer) for peer in peers]
+    feedback = [Feedback(NUMEL, find("int4")) for _ in peers]
+    members = tuple(Member(contact=peer.contact, weight=1.0, bandwidth=1.0) for peer in peers)
+    group = Group(group_id=bytes(32), members=members, codec="int4", gathered=(b"",) * 3)
+    running: list[asyncio.Task[RoundOutcome]] = []
+    conclude = ReductionKernels.conclude
+
+    def cancelled_meanwhile(self: ReductionKernels, held: Mapping[int, Version]) -> None:
+        running[self.own].cancel()
+        conclude(self, held)
+
+    monkeypatch.setattr(ReductionKernels, "conclude", cancelled_meanwhile)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for place, peer in enumerate(peers):
+            round_ = services[place].run(
+                group,
+                torch.randn(NUMEL),
+                deadline_s=peer.clock.monotonic_s() + 30.0,
+                config=CONFIG,
+                memory=RoundMemory(feedback=feedback[place]),
+            )
+            running.append(loop.create_task(round_))
+        await asyncio.wait(running)
+        for place, task in enumerate(running):
+            assert not task.cancelled()
+            assert not task.result().failed
+            assert feedback[place].committed == 1
+            services[place].close()
+        await network.close()
+
+    run_virtual(main())

@@ -18,14 +18,21 @@ from averaging.reduction.partition import plan_chunks
 from swarm.compression import find
 from swarm.core.errors import PeerError, UsageError
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
-from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
+from swarm.wire.reduce_pb2 import (
+    ExchangeContribution,
+    ExchangeHeader,
+    ExchangeOpen,
+    Intent,
+    Statement,
+    Vote,
+    VoteRequest,
+)
 
 
 def service(peer: SimulatedPeer) -> AllReduce:
-    return AllReduce(
-        handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
-    )  # type: ignore[arg-type]
+    return all_reduce_of(peer)
 
 
 def make_group(
@@ -85,21 +92,43 @@ def test_strangers_and_mismatches_are_refused() -> None:
             )
             # after a wait
             assert "in no round of that name" in await refusal(peers[1], opening(group_id=b"n" * 32))
-            for stranger, vote, message in [
-                (peers[2], Vote(place=1), "not a member"),
-                (peers[1], Vote(place=0, digest=b"x" * 32), "a vote for place 0"),
-                (peers[1], Vote(place=1, digest=b"x"), "32 bytes"),
-            ]:
-                with pytest.raises(PeerError, match=message):
-                    await stranger.caller.call(
-                        peers[0].contact, VOTE, VoteRequest(group_id=group.group_id, vote=vote), timeout_s=5
-                    )
+            await refused_statements(peers, group)
             assert services[0].waiting == 0
             running.cancel()
         services[0].close()
         await network.close()
 
     run_virtual(main())
+
+
+async def refused_statements(peers: Sequence[SimulatedPeer], group: Group) -> None:
+    """Tell the first peer invalid things about the end of a round of the first two."""
+    keys = [peer.peer_id.public_key for peer in peers]
+    signature = bytes(64)
+    for stranger, statement, message in [
+        (peers[2], Statement(), "not a member"),
+        (
+            peers[1],
+            Statement(votes=[Vote(voter=keys[0], result=b"x" * 32, signature=signature)]),
+            "did not sign",
+        ),
+        (
+            peers[1],
+            Statement(votes=[Vote(voter=keys[2], result=b"x" * 32, signature=signature)]),
+            "neither a contributor nor an elector",
+        ),
+        (
+            peers[1],
+            Statement(votes=[Vote(voter=keys[1], result=b"x", signature=signature)]),
+            "32 bytes",
+        ),
+        (peers[1], Statement(votes=[Vote(voter=b"x")]), "32 bytes"),
+        (peers[1], Statement(intents=[Intent(place=2, result=bytes(32))]), "place 2 in a group of 2"),
+        (peers[1], Statement(intents=[Intent(place=1, result=b"x")]), "32 bytes"),
+    ]:
+        request = VoteRequest(group_id=group.group_id, statement=statement)
+        with pytest.raises(PeerError, match=message):
+            await stranger.caller.call(peers[0].contact, VOTE, request, timeout_s=5)
 
 
 def test_too_many_calls_wait_for_rounds_that_never_begin() -> None:
@@ -110,7 +139,7 @@ def test_too_many_calls_wait_for_rounds_that_never_begin() -> None:
         refused: list[str] = []
 
         async def ask(nth: int) -> None:
-            request = VoteRequest(group_id=bytes([nth]) * 32, vote=Vote(place=1))
+            request = VoteRequest(group_id=bytes([nth]) * 32)
             try:
                 await other.caller.call(one.contact, VOTE, request, timeout_s=20)
             except PeerError as error:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.allreduce import AllReduce
 from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.vector import FlatVector
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 
 DEADLINE_S = 30.0
@@ -52,16 +54,7 @@ def scenario(seed: int) -> Scenario:
     count = rng.randint(2, 6)
     clients = [place > 1 and rng.random() < 0.25 for place in range(count)]
     peers = [network.peer(dialable=not client) for client in clients]
-    services = [
-        AllReduce(
-            handlers=peer.handlers,
-            channels=peer.caller,
-            own=peer.peer_id,
-            pool=None,  # type: ignore[arg-type]
-            clock=peer.clock,
-        )
-        for peer in peers
-    ]
+    services = [all_reduce_of(peer) for peer in peers]
     weights = [1.0] + [rng.choice([0.0, 1.0, 1.0, 3.5]) for _ in range(count - 1)]
     members = [
         Member(contact=peer.contact, weight=weight, bandwidth=0.0 if client else rng.choice([1.0, 1.0, 2.0]))
@@ -159,26 +152,21 @@ def test_a_member_is_lost_at_any_moment(seed: int, how: str) -> None:
     run_virtual(main())
 
 
-async def lone_contributor(seed: int, config: RoundConfig) -> str:
-    """A round whose only contributor dies: how it ended for the two others."""
+async def lone_contributor(seed: int, config: RoundConfig, *, dies: bool) -> str:
+    """A round whose only contributor dies, or finds a value that it cannot send: how it ended for the two
+    others.
+    """
     network = SimulatedNetwork(seed, LinkConfig(delay_s=0.02, bandwidth=1e5))
     peers = [network.peer() for _ in range(3)]
-    services = [
-        AllReduce(
-            handlers=peer.handlers,
-            channels=peer.caller,
-            own=peer.peer_id,
-            pool=None,  # type: ignore[arg-type]
-            clock=peer.clock,
-        )
-        for peer in peers
-    ]
+    services = [all_reduce_of(peer) for peer in peers]
     members = tuple(
         Member(contact=peer.contact, weight=float(place == 0), bandwidth=1.0)
         for place, peer in enumerate(peers)
     )
     group = Group(group_id=bytes(32), members=members, codec="float32", gathered=(b"",) * 3)
     vectors = [torch.full((30_000,), float(place)) for place in range(3)]
+    if not dies:
+        vectors[0][1 + 1500 * seed] = float("nan")
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(
@@ -186,9 +174,10 @@ async def lone_contributor(seed: int, config: RoundConfig) -> str:
             )
             for service, vector, peer in zip(services, vectors, peers, strict=True)
         ]
-        await asyncio.sleep(0.04 + 0.004 * seed)
-        running[0].cancel()
-        await network.crash(peers[0])
+        if dies:
+            await asyncio.sleep(0.04 + 0.01 * seed)
+            running[0].cancel()
+            await network.crash(peers[0])
         one, other = [await task for task in running[1:]]
     for service in services:
         service.close()
@@ -210,11 +199,31 @@ async def lone_contributor(seed: int, config: RoundConfig) -> str:
     return "whole" if fraction == 1.0 else "partial"
 
 
+@pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("min_fraction", [1.0, 0.3, 0.01])
-def test_members_agree_on_chunks_without_contributors(min_fraction: float) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_members_agree_on_chunks_without_contributors(seed: int, min_fraction: float, dies: bool) -> None:
     """The values of the only contributor that came are averaged, the other chunks have no average, and all
     live members agree on which is which.
     """
     config = RoundConfig(chunk_bytes=4096, min_fraction=min_fraction)
-    ended = {run_virtual(lone_contributor(seed, config)) for seed in range(20)}
-    assert ended >= ({"whole", "failed"} if min_fraction == 1.0 else {"partial", "whole"})
+    ending = run_virtual(lone_contributor(seed, config, dies=dies))
+    assert ending in ({"whole", "failed"} if dies or min_fraction == 1.0 else {"partial", "failed"})
+
+
+@pytest.mark.parametrize(
+    ("min_fraction", "expected"), [(1.0, {"failed"}), (0.3, {"partial", "failed"}), (0.01, {"partial"})]
+)
+def test_a_lone_contributor_withdraws_before_and_after_enough_chunks_came(
+    min_fraction: float, expected: set[str]
+) -> None:
+    """The seeds of the test above reach every ending that it is about."""
+    config = RoundConfig(chunk_bytes=4096, min_fraction=min_fraction)
+    assert {run_virtual(lone_contributor(seed, config, dies=False)) for seed in range(20)} == expected
+
+
+def test_a_round_whose_only_contributor_dies_counts_if_it_had_voted() -> None:
+    """Only contributors vote, so that nobody commits what the contributor did not vote for."""
+    config = RoundConfig(chunk_bytes=4096, min_fraction=0.01)
+    endings = {run_virtual(lone_contributor(seed, config, dies=True)) for seed in range(20)}
+    assert endings == {"whole", "failed"}

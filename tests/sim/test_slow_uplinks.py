@@ -10,11 +10,12 @@ import random
 import pytest
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.speed import UNKNOWN_BYTES_PER_S
 from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.rounds import all_reduce_of
 from swarm.testing.uplink import Uplink
 from swarm.testing.virtual_loop import run_virtual
 
@@ -33,12 +34,7 @@ class Scene:
             peer.uplink = Uplink(12.5e6)
         self.slow = self.peers[3]
         self.slow.uplink = Uplink(up_bytes_per_s)
-        self.services = [
-            AllReduce(
-                handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
-            )  # type: ignore[arg-type]
-            for peer in self.peers
-        ]
+        self.services = [all_reduce_of(peer) for peer in self.peers]
         members = [
             Member(
                 contact=peer.contact,
@@ -89,7 +85,7 @@ def agreed(outcomes: list[RoundOutcome]) -> RoundOutcome:
 
 @pytest.mark.parametrize("up_bytes_per_s", [40e3, 125e3, 400e3])
 @pytest.mark.parametrize("seed", range(3))
-def test_who_moves_slowly_and_steadily_is_waited_for(seed: int, up_bytes_per_s: float) -> None:
+def test_a_member_with_slow_steady_progress_is_waited_for(seed: int, up_bytes_per_s: float) -> None:
     """The first round: shares are equal, since no speed is known, and the slow one's last bytes arrive when
     its link has carried them.
     """
@@ -106,7 +102,7 @@ def test_who_moves_slowly_and_steadily_is_waited_for(seed: int, up_bytes_per_s: 
 
 @pytest.mark.parametrize("up_bytes_per_s", [15e3, 60e3])
 @pytest.mark.parametrize("seed", range(3))
-def test_who_cannot_make_it_in_time_is_left_out_and_named_and_all_else_is_whole(
+def test_a_member_too_slow_for_the_deadline_is_left_out_and_other_values_are_complete(
     seed: int, up_bytes_per_s: float
 ) -> None:
     scene = Scene(seed, numel=1 << 19, up_bytes_per_s=up_bytes_per_s)

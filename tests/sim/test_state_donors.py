@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
 
-from averaging.optim.state.donor import DonorConfig
-from swarm.core.errors import PeerError
+from averaging.optim.exchange import CHUNKS as CHUNKS_METHOD
+from averaging.optim.state.donor import LEASE_IDLE_S, LEASES_MAX, Donor
+from swarm.core.errors import NotEnoughPeers, PeerError
+from swarm.core.ids import Key, PeerId
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
+from swarm.testing.simulated_node import SimulatedNode
 from swarm.wire import state_pb2
 from tests.sim.donors import RUN, donor, joining, play, state_of
 
 
-def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> None:
+def _other(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("averaging.optim.state.donor.SNAPSHOTS_MAX", 1)
+    monkeypatch.setattr("averaging.optim.state.donor.LEASES_MAX", 2)
+
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         state = state_of(1)
         digest = state.snapshot().digest
-        made = donor(peers[0], state, snapshots_max=1, leases_max=2)
+        made = donor(peers[0], state)
 
         async def update() -> None:
             await asyncio.sleep(0.8)
@@ -27,7 +40,7 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
                 state.mark_changed(6)
             request = state_pb2.OpenRequest(run=RUN)
             with pytest.raises(PeerError, match="earlier epochs"):
-                await made.on_open(joiner.peer_id, request)
+                await made.on_open(_other(1), request)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(update())
@@ -35,15 +48,105 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
         assert task.result().digest == digest, "the snapshot is of the moment when the lease was opened"
         reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
         assert reply.epoch == 6
-        await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
+        await made.on_open(_other(1), state_pb2.OpenRequest(run=RUN))
         with pytest.raises(PeerError, match="busy"):
-            await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
-        await asyncio.sleep(DonorConfig().lease_idle_s + 1)
+            await made.on_open(_other(2), state_pb2.OpenRequest(run=RUN))
+        await asyncio.sleep(LEASE_IDLE_S + 1)
         assert (await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))).epoch == 6, (
             "idle leases make room"
         )
         with pytest.raises(PeerError, match="epoch 6 only"):
             await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN, epoch_min=7))
+
+    play(scenario, donors=1)
+
+
+def test_a_peer_has_one_lease_and_a_new_one_ends_its_last() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        made = donor(peers[0], state_of(1))
+        for _ in range(5):
+            await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
+        assert made.downloads == 1
+        for number in range(1, LEASES_MAX):
+            await made.on_open(_other(number), state_pb2.OpenRequest(run=RUN, reserve=True))
+        with pytest.raises(PeerError, match="busy"):
+            await made.on_open(_other(LEASES_MAX), state_pb2.OpenRequest(run=RUN))
+        assert (await made.on_open(_other(1), state_pb2.OpenRequest(run=RUN))).total_bytes, (
+            "its place is kept"
+        )
+
+    play(scenario, donors=1)
+
+
+def test_a_reserved_place_costs_no_copy_and_serves_nothing() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        made = donor(peers[0], state_of(1))
+        reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN, reserve=True))
+        assert not made.leased_views()
+        request = state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[0])
+        async with joiner.caller.open_stream(peers[0].contact, CHUNKS_METHOD, timeout_s=5.0) as stream:
+            await stream.send(request.SerializeToString())
+            with pytest.raises(PeerError, match="lease is over"):
+                await stream.receive()
+
+    play(scenario, donors=1)
+
+
+def test_the_leases_of_refused_offers_are_closed() -> None:
+    """Each refused offer once kept its lease for 30 s, so that a donor was full after 16 of them."""
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        donors = [donor(peer, state_of(1, epoch=9)) for peer in peers]
+        with pytest.raises(NotEnoughPeers, match="offers epoch 9, while the swarm is known to be in epoch 0"):
+            await joining(joiner, state_of(2), epoch_min=0, epoch_known=lambda: 0).fetch(
+                [peer.contact for peer in peers], 60
+            )
+        assert not any(one.downloads for one in donors)
+
+    play(scenario, donors=2)
+
+
+def test_the_leases_of_a_cancelled_download_are_closed() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        donors = [donor(peer, state_of(1)) for peer in peers]
+        download = joining(joiner, state_of(2))
+        assert await download.reserve([peer.contact for peer in peers])
+        task = asyncio.create_task(download.fetch([peer.contact for peer in peers], 60))
+        await asyncio.sleep(0.8)
+        assert all(one.downloads for one in donors)
+        task.cancel()
+        await asyncio.wait([task])
+        assert not any(one.downloads for one in donors)
+
+    play(scenario, donors=2)
+
+
+@pytest.mark.parametrize(
+    ("shard", "keys"),
+    [("", ["donors"]), ("3.5", ["donors.3.5"]), ("3.0", ["donors", "donors.3.0"])],
+)
+def test_donors_of_a_large_run_stand_in_the_dictionary_of_their_shard(shard: str, keys: list[str]) -> None:
+    class Dht:
+        def __init__(self) -> None:
+            self.stored: list[str] = []
+            self.deleted: list[str] = []
+
+        async def store(self, key: Key, value: object, **how: Any) -> None:
+            self.stored.append(key.name)
+
+        async def delete(self, key: Key, **how: Any) -> None:
+            self.deleted.append(key.name)
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        dht = Dht()
+        node = SimulatedNode(lambda: joiner.contact, joiner.clock, dht)
+        made = Donor(node, RUN, state_of(1), shard=lambda: shard)
+        made.start()
+        running = asyncio.create_task(made.run())
+        await asyncio.sleep(1.0)
+        running.cancel()
+        await made.close()
+        assert sorted(dht.stored) == sorted(dht.deleted) == keys
 
     play(scenario, donors=1)
 

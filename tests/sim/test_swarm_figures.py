@@ -9,6 +9,7 @@ import math
 import pytest
 
 from benchmarks import report, simulated_dht, simulated_rounds
+from swarm.core.ids import Key
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, Overview
 from swarm.testing.hostile import nearest_identities
@@ -44,8 +45,8 @@ def test_a_lazy_swarm_creates_peers_when_they_are_asked() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=3)
         swarm = LazySwarm(network, 300)
-        await swarm.service(swarm.peers[7]).get(simulated_dht.Key("public", "x"))
-        assert 5 < len(swarm._services) < 150
+        await swarm.service(swarm.peers[7]).get(Key("public", "x"))
+        assert 5 < swarm.services_made < 150
         assert not network.errors
         await network.close()
 

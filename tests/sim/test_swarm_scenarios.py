@@ -22,7 +22,7 @@ def _quiet() -> None:
     ("name", "seed"),
     [("churn", 2), ("crash", 3), ("clock", 4), ("split", 5), ("loss", 6), ("storm", 7), ("storm", 8)],
 )
-def test_a_scenario_breaks_no_promise(name: str, seed: int) -> None:
+def test_every_scenario_ends_without_a_violated_invariant(name: str, seed: int) -> None:
     config = ScenarioConfig(seed=seed, peers=30, hours=0.15, name=name, faults_s=300.0, settle_s=240.0)
     report = run_scenario(config)
     assert report.audited

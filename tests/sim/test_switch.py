@@ -70,14 +70,14 @@ def test_values_and_all_gradients_equal_the_local_switch(swarm: ExpertSwarm) -> 
 
 
 def test_the_loss_and_the_utilization_equal_their_formulas(swarm: ExpertSwarm) -> None:
-    layer, x = layer_of(swarm, SwitchConfig(jitter_eps=0.0, utilization_alpha=0.75)), batch()
+    layer, x = layer_of(swarm, SwitchConfig(jitter_eps=0.0)), batch()
     _, loss = switched(layer, x)
     scores = layer.gate(x)
     wanted = 0.0
     for dimension, score in enumerate(scores):
         size = score.shape[1]
         share = torch.bincount(score.argmax(dim=1), minlength=size) / len(x)
-        used = 0.75 * torch.full((size,), 1.0 / size) + 0.25 * share
+        used = 0.9 * torch.full((size,), 1.0 / size) + 0.1 * share
         assert torch.allclose(layer.utilization[dimension], used)
         wanted += (size * (used * score.softmax(dim=1).mean(dim=0)).sum()).item()
     assert loss.item() == pytest.approx(wanted, rel=1e-5)
@@ -91,8 +91,11 @@ def test_losses_of_several_batches_can_be_differentiated_together(swarm: ExpertS
     assert layer.gate.projection.weight.grad is not None
 
 
-def test_training_on_the_balancing_loss_alone_evens_out_utilization(swarm: ExpertSwarm) -> None:
-    layer, x = layer_of(swarm, SwitchConfig(utilization_alpha=0.5)), batch(64).detach()
+def test_training_on_the_balancing_loss_alone_evens_out_utilization(
+    swarm: ExpertSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe.client.mixture.switch.UTILIZATION_ALPHA", 0.5)
+    layer, x = layer_of(swarm), batch(64).detach()
     with torch.no_grad():
         layer.gate.projection.bias[0] += 3.0
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
@@ -156,6 +159,6 @@ def test_samples_whose_expert_is_dead_are_zeros(swarm: ExpertSwarm) -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    for wrong in ({"utilization_alpha": 1.0}, {"grid_dropout": 0.0}, {"jitter_eps": 1.0}):
+    for wrong in ({"grid_dropout": 0.0}, {"jitter_eps": 1.0}):
         with pytest.raises(UsageError):
             SwitchConfig(**wrong)

@@ -8,10 +8,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
-from swarm.net.channels import Channels, ChannelsConfig
+from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Method
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
@@ -43,10 +44,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(server: Server | None = None, config: ChannelsConfig | None = None) -> AsyncIterator[Pair]:
+async def pair(server: Server | None = None, **limits: Any) -> AsyncIterator[Pair]:
     identity, handlers, server = Identity.generate(), Handlers(), server or Server()
     port = await server.start(identity, handlers, "127.0.0.1", 0)
-    channels = Channels(Identity.generate(), config)
+    channels = Channels(Identity.generate(), **limits)
     try:
         yield Pair(handlers, server, channels, Contact(identity.peer_id, (Address("127.0.0.1", port),)))
     finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def main() -> None:
             node, [tensor], name="capped", target_group_size=3, min_group_size=3, codec="float32"
         )
         print("ready", flush=True)
-        pouring = []
+        pouring: list[Any] = []
         for line in sys.stdin:
             if line == "round\n":
                 result = averager.step(timeout_s=25.0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from averaging.optim.optimizer import Diloco, Gossip, Gradients, Local, Optimizer
+from averaging.optim.optimizer import Diloco, Gossip, Gradients, Local, Optimizer, StepReport
 from swarm.node import Node
-from tests.wire.test_optimizer import QUICK
+from tests.wire.trainers import QUICK
 
 BATCH, TARGET, STEPS = 4, 12, 14  # three steps an epoch; it ends in the middle of one
 MODES: dict[str, Any] = {
@@ -161,11 +161,16 @@ class Both:
         steps: int = STEPS,
         before_step: Callable[[torch.nn.Module], object] = lambda net: None,
         start: int = 0,
-    ) -> None:
+    ) -> list[StepReport]:
+        """Make the same steps on both sides, and compare them after each. Return the reports of the swarm."""
+        reports = []
         for seed in range(start, start + steps):
             for net, step in ((self.plain_net, self.plain.step), (self.net, self.opt.step)):
                 net.zero_grad()
                 loss_of(net, batch(seed)).backward()
                 before_step(net)
-                step()
+                report = step()
+            assert report is not None
+            reports.append(report)
             self.check()
+        return reports

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -12,10 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from averaging.allreduce.allreduce import AllReduce, RoundOutcome
-from averaging.allreduce.commit import digest_payload, digest_round
+from averaging.allreduce.allreduce import AllReduce
 from averaging.allreduce.config import EXCHANGE, VOTE, RoundConfig
+from averaging.allreduce.logic.setup import proposal_of
+from averaging.allreduce.logic.versions import digest_payload, digest_round
+from averaging.allreduce.outcome import RoundOutcome
+from averaging.allreduce.voter import Voter
+from averaging.allreduce.wire import vote_to_wire
+from averaging.history.certificate import Vote
 from averaging.matchmaking.logic.group import Group, Member
+from averaging.reduction.audit import Notary
 from averaging.reduction.balance import shares_of
 from averaging.reduction.framing import pack, unpack
 from averaging.reduction.partition import Plan, plan_chunks
@@ -27,7 +34,7 @@ from swarm.core.ids import Address, Contact
 from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Stream
 from swarm.net.server import Server
-from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
+from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen, Statement, VoteRequest
 
 SMALL = RoundConfig(chunk_bytes=16 << 10)
 
@@ -45,9 +52,9 @@ class RoundPeer:
         self.allreduce = AllReduce(
             handlers=handlers,
             channels=self.channels,
-            own=identity.peer_id,
             pool=self.pool,
             clock=SystemClock(),
+            notary=Notary(identity, random.SystemRandom()),
         )
 
     @classmethod
@@ -164,13 +171,16 @@ def oracle(
     return result
 
 
-@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("cores", [2, 8])
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
-def test_exact_and_identical(codec: str, inline: bool) -> None:
+def test_exact_and_identical(codec: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On few cores tensor work is done on the event loop, otherwise in the pool."""
+    monkeypatch.setattr("averaging.allreduce.offload.cores", lambda: cores)
+
     async def main() -> None:
         async with peers(4) as members:
             for numel in (0, 1, 3, 1024, 100_003):
-                config = RoundConfig(chunk_bytes=16 << 10, inline=inline)
+                config = RoundConfig(chunk_bytes=16 << 10)
                 group = make_group(
                     members, codec=codec, weights=[1.0, 2.5, 0.0, 7.0], bandwidths=[1.0, 3.0, 2.0, 0.5]
                 )
@@ -455,8 +465,15 @@ async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -
         for place in plan.reducers:
             tasks.create_task(one(place))
     digest = digest_round(got[index] for index in range(len(plan.chunks)))
-    request = VoteRequest(group_id=group.group_id, vote=Vote(place=3, digest=digest))
+    await vote_for(peer, group, digest)
+    return digest.hex()
+
+
+async def vote_for(peer: RoundPeer, group: Group, digest: bytes) -> None:
+    """Tell the first three members that this peer votes for the averages with this digest."""
+    vote = Voter(peer.identity, proposal_of(group, None), None).vote(digest)
+    assert isinstance(vote, Vote)
+    request = VoteRequest(group_id=group.group_id, statement=Statement(votes=[vote_to_wire(vote)]))
     async with asyncio.TaskGroup() as tasks:
         for member in group.members[:3]:
             tasks.create_task(peer.channels.call(member.contact, VOTE, request, timeout_s=20))
-    return digest.hex()

@@ -10,14 +10,14 @@ import contextlib
 import pytest
 import torch
 
-from averaging.allreduce.commit import digest_payload, digest_round
-from averaging.allreduce.config import EXCHANGE, VOTE
+from averaging.allreduce.config import EXCHANGE
+from averaging.allreduce.logic.versions import digest_payload, digest_round
 from averaging.matchmaking.logic.group import Group
 from averaging.reduction.framing import pack, unpack
 from averaging.reduction.partition import Plan
 from swarm.compression import find
 from swarm.core.errors import PeerError
-from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
+from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen
 from tests.wire.test_allreduce import (
     SMALL,
     RoundPeer,
@@ -27,6 +27,7 @@ from tests.wire.test_allreduce import (
     plan_of,
     run_round,
     vectors_of,
+    vote_for,
 )
 
 
@@ -109,10 +110,7 @@ async def _send_in_this_order(
         for place in plan.reducers:
             tasks.create_task(exchange(place))
     digest = digest_round(got[index] for index in range(len(plan.chunks)))
-    request = VoteRequest(group_id=group.group_id, vote=Vote(place=3, digest=digest))
-    async with asyncio.TaskGroup() as tasks:
-        for member in group.members[:3]:
-            tasks.create_task(peer.channels.call(member.contact, VOTE, request, timeout_s=20))
+    await vote_for(peer, group, digest)
     return digest.hex()
 
 

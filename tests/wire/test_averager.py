@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -96,6 +97,54 @@ def test_weighted_averages_are_exact_whatever_the_tensors_look_like(nodes: list[
             assert {"staging", "matchmaking", "all_reduce", "write_back", "total"} <= set(result.seconds)
 
 
+@pytest.mark.parametrize("apply", ["replace", "delta"])
+def test_small_and_large_tensors_have_codecs_of_their_own(nodes: list[Node], apply: str) -> None:
+    def choose(name: str, tensor: torch.Tensor) -> str:
+        return "int8" if tensor.numel() > 10_000 else "float32" if name.startswith("norm") else "float16"
+
+    tensors = [
+        {
+            "layer": torch.randn(50_000, generator=torch.Generator().manual_seed(index)),
+            "bias": torch.full((10,), 1.0 + index),
+            "norm.weight": torch.full((3, 4), 1e-6 * (index + 1)).t(),
+            "empty": torch.empty(0),
+            "other": torch.randn(20_000, generator=torch.Generator().manual_seed(10 + index)).half(),
+        }
+        for index in range(3)
+    ]
+    before = [{name: tensor.clone() for name, tensor in mine.items()} for mine in tensors]
+    with ExitStack() as stack:
+        averagers = [
+            stack.enter_context(Averager(node, mine, name=f"mixed-{apply}", codec=choose))
+            for node, mine in zip(nodes, tensors, strict=False)
+        ]
+        assert averagers[0].schema.codec == "float16+float32+int8"
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            steps = [pool.submit(one.step, 1.0 + n, 20.0, apply=apply) for n, one in enumerate(averagers)]
+            results = [step.result(30.0) for step in steps]
+        fine(results)
+        assert all(set(result.contributions.values()) == {1.0} for result in results)
+        # each contributor sends about two thirds of each vector twice
+        encoded = 70_000 * 1.0 + 10 * 2 + 12 * 4
+        assert all(0.8 < result.bytes_sent / (encoded * 4 / 3) < 1.3 for result in results), results
+    for name, bound in (("layer", 0.03), ("bias", 2e-3), ("norm.weight", 1e-12), ("other", 0.03)):
+        expected = sum((1.0 + n) * before[n][name].double() for n in range(3)) / 6.0
+        for mine in tensors:
+            torch.testing.assert_close(mine[name].double(), expected, rtol=0.0, atol=bound)
+    if apply == "replace":
+        assert all(torch.equal(tensors[0][name], mine[name]) for mine in tensors for name in mine)
+
+
+def test_peers_that_choose_other_codecs_do_not_meet(nodes: list[Node]) -> None:
+    with (
+        Averager(nodes[0], [torch.ones(4)], name="other-codecs", codec=lambda name, tensor: "int8"),
+        Averager(nodes[1], [torch.ones(4)], name="other-codecs", codec=lambda name, tensor: "int4") as other,
+    ):
+        result = other.step(timeout_s=5.0)
+        assert result.failed
+        assert "1 tensors in int8" in result.detail
+
+
 def test_a_group_smaller_than_its_target_forms_at_once(nodes: list[Node]) -> None:
     with Party(
         nodes[:3], "smaller", lambda index: [torch.full((4,), float(index))], target_group_size=8
@@ -177,13 +226,39 @@ def test_different_tensors_are_named(nodes: list[Node]) -> None:
 
 def test_weight_zero_receives_only_and_an_auxiliary_only_helps(nodes: list[Node]) -> None:
     with Party(nodes[:3], "zero", lambda index: [torch.full((4,), float(index + 1))]) as party:
-        helper = Averager(nodes[3], [torch.full((4,), 9.0)], name="zero", codec="float32", auxiliary=True)
+        own = torch.full((4,), 9.0)
+        helper = Averager(nodes[3], [own], name="zero", codec="float32", auxiliary=True)
         party.averagers.append(helper)
         results = party.step(lambda index: {"weight": 0.0 if index == 1 else 1.0})
         assert not any(result.failed for result in results), results
         assert all(torch.equal(mine[0], torch.full((4,), 2.0)) for mine in party.tensors)
         assert nodes[1].peer_id not in results[0].contributions
-        assert torch.equal(helper._staging.tensors[0], torch.full((4,), 9.0))
+        assert torch.equal(own, torch.full((4,), 9.0))
+
+
+def test_shards_follow_bandwidths_that_users_have_set(nodes: list[Node]) -> None:
+    """As measured ones they would count as equal, and the slowest peer would take a third longer."""
+    speeds = (0.44e6, 0.33e6, 0.22e6)
+    with ExitStack() as stack:
+        averagers = [
+            stack.enter_context(
+                Averager(
+                    node,
+                    [torch.randn(100_000)],
+                    name="set-speeds",
+                    codec="float32",
+                    config=AveragerConfig(bandwidth=speed),
+                )
+            )
+            for node, speed in zip(nodes, speeds, strict=False)
+        ]
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            results = list(pool.map(lambda averager: averager.step(timeout_s=20.0), averagers))
+        fine(results)
+        # of three contributors each sends what it does not reduce, and its shard to two others: 1 + shard
+        sent = [result.bytes_sent / 400_000 for result in results]
+        assert sent[2] == pytest.approx(1.0, rel=0.02), "the slowest reduces nothing"
+        assert sent[0] / speeds[0] == pytest.approx(sent[1] / speeds[1], rel=0.02)
 
 
 def test_a_step_fails_when_nobody_contributes(nodes: list[Node]) -> None:
@@ -251,7 +326,7 @@ def test_peers_notice_a_closed_averager(nodes: list[Node]) -> None:
         assert max(result.seconds["matchmaking"] for result in results) < 0.5
 
 
-def test_several_averagers_on_one_node(nodes: list[Node]) -> None:
+def test_averagers_of_one_node_average_independently(nodes: list[Node]) -> None:
     with (
         Party(nodes[:2], "left", lambda index: [torch.full((4,), float(index))]) as left,
         Party(nodes[:2], "right", lambda index: [torch.full((4,), 10.0 + index)]) as right,
@@ -281,6 +356,8 @@ def test_wrong_use_raises_a_usage_error(nodes: list[Node]) -> None:
             Averager(nodes[0], [torch.zeros(1)], **settings)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="bandwidth"):
         AveragerConfig(bandwidth=0.0)
+    with pytest.raises(UsageError, match="grace_s_max"):
+        AveragerConfig(grace_s_max=-1.0)
     averager = Averager(nodes[0], [torch.zeros(1)], name="wrong")
     for arguments, words in [
         ({"weight": -1.0}, "weight"),
@@ -297,6 +374,17 @@ def test_wrong_use_raises_a_usage_error(nodes: list[Node]) -> None:
     averager.close()
     with pytest.raises(UsageError, match="closed"):
         averager.step()
+
+
+def test_wrong_choices_of_codecs_raise_a_usage_error(nodes: list[Node]) -> None:
+    tensors = [torch.ones(4)]
+    for options, complaint in [
+        ({"codec": lambda name, tensor: "int1"}, "there is no codec 'int1'"),
+        ({"codec": lambda name, tensor: 8}, "returns the name of a codec"),
+        ({"codec": lambda name, tensor: "int8", "error_feedback": True}, "need one codec"),
+    ]:
+        with pytest.raises(UsageError, match=complaint):
+            Averager(nodes[0], tensors, name="wrong", **options)
 
 
 def test_a_closed_node_is_a_usage_error() -> None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from averaging.allreduce.allreduce import RoundMemory
 from averaging.allreduce.config import EXCHANGE, RoundConfig
 from averaging.averager import Averager, AveragerConfig
+from averaging.matchmaking.logic.matchmaking import Matchmaker
+from averaging.matchmaking.logic.messages import Answer, LookForGroup
 from averaging.reduction import devices
 from averaging.reduction.averages import ResultBuffer
 from averaging.reduction.feedback import Feedback
@@ -29,6 +31,7 @@ from averaging.reduction.staging import Staging
 from averaging.reduction.vector import HOST
 from averaging.result import RoundResult
 from swarm.compression import find
+from swarm.core.presets import WAN
 from swarm.net.rpc import Stream
 from swarm.node import Node
 from swarm.testing.devices import HostReads, LateQueue
@@ -39,6 +42,9 @@ NODES = 3
 ROUNDS = 3
 SHAPES = [(60, 200), (5000,), (30, 300)]
 CHUNKS_MIN = 20
+STEP_S = 60.0
+# Members may leave, so a group of two may begin; it waits for the third, however late a busy machine runs it.
+PATIENT_S = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +72,42 @@ class Peers:
 
     def step(self, **settings: Any) -> list[RoundResult]:
         with concurrent.futures.ThreadPoolExecutor(NODES, thread_name_prefix="trainer") as pool:
-            steps = [pool.submit(averager.step, timeout_s=20.0, **settings) for averager in self.averagers]
-            return [step.result(30.0) for step in steps]
+            steps = [pool.submit(averager.step, timeout_s=STEP_S, **settings) for averager in self.averagers]
+            return [step.result(STEP_S + 10.0) for step in steps]
+
+    def step_after(self, first: int, monkeypatch: pytest.MonkeyPatch) -> list[RoundResult]:
+        """One round in which all others have heard that the member at `first` looks for a group before they
+        look themselves: a group does not wait for a member that the round before left out.
+        """
+        own, heard, all_heard = self.nodes[first].peer_id, set[int](), threading.Event()
+        on_query = Matchmaker.on_query
+
+        def noted(matchmaker: Matchmaker, query: LookForGroup, now_s: float) -> Answer:
+            answer = on_query(matchmaker, query, now_s)
+            if query.contact.peer_id == own:
+                heard.add(id(matchmaker))
+            if len(heard) == NODES - 1:
+                all_heard.set()
+            return answer
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Matchmaker, "on_query", noted)
+            pending = self.averagers[first].step(timeout_s=STEP_S, wait=False)
+            assert all_heard.wait(STEP_S)
+            others = [
+                averager.step(timeout_s=STEP_S, wait=False)
+                for averager in self.averagers
+                if averager is not self.averagers[first]
+            ]
+            results = [one.result(STEP_S + 10.0) for one in others]
+            results.insert(first, pending.result(STEP_S + 10.0))
+            return results
 
     def background(self, move: Callable[[], None]) -> list[RoundResult]:
         """A delayed round: training goes on, and the difference is added when the result is taken."""
-        pending = [averager.step(timeout_s=20.0, wait=False, apply="delta") for averager in self.averagers]
+        pending = [averager.step(timeout_s=STEP_S, wait=False, apply="delta") for averager in self.averagers]
         move()
-        return [one.result(30.0) for one in pending]
+        return [one.result(STEP_S + 10.0) for one in pending]
 
     @contextlib.contextmanager
     def reads(self) -> Iterator[list[HostReads]]:
@@ -103,12 +137,17 @@ def party(nodes: list[Node], monkeypatch: pytest.MonkeyPatch, name: str, **setti
     monkeypatch.setattr(devices, "queue_of", late)
     tensors = [[torch.zeros(shape) for shape in SHAPES] for _ in nodes]
     # never inline on a device, whatever is asked for
-    config = AveragerConfig(round=RoundConfig(chunk_bytes=2048, inline=True))
+    rounds = RoundConfig(chunk_bytes=2048)
+    monkeypatch.setattr("averaging.averager.RoundConfig", lambda **options: replace(rounds, **options))
+    monkeypatch.setattr("averaging.averager.DECLARE_S", STEP_S)
+    monkeypatch.setattr("averaging.matchmaking.logic.grace_period.MARGIN_S", PATIENT_S)
+    for node in nodes:
+        node.timings = replace(WAN, query_timeout_s=PATIENT_S, unknown_peer_s=PATIENT_S)
+    config = AveragerConfig(grace_s_max=PATIENT_S)
+    settings = {"min_group_size": NODES, "target_group_size": NODES, **settings}
     with contextlib.ExitStack() as stack:
         averagers = [
-            stack.enter_context(
-                Averager(node, mine, name=name, config=config, **{"min_group_size": NODES, **settings})
-            )
+            stack.enter_context(Averager(node, mine, name=name, config=config, **settings))
             for node, mine in zip(nodes, tensors, strict=True)
         ]
         yield Peers(nodes, averagers, tensors, made)
@@ -201,7 +240,7 @@ def test_a_value_that_cannot_be_sent_is_looked_at_in_the_pool(
 
 
 def test_a_dead_reducers_shard_is_taken_over_without_a_wait_on_the_loop() -> None:
-    config, victim = RoundConfig(chunk_bytes=2048, inline=True), 1
+    config, victim = RoundConfig(chunk_bytes=2048), 1
 
     async def main() -> None:
         async with peers(4) as members:
@@ -227,8 +266,7 @@ def test_a_dead_reducers_shard_is_taken_over_without_a_wait_on_the_loop() -> Non
                             staging.take(read_in_place=True),
                             deadline_s=time.monotonic() + 20,
                             config=config,
-                            result_buffer=ResultBuffer(staging.queues),
-                            feedback=fed_back,
+                            memory=RoundMemory(ResultBuffer(staging.queues), fed_back),
                         )
                     )
                     for peer, staging, fed_back in zip(members, stagings, feedback, strict=True)
@@ -283,8 +321,10 @@ def test_a_member_without_memory_fails_alone_and_the_next_round_succeeds(
             assert nodes[1].peer_id in result.left_out or nodes[1].peer_id not in result.peers
         queue.memory = queue.slots_max = None
         mean = there.fill(2)
-        results = there.step()
-        assert not any(result.failed for result in results), results
+        results = there.step_after(1, monkeypatch)
+        assert not any(result.failed for result in results), [
+            (result.reason, result.detail, result.left_out, len(result.peers)) for result in results
+        ]
         assert results[0].contributions == {node.peer_id: 1.0 for node in nodes}
         assert all(
             torch.allclose(one, other, atol=0.1) for one, other in zip(there.tensors[1], mean, strict=True)
@@ -301,33 +341,40 @@ def _state_of(averager: Averager) -> torch.Tensor | None:
 def test_no_memory_on_the_callers_thread_is_a_failed_result(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch, method: str, waits: bool
 ) -> None:
-    apply = "delta" if method == "add_difference" else "replace"
+    apply: Literal["delta", "replace"] = "delta" if method == "add_difference" else "replace"
     with party(nodes, monkeypatch, f"staging-{method.replace('_', '-')}-{waits}", min_group_size=2) as there:
-        poor = there.averagers[0]._staging
+        poor, *others = there.averagers
         original = getattr(Staging, method)
 
         def short(self: Staging, *args: Any, **named: Any) -> Any:
-            if self is poor:
+            if self.tensors[0] is there.tensors[0][0]:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB. GPU 0 has")
             return original(self, *args, **named)
 
         there.fill(1)
         before = [tensor.clone() for tensor in there.tensors[0]]
-        with monkeypatch.context() as patched:
-            patched.setattr(Staging, method, short)
-            with concurrent.futures.ThreadPoolExecutor(NODES) as pool:
-                step = functools.partial(Averager.step, timeout_s=6.0, apply=apply)
-                others = [pool.submit(step, averager) for averager in there.averagers[1:]]
+
+        def step(averager: Averager) -> RoundResult:
+            return averager.step(timeout_s=STEP_S, apply=apply)
+
+        with concurrent.futures.ThreadPoolExecutor(NODES) as pool:
+            running = [pool.submit(step, averager) for averager in others]
+            with monkeypatch.context() as patched:
+                patched.setattr(Staging, method, short)
                 result = (
-                    step(there.averagers[0]) if waits else step(there.averagers[0], wait=False).result(10.0)
+                    step(poor)
+                    if waits
+                    else poor.step(timeout_s=STEP_S, apply=apply, wait=False).result(STEP_S)
                 )
-                assert not any(other.result(10.0).failed for other in others)
-        assert (result.failed, result.reason, result.digest) == (True, "memory", "")
-        assert (
-            result.detail
-            == "this peer ran out of memory on cuda:0 when it wanted 4.00 MiB more; its tensors are as "
-            "they were"
-        )
-        assert all(torch.equal(tensor, was) for tensor, was in zip(there.tensors[0], before, strict=True))
+            assert (result.failed, result.reason, result.digest) == (True, "memory", "")
+            assert (
+                result.detail
+                == "this peer ran out of memory on cuda:0 when it wanted 4.00 MiB more; its tensors are as "
+                "they were"
+            )
+            assert all(torch.equal(tensor, was) for tensor, was in zip(there.tensors[0], before, strict=True))
+            if method == "take":  # it failed before it looked for a group, so the others still wait for it
+                assert not step(poor).failed
+            assert not any(one.result(STEP_S).failed for one in running)
         there.fill(2)
         assert not any(one.failed for one in there.step(apply=apply))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Key
+from swarm.dht.service.dht_service import StoreItem
 from swarm.node import Node
 
 LISTEN = "127.0.0.1:0"
@@ -142,3 +144,22 @@ def test_operations_on_a_closed_node_are_usage_errors() -> None:
     node.close()
     with pytest.raises(UsageError, match="closed"):
         node.dht.get("key")
+
+
+def test_keys_and_subkeys_that_are_not_text_are_usage_errors() -> None:
+    uses: list[Callable[[Any], object]] = [
+        lambda dht: dht.store(0, "x", ttl_s=10),
+        lambda dht: dht.store("a", "x", ttl_s=10, subkey=0),
+        lambda dht: dht.store_many({0: "x"}, ttl_s=10),
+        lambda dht: dht.store_many([StoreItem(key="a", value="x", subkey=b"b")], ttl_s=10),
+        lambda dht: dht.get(0),
+        lambda dht: dht.get_all(b"a"),
+        lambda dht: dht.get_many([0]),
+        lambda dht: dht.delete(0),
+        lambda dht: dht.delete("a", subkey=0),
+        lambda dht: dht.store(Key("public", 0), "x", ttl_s=10),  # type: ignore[arg-type]
+    ]
+    with Node(listen=LISTEN) as node:
+        for use in uses:
+            with pytest.raises(UsageError, match="is text"):
+                use(node.dht)

@@ -201,13 +201,13 @@ def test_replicas_are_averaged_and_a_new_one_takes_over_the_parameters() -> None
             learned = [tensor.clone() for tensor in two.server.experts[UID].averaged_tensors()]
 
             async def average(server: swarm.ExpertServer) -> None:
-                await server._replicating.average()
+                await server.replicating.average()
 
             first = two.host.network.submit(average(two.server))
             second = other.network.submit(average(newcomer))
             first.result(20.0)
             second.result(20.0)
-            assert two.server._replicating.rounds == newcomer._replicating.rounds == 1
+            assert two.server.replicating.rounds == newcomer.replicating.rounds == 1
             for one, both, before in zip(
                 newcomer.experts[UID].averaged_tensors(),
                 two.server.experts[UID].averaged_tensors(),

@@ -5,6 +5,7 @@ caller.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Coroutine
 from typing import Any
@@ -15,19 +16,18 @@ import torch
 import swarm
 from moe.protocol.calls import ForwardReply, GradientPass
 from moe.protocol.methods import CALL, EXCHANGE
-from moe.server.logic.batching import BatchingConfig
+from moe.server.logic.batching import BatchLimits
 from swarm.core.errors import NetworkError, PeerError
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertReply, ExpertRequest, TensorHeader
 from tests.wire.expert_pair import UID, Gated, Pair, expert, gated, pair, sgd, until
 
 
-def test_a_full_queue_refuses_at_once_with_its_length() -> None:
+def test_a_full_queue_refuses_at_once_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     module, hosted = gated()
-    batching = BatchingConfig(queued_requests_max=3)
-    with pair(
-        {"ffn.0": hosted}, max_batch_size=10_000, config=swarm.ExpertServerConfig(batching=batching)
-    ) as two:
+    short = functools.partial(BatchLimits, queued_requests_max=3)
+    monkeypatch.setattr("moe.server.expert_server.BatchLimits", short)
+    with pair({"ffn.0": hosted}, max_batch_size=10_000) as two:
         calls = two.calls
 
         async def flood() -> None:

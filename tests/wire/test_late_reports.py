@@ -15,7 +15,8 @@ from averaging.optim.modes import Mode, ModeParts, ModeSettings
 from averaging.optim.optimizer import Diloco, Gradients, Local, Optimizer, StepReport
 from swarm.node import Node
 from tests.averaging.optim.late import LateLink
-from tests.wire.plain_torch import BATCH, QUICK, TARGET, batch, build, loss_of, next_run
+from tests.wire.plain_torch import BATCH, TARGET, batch, build, loss_of, next_run
+from tests.wire.trainers import QUICK
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ class OnDevice:
 
 def train(node: Node, mode: Any, target: int, offload: bool) -> tuple[list[StepReport], torch.Tensor]:
     """Train until an epoch is completed; the gradients of the second step are not finite."""
-    net, reports = build(), []
+    net = build()
+    reports: list[StepReport] = []
     options: dict[str, Any] = {
         "batch_size_per_step": BATCH,
         "config": QUICK,

@@ -87,7 +87,7 @@ def test_packets_are_lost_and_tcp_gets_over_it() -> None:
 
 
 @needs_links
-def test_nothing_stays_behind_when_it_ends_or_is_killed() -> None:
+def test_the_relay_process_ends_with_its_context_and_a_killed_one_is_reported() -> None:
     with Links([Link.of(mbit_per_s=10)] * 2) as links:
         process = links._process
     assert process.poll() is not None
@@ -111,7 +111,7 @@ def test_the_model_queues_delays_and_drops() -> None:
     assert model.send(6.15, 0, 1, 100) is not None
 
 
-def test_a_bundle_counts_as_the_packets_that_it_stands_for() -> None:
+def test_an_aggregated_packet_counts_as_the_packets_it_holds() -> None:
     ip = bytes([0x45, 0, 0, 0, 0, 0, 0, 0, 64, 6, 0, 0, 10, 77, 0, 1, 10, 77, 0, 2])
     tcp = bytes(12) + bytes([8 << 4]) + bytes(19)
     virtio = bytes([1, 1, 0, 0]) + (1448).to_bytes(2, sys.byteorder) + bytes(4)

@@ -24,15 +24,12 @@ WAIT_S = 60.0
 @pytest.fixture
 def nodes() -> Iterator[tuple[swarm.Node, list[swarm.Node]]]:
     """Return a trainer's node and two for servers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with (
         swarm.Node(listen="127.0.0.1:0") as trainer,
         swarm.Node(bootstrap=trainer.addresses, listen="127.0.0.1:0") as one,
         swarm.Node(bootstrap=trainer.addresses, listen="127.0.0.1:0") as two,
     ):
         yield trainer, [one, two]
-    torch.set_num_threads(threads)
 
 
 class LocalMixture(nn.Module):

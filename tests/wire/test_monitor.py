@@ -80,7 +80,9 @@ def test_once_json_is_one_line_that_holds_the_run(
     assert all(peer["up_bytes"] > 0 and peer["rounds_done"] > 0 for peer in view["peers"])
 
 
-def test_once_as_text_is_for_people(run: list[Node], capsys: pytest.CaptureFixture[str]) -> None:
+def test_monitor_once_prints_text_without_control_sequences(
+    run: list[Node], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["monitor", run[1].addresses[0], "--run", NAME, "--once"]) == 0
     shown = capsys.readouterr().out
     assert "● live" in shown

@@ -112,7 +112,9 @@ def watch(run: list[Node], history: Path) -> Watch:
     )
 
 
-def test_the_page(run: list[Node], browser: Any, tmp_path: Path) -> None:
+def test_the_page_shows_charts_and_peers_in_a_real_browser(
+    run: list[Node], browser: Any, tmp_path: Path
+) -> None:
     page, history = Page(browser), tmp_path / "history.sqlite"
     with watch(run, history) as watching:
         with WebServer(watching, ("127.0.0.1", 0)) as server:

@@ -17,10 +17,9 @@ from swarm.monitor.watching import Watch, WatchConfig
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.task import make_task
-from tests.wire.test_run_steering import HERE, VolunteerThread, created_run, texts
+from tests.wire.volunteers import HERE, VolunteerThread, created_run
 from tests.wire.watched_run import NAME, watched_run
 
-__all__ = ["texts"]  # a fixture
 _WAIT_S = 40.0
 
 
@@ -35,9 +34,7 @@ def test_a_monitor_saves_the_state_that_the_donors_agree_on(texts: Path, tmp_pat
         entry = (Contact.parse(node.addresses[0]),)
         try:
             with Watch(
-                WatchConfig(
-                    entry=entry, saving=StateSavingConfig(folder=folder, every_s=0.2, kept_max=2, retry_s=0.1)
-                )
+                WatchConfig(entry=entry, saving=StateSavingConfig(folder=folder, every_s=0.2, kept_max=2))
             ) as watch:
                 deadline_s = time.monotonic() + _WAIT_S
                 while sum(event.kind == "saved" for event in watch.view().events) < 3:

@@ -18,15 +18,12 @@ from swarm.core.errors import DeadlineExceeded, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact
 from swarm.net.hello import HELLO
-from swarm.net.joining import JoiningConfig
 from swarm.net.rpc import Stream, StreamMethod
 from swarm.node import Node, NodeConfig
 from swarm.wire import peer_pb2
 
 HERE = "127.0.0.1:0"
-QUICK = NodeConfig(
-    joining=JoiningConfig(hello_timeout_s=2, retry_first_s=0.05, retry_max_s=0.1, rejoin_interval_s=0.1)
-)
+QUICK = NodeConfig(preset="local")
 
 
 def free_port() -> int:

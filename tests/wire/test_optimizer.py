@@ -5,155 +5,34 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from averaging.optim.modes.gradients import GradientsMode
-from averaging.optim.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
-from averaging.optim.progress.logic.reports import ProgressConfig
+from averaging.optim.optimizer import LoadResult, Optimizer
+from averaging.optim.progress.logic.reports import EpochProgress
 from averaging.optim.state.donor import Donor
 from swarm.core.errors import UsageError
 from swarm.node import Node
-
-FEATURES, TARGET, BATCH = 6, 48, 4
-QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
-
-
-def build(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-
-def batch(seed: int, samples: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, FEATURES, generator=generator)
-    return x, x.sum(1, keepdim=True).sin()
-
-
-def backward(net: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    loss = (net(data[0]) - data[1]).square().mean()
-    loss.backward()
-    return loss
-
-
-def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def halving(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
-
-
-@dataclass
-class Peer:
-    number: int
-    node: Node
-    net: torch.nn.Module
-    opt: Optimizer
-    taken: list[tuple[int, int]] = field(default_factory=list)  # (epoch, seed of the batch)
-    reports: list[StepReport] = field(default_factory=list)
-    steps: int = 0
-
-    def train_once(self) -> StepReport:
-        seed = 1000 * self.number + self.steps
-        self.steps += 1
-        before = self.opt.epoch
-        self.opt.zero_grad()
-        backward(self.net, batch(seed))
-        report = self.opt.step()
-        if report.samples:
-            self.taken.append((before, seed))
-        # on a busy machine a round may go on without a peer: what it had for that epoch was not used
-        if report.dropped:
-            self.taken = [one for one in self.taken if one[0] != before]
-        self.reports.append(report)
-        return report
-
-    def train_to(self, epoch: int) -> None:
-        while self.opt.epoch < epoch:
-            self.train_once()
-
-
-@contextmanager
-def swarm_of(count: int, run: str, **options: Any) -> Iterator[list[Peer]]:
-    with ExitStack() as stack:
-        peers: list[Peer] = []
-        for number in range(count):
-            peers.append(stack.enter_context(one_more(peers, run, number, **options)))
-        yield peers
-
-
-@contextmanager
-def one_more(
-    peers: list[Peer],
-    run: str,
-    number: int,
-    seed: int = 0,
-    make: Callable[[int], torch.nn.Module] = build,
-    **options: Any,
-) -> Iterator[Peer]:
-    net = make(seed)
-    options = {"extra_tensors": tuple(net.buffers()), **options}
-    options = {
-        "codec": "float32",
-        "config": QUICK,
-        "scheduler": halving,
-        "state_sync_epochs": 0,
-        "target_batch_size": TARGET,
-        **options,
-    }
-    bootstrap = [address for peer in peers[:1] for address in peer.node.addresses]
-    with (
-        Node(bootstrap, "127.0.0.1:0") as node,
-        Optimizer(adam(net), node=node, run=run, batch_size_per_step=BATCH, **options) as opt,
-    ):
-        yield Peer(number, node, net, opt)
-
-
-def together(work: list[Callable[[], Any]], timeout_s: float = 90.0) -> None:
-    """Run all functions in their own threads and raise the first error of any."""
-    errors: list[BaseException] = []
-
-    def guarded(one: Callable[[], Any]) -> None:
-        try:
-            one()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a trainer hangs"
-
-
-def oracle(epochs: int, taken: list[tuple[int, int]]) -> torch.nn.Module:
-    """Train one machine on the union of the batches that all peers contributed."""
-    net = build()
-    inner = adam(net)
-    scheduler = halving(inner)
-    for epoch in range(epochs):
-        seeds = sorted(seed for at, seed in taken if at == epoch)
-        inner.zero_grad()
-        for seed in seeds:
-            loss = (net(batch(seed)[0]) - batch(seed)[1]).square().mean() / len(seeds)
-            loss.backward()
-        inner.step()
-        scheduler.step()
-    return net
-
-
-def assert_close(one: torch.nn.Module, other: torch.nn.Module, tolerance: float = 1e-5) -> None:
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+from tests.wire.trainers import (
+    BATCH,
+    FEATURES,
+    QUICK,
+    TARGET,
+    Peer,
+    adam,
+    assert_close,
+    backward,
+    batch,
+    build,
+    one_more,
+    oracle,
+    swarm_of,
+    together,
+)
 
 
 def test_a_lone_peer_trains_with_a_large_batch() -> None:
@@ -253,16 +132,14 @@ def test_a_lone_peer_averages_the_state_with_a_newcomer_in_the_next_epoch() -> N
         assert len({peer.opt.state_digest() for peer in [*peers, late]}) == 1
 
 
-def test_a_peer_that_loaded_the_state_is_known_to_all_at_once() -> None:
+def test_a_peer_that_loaded_the_state_is_known_to_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression test: a founder that read the DHT seldom closed the epoch alone in the second after a
     newcomer had joined it.
     """
-    seldom = OptimizerConfig(
-        no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_min=9.0, refresh_s_max=9.0)
-    )
-    with swarm_of(1, "known", config=seldom) as peers, ExitStack() as stack:
+    monkeypatch.setattr(EpochProgress, "refresh_s", lambda self, now_s: 9.0)
+    with swarm_of(1, "known") as peers, ExitStack() as stack:
         peers[0].train_to(1)
-        late = stack.enter_context(one_more(peers, "known", 3, seed=4, config=seldom))
+        late = stack.enter_context(one_more(peers, "known", 3, seed=4))
         assert late.opt.load_state_from_peers(timeout_s=30).loaded
         assert peers[0].opt.progress.peers[late.node.peer_id].epoch == 1
         together([lambda peer=peer: peer.train_to(2) for peer in [*peers, late]])  # type: ignore[misc]
@@ -435,6 +312,13 @@ def test_mistakes_of_the_caller_raise_usage_error() -> None:
         ]:
             with pytest.raises(UsageError, match=complaint):
                 make(**options)
+        with make(state_sync_epochs=0) as opt:
+            with pytest.raises(UsageError, match="at least 1"):
+                opt.wait_for_peers(0)
+            with pytest.raises(UsageError, match="codecs of a state are float32, float16, bfloat16"):
+                opt.load_state_from_peers(codec="int8")
+            with pytest.raises(UsageError, match="for ever"):
+                opt.load_state_from_peers(codec="float16")
         with make() as opt:
             with pytest.raises(UsageError, match="already has an Optimizer for run"):
                 make()

@@ -11,19 +11,19 @@ import torch
 
 from averaging.averager import Averager
 from averaging.optim.optimizer import Optimizer, OptimizerConfig
-from averaging.optim.progress.logic.reports import ProgressConfig
 from averaging.reduction.lowrank import PowerSgd
 from swarm.core.errors import UsageError
-from swarm.node import Node
-from tests.wire.test_optimizer import together
+from swarm.node import Node, NodeConfig
+from tests.wire.trainers import together
 
-QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
+LOCAL = NodeConfig(preset="local")
+QUICK = OptimizerConfig(round_timeout_s=30.0)
 
 
 def test_averagers_agree_before_they_meet_and_hold_the_same_afterwards() -> None:
     with (
-        Node(listen="127.0.0.1:0") as first,
-        Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second,
+        Node(listen="127.0.0.1:0", config=LOCAL) as first,
+        Node(bootstrap=first.addresses, listen="127.0.0.1:0", config=LOCAL) as second,
         ExitStack() as stack,
     ):
         generator = torch.Generator().manual_seed(1)
@@ -67,7 +67,7 @@ def test_averagers_agree_before_they_meet_and_hold_the_same_afterwards() -> None
             with pytest.raises(UsageError):
                 Averager(first, tensors[0], name="wrong", **settings)  # type: ignore[arg-type]
         with Averager(first, [torch.zeros(3)], name="partial", min_fraction=0.5) as partial:
-            assert partial._round.min_fraction == 0.5
+            assert partial.min_fraction == 0.5
 
 
 @pytest.mark.parametrize("codec", ["adaptive", "float32"])
@@ -76,8 +76,8 @@ def test_optimizers_train_by_factors(codec: str) -> None:
     target = torch.randn(40, 3, generator=torch.Generator().manual_seed(9))
     losses: dict[int, list[float]] = {0: [], 1: []}
     with (
-        Node(listen="127.0.0.1:0") as first,
-        Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second,
+        Node(listen="127.0.0.1:0", config=LOCAL) as first,
+        Node(bootstrap=first.addresses, listen="127.0.0.1:0", config=LOCAL) as second,
         ExitStack() as stack,
     ):
         nets, optimizers = [], []

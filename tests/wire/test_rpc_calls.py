@@ -117,12 +117,12 @@ def test_a_message_beyond_the_transports_own_limit_ends_only_its_call(
         async with pair() as two:
             two.handlers.unary(ECHO, echo)
             assert await two.echo("x") == "x"
-            link = next(iter(two.channels._links.values()))
-            assert link.connection is not None
+            connection = two.channels.connection_to(two.contact.peer_id)
+            assert connection is not None
             import grpc
 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await link.connection.channel.unary_unary(ECHO.name)(bytes(17 << 20), timeout=5)
+                await connection.channel.unary_unary(ECHO.name)(bytes(17 << 20), timeout=5)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert await two.echo("x") == "x"
 

@@ -15,7 +15,9 @@ import pytest
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact
+from swarm.net.certificate import client_certificate
 from swarm.net.channels import Channels
+from swarm.net.dial import dial
 from swarm.net.rpc import Handlers, Stream, StreamMethod
 from swarm.net.server import Server
 
@@ -254,7 +256,7 @@ def test_a_server_that_dies_ends_the_stream() -> None:
     run(scenario)
 
 
-def test_the_deadline_covers_the_whole_stream() -> None:
+def test_a_stream_fails_at_its_deadline_although_a_message_arrived() -> None:
     async def scenario() -> None:
         async with line() as one:
             one.serve(echo)
@@ -323,11 +325,9 @@ def test_each_number_has_its_own_connection() -> None:
             async with asyncio.TaskGroup() as group:
                 for connection in (0, 0, 1, 2, 3):
                     group.create_task(talk(connection))
-            assert sorted(connection for _, connection in one.channels._links) == [0, 1, 2, 3]
-            channels = {
-                id(link.connection.channel) for link in one.channels._links.values() if link.connection
-            }
-            assert len(channels) == 4
+            found = [one.channels.connection_to(one.contact.peer_id, number) for number in range(5)]
+            assert [connection is not None for connection in found] == [True] * 4 + [False]
+            assert len({id(connection.channel) for connection in found if connection is not None}) == 4
             import psutil
 
             port = one.contact.addresses[0].port
@@ -337,5 +337,35 @@ def test_each_number_has_its_own_connection() -> None:
                 if c.raddr and c.raddr.port == port and c.status == "ESTABLISHED"
             ]
             assert len(mine) == 4, "each number has its own TCP connection"
+
+    run(scenario)
+
+
+def test_idle_stream_lives_while_its_caller_pings_no_more_often_than_the_server_allows() -> None:
+    """The times are a twentieth of the real ones: a ping every second, the shortest time that gRPC allows."""
+
+    async def scenario() -> None:
+        identity, caller, handlers = Identity.generate(), Identity.generate(), Handlers()
+        handlers.stream(TALK, echo)
+        server = Server(ping_interval_s_min=0.5)
+        port = await server.start(identity, handlers, "127.0.0.1", 0)
+        connection = await dial(
+            Contact(identity.peer_id, (Address("127.0.0.1", port),)),
+            client_certificate(caller),
+            timeout_s=10,
+            options=(("grpc.keepalive_time_ms", 1_000),),
+        )
+        try:
+            call = connection.channel.stream_stream(TALK.name)()
+            await call.write(b"before")
+            assert await call.read() == b"before"
+            await asyncio.sleep(8)  # without the option, the third early ping ends the connection
+            assert not call.done(), f"{await call.code()}: {await call.details()}"
+            await call.write(b"after")
+            assert await call.read() == b"after"
+            call.cancel()
+        finally:
+            await connection.channel.close()
+            await server.stop(0)
 
     run(scenario)

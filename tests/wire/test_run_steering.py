@@ -4,112 +4,23 @@ checkpoint, and a run uses PowerSGD.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
 from averaging.optim.optimizer import Optimizer
-from swarm.core.identity import Identity
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.changes import Change, send_version, sign_change
 from swarm.run.checkpoints import CheckpointConfig
-from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import read_members, round_bytes
 from swarm.run.exporting import export, newest_checkpoint
-from swarm.run.specification import RunSpecification, SignedSpecification
+from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
-from swarm.run.volunteer import Volunteer, VolunteerConfig
-
-HERE = "127.0.0.1:0"
-TABLE = {
-    "name": "tiny",
-    "target_batch_size": 32,
-    "batch_size": 4,
-    "state_sync_epochs": 5,
-    "task": {"name": "bytelm", "settings": {"width": 16, "layers": 1, "heads": 2, "context": 16}},
-}
-
-
-class VolunteerThread:
-    """A volunteer in a thread, and its events."""
-
-    def __init__(self, node: Node, signed: SignedSpecification, *, new: bool, **config: Any) -> None:
-        self.node, self.stop = node, threading.Event()
-        self.events: list[events.Event] = []
-        self._changed = threading.Condition()
-        self.paused = threading.Event()
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
-        self.directory = directory
-        config = {"device": "cpu", "asked_to_pause": self.paused.is_set, **config}
-        self.volunteer = Volunteer(node, signed, directory, VolunteerConfig(**config), self._emit, self.stop)
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(new,), daemon=True)
-        self._thread.start()
-
-    def _run(self, new: bool) -> None:
-        try:
-            self.volunteer.train(torch.device("cpu"), new=new)
-        except BaseException as error:
-            self.error = error
-            with self._changed:
-                self._changed.notify_all()
-
-    def _emit(self, event: events.Event) -> None:
-        with self._changed:
-            self.events.append(event)
-            self._changed.notify_all()
-
-    def wait(
-        self, kind: type[events.Event], fits: Callable[[Any], bool] = lambda event: True, since: int = 0
-    ) -> int:
-        """Wait for an event of this kind at index `since` or later. Return its index."""
-        deadline_s = time.monotonic() + 60
-        with self._changed:
-            while True:
-                for place in range(since, len(self.events)):
-                    if isinstance(self.events[place], kind) and fits(self.events[place]):
-                        return place
-                if self.error is not None:
-                    raise self.error
-                assert self._changed.wait(deadline_s - time.monotonic()), (
-                    f"no {kind.__name__}; the last events were {self.events[since:][-5:]}"
-                )
-
-    def end(self) -> events.Finished:
-        self._thread.join(30)
-        finished = self.events[self.wait(events.Finished)]
-        assert isinstance(finished, events.Finished)
-        return finished
-
-
-@contextmanager
-def created_run(**changes: Any) -> Iterator[tuple[Node, Identity, SignedSpecification]]:
-    owner = Identity.generate()
-    with Node(listen=HERE, identity=owner) as node:
-        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
-        specification = RunSpecification.from_table({**TABLE, **changes}, "test")
-        signed, _ = node.network.run(create_run(directory, specification, owner, node.clock), 30.0)
-        yield node, owner, signed
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(4):
-        (folder / f"{number}.txt").write_text(
-            f"the quick brown fox number {number} jumps over the lazy dog. " * 300
-        )
-    return folder
+from tests.wire.volunteers import HERE, VolunteerThread, created_run
 
 
 def publish_to_members(node: Node, signed: SignedSpecification) -> SignedSpecification:
@@ -198,7 +109,7 @@ def test_a_run_resumes_from_its_checkpoint_and_the_model_can_be_exported(texts: 
         one.stop.set()
         last = one.end().epoch
     with created_run() as (node, _, signed):
-        checkpoints = CheckpointConfig(folder=folder, every_s=0.01, resume=True)
+        checkpoints = CheckpointConfig(folder=folder, every_s=0.01)
         one = VolunteerThread(node, signed, new=True, data=texts, checkpoints=checkpoints)
         place = one.wait(events.EpochDone)
         first = one.events[place]
@@ -215,6 +126,30 @@ def test_a_run_resumes_from_its_checkpoint_and_the_model_can_be_exported(texts: 
     assert any(
         name.startswith("optimizer.") for name in safetensors.torch.load_file(tmp_path / "all.safetensors")
     )
+
+
+def test_a_volunteer_that_finds_nobody_continues_from_its_checkpoint(texts: Path, tmp_path: Path) -> None:
+    """Regression test: after all had left, a run began again with the first parameters, silently."""
+    config = CheckpointConfig(folder=tmp_path / "saved", every_s=0.01)
+    with created_run() as (node, _, signed):
+        one = VolunteerThread(node, signed, new=True, data=texts, checkpoints=config)
+        one.wait(events.Saved)
+        one.stop.set()
+        last = one.end().epoch
+        assert last > 0
+    with created_run() as (node, _, signed):
+        back = VolunteerThread(node, signed, new=False, data=texts, checkpoints=config)
+        place = back.wait(events.EpochDone)
+        assert getattr(back.events[place], "epoch", None) == last + 1
+        with Node(bootstrap=node.addresses, listen=HERE) as other:
+            assert other.wait_joined(10)
+            fresh = VolunteerThread(other, signed, new=False, data=texts)
+            fresh.wait(events.StateDownloaded, lambda event: event.epoch > last)
+            fresh.wait(events.Contributed)
+            fresh.stop.set()
+            fresh.end()
+        back.stop.set()
+        back.end()
 
 
 def test_a_run_with_powersgd_sends_factors(texts: Path) -> None:

@@ -57,14 +57,14 @@ class Pair:
     async def raw_stream(self) -> Any:
         """Open a stream of shared calls for messages that the test writes itself."""
         await self.call(ECHO, "connect")
-        link = next(iter(self.channels._links.values()))
-        assert link.connection is not None
-        return link.connection.channel.stream_stream(CALLS_NAME)()
+        connection = self.channels.connection_to(self.contact.peer_id)
+        assert connection is not None
+        return connection.channel.stream_stream(CALLS_NAME)()
 
     @property
     def open_calls(self) -> int:
-        assert self.server._open_calls == sum(self.server._calls.values())
-        return self.server._open_calls
+        assert self.server.open_calls == sum(self.server.open_calls_by_peer.values())
+        return self.server.open_calls
 
 
 @asynccontextmanager
@@ -102,14 +102,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_simultaneous_calls_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = calls.CallStream._next_batch
+    original = calls.CallStream.next_batch
 
     def next_batch(stream: calls.CallStream) -> CallBatch:
         batch = original(stream)
         sizes.append(len(batch.calls))
         return batch
 
-    monkeypatch.setattr(calls.CallStream, "_next_batch", next_batch)
+    monkeypatch.setattr(calls.CallStream, "next_batch", next_batch)
 
     async def scenario() -> None:
         async with pair() as two:
@@ -120,7 +120,7 @@ def test_simultaneous_calls_share_messages(monkeypatch: pytest.MonkeyPatch) -> N
             assert [answer.result() for answer in answers] == [str(number) for number in range(250)]
             assert sum(sizes) == 250
             assert len(sizes) < 25
-            assert max(sizes) <= calls._BATCH_CALLS_MAX
+            assert max(sizes) <= calls.BATCH_CALLS_MAX
             async with asyncio.timeout(10):
                 # a call is open until the write of its answer has ended, which may be after the answer came
                 while two.open_calls:  # noqa: ASYNC110
@@ -135,7 +135,9 @@ def test_a_slow_call_does_not_delay_others() -> None:
             slow = group.create_task(two.call(SLOW, "slow"))
             await two.entered.wait()
             assert await two.call(ECHO, "quick") == "quick"
-            assert two.open_calls == 1
+            # the quick call stays open until the write of its answer has ended
+            await until(lambda: two.open_calls == 1)
+            assert not slow.done()
             two.release.set()
             assert await slow == "slow"
             await until(lambda: two.open_calls == 0)
@@ -245,12 +247,12 @@ def test_the_calls_of_a_vanished_caller_are_cancelled() -> None:
 
 def test_calls_are_sent_separately_when_no_stream_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(server, "_STREAMS_PER_PEER_MAX", 0)
+        monkeypatch.setattr(server, "STREAMS_PER_PEER_MAX", 0)
         async with pair() as two:
             async with asyncio.TaskGroup() as group:
                 answers = [group.create_task(two.call(ECHO, str(number))) for number in range(20)]
             assert [answer.result() for answer in answers] == [str(number) for number in range(20)]
-            assert not next(iter(two.channels._pooled.values())).takes_shared_calls
+            assert not two.channels.shares_calls(two.contact.peer_id)
 
     run(scenario)
 
@@ -261,7 +263,7 @@ def test_a_server_that_stops_answers_what_is_open_and_refuses_the_rest() -> None
             slow = group.create_task(two.call(SLOW, "slow"))
             await two.entered.wait()
             stopping = group.create_task(two.server.stop(5.0))
-            await until(lambda: all(stream._stopping for stream in two.server._streams))
+            await until(lambda: two.server.is_stopping)
             with pytest.raises(NetworkError):
                 await two.call(ECHO, "late")
             two.release.set()
@@ -329,10 +331,10 @@ def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_rea
         )
         async with asyncio.TaskGroup() as group:
             task = group.create_task(served.run())
-            await until(lambda: len(served._unsent) >= calls._UNSENT_MAX)
+            await until(lambda: served.unsent >= calls.UNSENT_MAX)
             await asyncio.sleep(0.02)
             assert open_calls == 50
-            assert len(served._unsent) < calls._UNSENT_MAX + 2 * calls._BATCH_CALLS_MAX
+            assert served.unsent < calls.UNSENT_MAX + 2 * calls.BATCH_CALLS_MAX
             assert len(context.batches) > 30
             task.cancel()
         assert open_calls == 0
@@ -345,9 +347,7 @@ def test_invalid_messages_from_the_callee_fail_the_calls_as_its_fault(
 ) -> None:
     async def scenario() -> None:
         async with pair() as two:
-            monkeypatch.setattr(
-                calls.AnswerBatch, "SerializeToString", lambda self: b"\xff\xff", raising=False
-            )
+            monkeypatch.setattr(AnswerBatch, "SerializeToString", lambda self: b"\xff\xff", raising=False)
             with pytest.raises(PeerError, match=r"not a swarm\.wire\.AnswerBatch"):
                 await two.call(ECHO, "x")
 

@@ -140,7 +140,7 @@ def test_a_copied_extension_is_refused() -> None:
     async def scenario() -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         stolen = tls.signed_key_extension(ALICE, ec.generate_private_key(ec.SECP256R1()).public_key())
-        forged = tls._pem(key, tls.courtesy_signed(key.public_key(), stolen))
+        forged = tls.as_pem(key, tls.courtesy_signed(key.public_key(), stolen))
         async with serving(CALLER) as port:
             answer = await ask(
                 port, tls.trust_anchor(CALLER.peer_id), CALLER.peer_id, forged.key_pem, forged.certificate_pem

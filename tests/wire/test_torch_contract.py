@@ -8,19 +8,19 @@ mode, of a few lines.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from averaging.averager import Averager
 from averaging.optim.optimizer import Optimizer
 from swarm.node import Node
 from tests.wire.plain_torch import (
     BATCH,
     CLOSE,
     MODES,
-    QUICK,
     STEPS,
     TARGET,
     Both,
@@ -30,6 +30,7 @@ from tests.wire.plain_torch import (
     loss_of,
     next_run,
 )
+from tests.wire.trainers import QUICK
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_an_ordinary_loop_with_a_schedule(node: Node, mode: str) -> None:
         assert both.opt.param_groups[0]["lr"] == both.plain.inner.param_groups[0]["lr"] == 0.0025
 
 
-def test_a_scheduler_of_torch_over_it(node: Node, mode: str) -> None:
+def test_a_torch_scheduler_around_swarms_optimizer_sets_its_learning_rate(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
         schedulers = [
             torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (both.plain.inner, both.opt)
@@ -62,12 +63,34 @@ def test_a_scheduler_of_torch_over_it(node: Node, mode: str) -> None:
         assert both.opt.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**STEPS)
 
 
-def test_gradient_clipping(node: Node, mode: str) -> None:
+@pytest.mark.parametrize("target", ["outer", "inner"])
+def test_first_step_says_that_a_scheduler_of_torch_is_not_the_runs(
+    node: Node, mode: str, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Both(node, mode) as both:
+        torch.optim.lr_scheduler.StepLR(both.opt if target == "outer" else both.opt.inner, 1000)
+        reasons = [report.reason for report in both.train(3)]
+        assert "scheduler=lambda inner" in reasons[0]
+        assert reasons[1:] == ["", ""], "it is said once"
+        assert "scheduler=lambda inner" in caplog.text
+
+
+def test_step_says_that_a_learning_rate_was_changed_by_hand(node: Node, mode: str) -> None:
+    with Both(node, mode, scheduler=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)) as both:
+        assert not any(report.reason for report in both.train(5))
+        both.opt.param_groups[0]["lr"] *= 0.1
+        both.plain.inner.param_groups[0]["lr"] *= 0.1
+        reasons = [report.reason for report in both.train(2, start=5)]
+        assert "hyperparameter was changed" in reasons[0]
+        assert not reasons[1]
+
+
+def test_clipped_gradients_train_as_without_swarm(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
         both.train(before_step=lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05))
 
 
-def test_clipping_what_the_inner_optimizer_steps_on(node: Node, mode: str) -> None:
+def test_clipping_in_a_pre_hook_of_the_inner_optimizer_trains_as_without_swarm(node: Node, mode: str) -> None:
     def clipped(net: torch.nn.Module) -> torch.optim.Optimizer:
         inner = torch.optim.SGD(net.parameters(), lr=0.5)
         inner.register_step_pre_hook(
@@ -79,7 +102,7 @@ def test_clipping_what_the_inner_optimizer_steps_on(node: Node, mode: str) -> No
         both.train()
 
 
-def test_grad_scaler_and_autocast_and_an_overflow(node: Node, mode: str) -> None:
+def test_an_overflow_under_grad_scaler_and_autocast_skips_the_step(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
         scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4) for _ in range(2)]
         reports = []
@@ -141,7 +164,7 @@ def test_unscaled_gradients_that_overflowed_are_reported_by_the_step_itself(
         assert scalers[1].get_scale() not in (64.0, 0.0)
 
 
-def test_accumulation_over_several_backward_passes(node: Node, mode: str) -> None:
+def test_gradients_of_several_backward_passes_add_up_before_a_step(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
         for seed in range(0, STEPS, 2):
             for net, step in ((both.plain_net, both.plain.step), (both.net, both.opt.step)):
@@ -152,7 +175,7 @@ def test_accumulation_over_several_backward_passes(node: Node, mode: str) -> Non
             both.check()
 
 
-def test_closures(node: Node, mode: str) -> None:
+def test_steps_with_a_closure_equal_those_without_swarm(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
         for seed in range(STEPS):
 
@@ -222,7 +245,7 @@ def test_parameter_groups_and_a_learning_rate_changed_on_the_way(node: Node, mod
         both.train(6, start=5)
 
 
-def test_hooks(node: Node, mode: str) -> None:
+def test_optimizer_hooks_run_once_per_inner_step(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
         seen: list[str] = []
         both.opt.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -262,7 +285,7 @@ def test_shared_frozen_and_unused_parameters(node: Node, mode: str) -> None:
         assert torch.equal(both.net.unused, torch.ones(3))  # type: ignore[arg-type]
 
 
-def test_bfloat16_parameters(node: Node, mode: str) -> None:
+def test_bfloat16_parameters_train_as_without_swarm(node: Node, mode: str) -> None:
     def half(net: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
@@ -278,7 +301,7 @@ def test_bfloat16_parameters(node: Node, mode: str) -> None:
         assert all(p.dtype == torch.bfloat16 for p in both.net.parameters())
 
 
-def test_batchnorm_buffers_and_extra_tensors(node: Node, mode: str) -> None:
+def test_batchnorm_buffers_train_as_without_swarm(node: Node, mode: str) -> None:
     def normed() -> torch.nn.Module:
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.Linear(9, 1))
@@ -309,9 +332,10 @@ def test_batchnorm_buffers_and_extra_tensors(node: Node, mode: str) -> None:
             assert opt.state_digest()[0] == plain.plain.epoch
 
 
-def test_a_compiled_model(node: Node, mode: str) -> None:
+def test_a_compiled_model_trains_as_without_swarm(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
         compiled = torch.compile(both.net, backend="eager")
+        assert isinstance(compiled, torch.nn.Module)
         for seed in range(6):
             for one, step in ((both.plain_net, both.plain.step), (compiled, both.opt.step)):
                 one.zero_grad()
@@ -320,15 +344,26 @@ def test_a_compiled_model(node: Node, mode: str) -> None:
             both.check()
 
 
-def test_a_fused_optimizer(node: Node, mode: str) -> None:
+def test_a_fused_optimizer_trains_as_without_swarm(node: Node, mode: str) -> None:
     with Both(node, mode, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)) as both:
         both.train()
 
 
-def test_offloading_changes_nothing_but_the_place(node: Node, mode: str) -> None:
+def test_offloading_keeps_results_and_puts_averaged_tensors_on_the_host(
+    node: Node, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averaged: list[torch.Tensor] = []
+    make = Averager.__init__
+
+    def noted(averager: Averager, at: Node, tensors: Sequence[torch.Tensor], **options: Any) -> None:
+        averaged.extend(tensors)
+        make(averager, at, tensors, **options)
+
+    monkeypatch.setattr(Averager, "__init__", noted)
     with Both(node, mode, offload=True) as both:
         both.train()
-        assert all(tensor.device.type == "cpu" for tensor in both.opt._mode.tensors())
+    assert averaged
+    assert all(tensor.device.type == "cpu" for tensor in averaged)
 
 
 def test_joining_never_changes_weights_by_itself(node: Node, mode: str) -> None:

@@ -9,18 +9,11 @@ from collections.abc import Iterator
 import torch
 
 from averaging.optim.optimizer import Optimizer, OptimizerConfig
-from averaging.optim.progress.logic.reports import ProgressConfig
-from swarm.metrics.reporter import MetricsConfig
 from swarm.node import Node, NodeConfig
 
 HERE = "127.0.0.1:0"
 NAME = "watched"
-_CONFIG = OptimizerConfig(
-    round_timeout_s=20.0,
-    no_donor_wait_s=0.2,
-    progress=ProgressConfig(refresh_s_max=0.5),
-    metrics=MetricsConfig(every_s=0.5, every_s_max=1.0),
-)
+_CONFIG = OptimizerConfig(round_timeout_s=20.0)
 
 
 def _train(node: Node, stop: threading.Event, rounds: threading.Event) -> None:
@@ -58,7 +51,11 @@ def watched_run() -> Iterator[list[Node]]:
         for name in ("anna", "ben"):
             nodes.append(
                 stack.enter_context(
-                    Node(bootstrap=nodes[0].addresses, listen=HERE, config=NodeConfig(name=name))
+                    Node(
+                        bootstrap=nodes[0].addresses,
+                        listen=HERE,
+                        config=NodeConfig(name=name, preset="local"),
+                    )
                 )
             )
         threads = [

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.group import GROUP_MEMBERS_MAX
+from averaging.matchmaking.logic.presence_shards import HolderShard
 from swarm.core.ids import PeerId
 
 CELLS_MAX = 1 << 24
@@ -28,6 +29,7 @@ LOBBY = -1  # the lobby of peers whose cell was empty or full: the same for ever
 PLACE_MAX = 32  # characters of a place within a key
 # share of the coarser shape's capacity: hysteresis, so that a swarm around a border keeps its cells
 _SHRINKS_BELOW = 0.75
+_EVEN_SHARE = 0.75  # of the mean number of peers in a cell: fewer are not waited for in a divided swarm
 _MARK = "\x1f"
 _PLACE = re.compile(r"(\d{1,3})\.(\d{1,8})\.(\d{1,8})")
 _LOBBY_TEXT = "*"
@@ -163,7 +165,10 @@ class AveragingGrid:
 
     def __init__(self, own: PeerId, group_size: int) -> None:
         self._own = own
-        self._ids: list[PeerId] = [own]  # all holders in the records, sorted; ranks are positions in it
+        # the holders of this peer's shard in the records, sorted; ranks are positions in it. In a small swarm
+        # there is one shard, of all holders
+        self._ids: list[PeerId] = [own]
+        self._shard = HolderShard()
         self._adopted = False  # the shape was adopted from other peers
         self._next: int | None = None  # the cell after the round in progress, if that is committed
         self.shape = Shape(group_size)
@@ -193,19 +198,29 @@ class AveragingGrid:
 
     @property
     def expected(self) -> int:
-        """Return the smallest number of peers that a cell should hold."""
-        return self.peers // self.shape.cells
+        """Return the smallest number of peers that a cell should hold. Where records are divided into shards
+        cells are less even, because peers estimate their number and their ranks.
+        """
+        share = _EVEN_SHARE if self._shard.bits else 1.0
+        return int(share * self.peers) // self.shape.cells
 
-    def on_records(self, others: Iterable[PeerId], lost: Collection[PeerId] = ()) -> None:
+    @property
+    def _total(self) -> int:
+        """Return the number of all holders by the records; in a divided swarm an estimate."""
+        return len(self._ids) << self._shard.bits
+
+    def on_records(
+        self, others: Iterable[PeerId], lost: Collection[PeerId] = (), shard: HolderShard | None = None
+    ) -> None:
         """Take in the other holders in the presence records, of which those in `lost` did not answer this
-        peer. The shape follows the number of the rest.
+        peer. The shape follows the number of the rest. `shard`: the one that the records are of.
 
         Ranks are counted over all records, which are the same for everybody, because each peer finds out by
         itself which peers are lost.
         """
-        self._ids = sorted({self._own, *others})
-        self.peers = sum(peer_id not in lost for peer_id in self._ids)
-        if not (self.shape.suits(self.peers) or (self._adopted and self.shape.suits(len(self._ids)))):
+        self._ids, self._shard = sorted({self._own, *others}), shard or HolderShard()
+        self.peers = sum(peer_id not in lost for peer_id in self._ids) << self._shard.bits
+        if not (self.shape.suits(self.peers) or (self._adopted and self.shape.suits(self._total))):
             self._set_shape(shape_for(self.peers, self.shape.group_size))
         elif not self.has_moved:
             self._set_first_cell()
@@ -219,7 +234,7 @@ class AveragingGrid:
         if (
             shape.group_size != self.shape.group_size
             or shape.cells <= self.shape.cells
-            or not shape.suits(len(self._ids))
+            or not shape.suits(self._total)
         ):
             return False
         self._set_shape(shape, adopted=True)
@@ -258,13 +273,19 @@ class AveragingGrid:
         """
         if self.has_moved or not self.divided:
             return []
-        cells, peers = self.shape.cells, len(self._ids)
+        cells, peers = self.shape.cells, self._total
         first, end = -(-self.cell * peers // cells), -(-(self.cell + 1) * peers // cells)
-        return [peer_id for peer_id in self._ids[first:end] if peer_id != self._own]
+        before = self._shard.prefix * len(self._ids)
+        return [
+            peer_id
+            for peer_id in self._ids[max(first - before, 0) : max(end - before, 0)]
+            if peer_id != self._own
+        ]
 
     def _set_shape(self, shape: Shape, *, adopted: bool = False) -> None:
         self.shape, self.has_moved, self._next, self._adopted = shape, False, None, adopted
         self._set_first_cell()
 
     def _set_first_cell(self) -> None:
-        self.cell = self.shape.cell_of_rank(self._ids.index(self._own), len(self._ids))
+        rank = self._shard.prefix * len(self._ids) + self._ids.index(self._own)
+        self.cell = self.shape.cell_of_rank(rank, self._total)

@@ -28,6 +28,7 @@ class Member:
     # bytes/s that it can send; the size of its shard follows from it. 0.0: it cannot be dialed and reduces
     # nothing (a client)
     bandwidth: float
+    bandwidth_is_set: bool = False  # by its user, who knows; False: measured, with errors
     auxiliary: bool = False  # it reduces, and contributes no values of its own
 
     def __post_init__(self) -> None:

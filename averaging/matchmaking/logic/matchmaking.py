@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from averaging.matchmaking.logic.grace_period import GracePeriod, GracePeriodConfig
+from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, GROUP_MEMBERS_MAX, Group, Member, mismatch
 from averaging.matchmaking.logic.history import RoundHistory
 from averaging.matchmaking.logic.messages import (
@@ -59,47 +59,43 @@ _SETTLE_S = 0.5
 _UNREACHABLE_S = 10.0  # searches do not wait for a peer that did not answer within this time
 # share of the window by which a leader begins before its deadline, so that its replies arrive in time
 _BEGIN_EARLY_SHARE = 0.03
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatchmakingConfig:
-    """Settings of the search for groups."""
-
-    target_group_size: int = 4  # a leader takes at most this many, itself included
-    min_group_size: int = 2  # a smaller group does not begin
-    # interval at which a follower checks that its leader is alive. Too large: a frozen leader is noticed late
-    leader_ping_interval_s: float = 0.5
-    grace_period: GracePeriodConfig = field(default_factory=GracePeriodConfig)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_group_size <= self.target_group_size <= GROUP_MEMBERS_MAX:
-            raise UsageError(
-                f"group sizes must satisfy 1 <= min_group_size <= target_group_size <= {GROUP_MEMBERS_MAX},"
-                f" not {self.min_group_size} and {self.target_group_size}"
-            )
+# interval at which a follower checks that its leader is alive. Too large: a frozen leader is noticed late
+LEADER_PING_INTERVAL_S = 0.5
+TARGET_GROUP_SIZE = 4
+MIN_GROUP_SIZE = 2
 
 
 class Matchmaker:
     """One averager's part in the search for groups. Every `now_s` is monotonic; swarm times are only
     compared.
+
+    `target_group_size`: a leader takes at most this many, itself included. `min_group_size`: a smaller group
+    does not begin. Raises UsageError when they do not fit each other.
     """
 
     def __init__(
         self,
         *,
         own: PeerId,
-        config: MatchmakingConfig,
         schema: VectorSchema,
         rng: random.Random,
         now_s: float,
+        target_group_size: int = TARGET_GROUP_SIZE,
+        min_group_size: int = MIN_GROUP_SIZE,
+        grace_period: GracePeriod | None = None,
     ) -> None:
+        if not 1 <= min_group_size <= target_group_size <= GROUP_MEMBERS_MAX:
+            raise UsageError(
+                f"group sizes must satisfy 1 <= min_group_size <= target_group_size <= {GROUP_MEMBERS_MAX},"
+                f" not {min_group_size} and {target_group_size}"
+            )
         self._own = own
-        self._config = config
+        self._target_group_size, self._min_group_size = target_group_size, min_group_size
         self._schema = schema
         self._rng = rng
         self._created_s = now_s
         self._history = RoundHistory(
-            grace_period=GracePeriod(config.grace_period), unreachable_s=_UNREACHABLE_S, now_s=now_s
+            grace_period=grace_period or GracePeriod(), unreachable_s=_UNREACHABLE_S, now_s=now_s
         )
         self._search: Search | None = None
         self._outbox: list[Effect] = []
@@ -136,6 +132,7 @@ class Matchmaker:
             can_lead=bool(member.contact.addresses),
             turn=self._history.next_turn(),
         )
+        self._history.grace_period.pay(now_s)
         table = PeerTable(query=query, started_s=now_s, grace_period=self._history.grace_period)
         begin_by_s = request.deadline_s - _BEGIN_EARLY_SHARE * max(request.deadline_s - now_s, 0.0)
         self._search = Search(
@@ -221,7 +218,11 @@ class Matchmaker:
         """
         peer_id = join.query.contact.peer_id
         member = Member(
-            contact=join.query.contact, weight=join.weight, bandwidth=join.bandwidth, auxiliary=join.auxiliary
+            contact=join.query.contact,
+            weight=join.weight,
+            bandwidth=join.bandwidth,
+            bandwidth_is_set=join.bandwidth_is_set,
+            auxiliary=join.auxiliary,
         )
         if len(join.gathered) > GATHERED_BYTES_MAX:
             raise UsageError(
@@ -235,7 +236,7 @@ class Matchmaker:
         ranks_lower = join.query.can_lead and join.query.rank < search.query.rank
         fits = join.query.schema == self._schema.digest and join.query.round_key == search.request.round_key
         search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
-        full = 1 + len(search.followers) >= self._config.target_group_size
+        full = 1 + len(search.followers) >= self._target_group_size
         if not fits or search.following is not None or not search.query.can_lead or ranks_lower or full:
             return self.status_for(join.query, now_s)
         self._tickets += 1
@@ -316,7 +317,7 @@ class Matchmaker:
             return None
         times = [search.request.deadline_s, self._next_read_s(search)]
         if search.following is not None:
-            times.append(search.pinged_s + self._config.leader_ping_interval_s)
+            times.append(search.pinged_s + LEADER_PING_INTERVAL_S)
         else:
             times += [search.table.next_query_s(self._needs_no_query), search.table.next_leader_retry_s()]
             times += [
@@ -373,7 +374,7 @@ class Matchmaker:
             if search.contrary_answers >= 2:
                 search.table.on_refusal(search.following, now_s)
             self._stop_following(search, now_s)
-        elif now_s >= search.pinged_s + self._config.leader_ping_interval_s:
+        elif now_s >= search.pinged_s + LEADER_PING_INTERVAL_S:
             search.pinged_s, search.pinged = now_s, True
             self._outbox.append(
                 SendLookForGroup(contact=state.contact, query=search.stamped_query(self._history.turn))
@@ -406,10 +407,8 @@ class Matchmaker:
         if not overdue and (best := search.table.best_leader(now_s)) is not None:
             self._follow(search, best, now_s)
             return
-        enough = size >= self._config.min_group_size and now_s >= min(
-            search.begin_by_s, self._wait_until_s(search)
-        )
-        if enough or size >= self._config.target_group_size:
+        enough = size >= self._min_group_size and now_s >= min(search.begin_by_s, self._wait_until_s(search))
+        if enough or size >= self._target_group_size:
             group = search.group(self._schema.codec, self._rng)
             self._answer_followers(search, group)
             self._begin_round(group, now_s)
@@ -455,11 +454,14 @@ class Matchmaker:
         search = self._search
         assert search is not None
         members = frozenset(group.peer_ids)
-        search.table.on_round_began(members)
+        missing_s, waited_s = search.table.missing_s(now_s), now_s - search.started_s
         if search.request.expected:  # the lateness of a cell's last members is kept under this peer's own id
-            self._history.grace_period.record_cell_group(
-                self._own, now_s - search.started_s, len(members) >= search.request.expected
-            )
+            full = len(members) >= search.request.expected
+            self._history.grace_period.record_cell_group(self._own, waited_s, full)
+            if not full:
+                missing_s[self._own] = waited_s
+        self._history.grace_period.charge(missing_s)
+        search.table.on_round_began(members)
         self._history.round_began(
             round_key=search.request.round_key,
             members=members,

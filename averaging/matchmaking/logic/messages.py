@@ -115,6 +115,7 @@ class Join:
     query: LookForGroup
     weight: float
     bandwidth: float
+    bandwidth_is_set: bool = False
     auxiliary: bool = False
     gathered: bytes = b""
 

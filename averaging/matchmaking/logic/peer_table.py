@@ -65,6 +65,7 @@ class PeerState:
     refusals: int = 0
     avoid_until_s: float = -math.inf
     was_searching: bool = False  # at some time in this search, under the same key
+    arrived_s: float = math.inf  # when this search learned that the peer searches under the same key
     searching_since_s: float = -math.inf  # with this rank
     text: str = ""
     clock_off_s: float = 0.0
@@ -147,7 +148,8 @@ class PeerTable:
             if peer.rank is None or peer.rank.deadline_s != answer.deadline_s:
                 peer.searching_since_s = now_s
             peer.rank = Rank(answer.deadline_s, peer_id)
-            peer.was_searching = peer.was_searching or answer.round_key == self.query.round_key
+            if answer.round_key == self.query.round_key and not peer.was_searching:
+                peer.was_searching, peer.arrived_s = True, min(peer.arrived_s, now_s)
             if answer.round_key == self.query.round_key:
                 self._on_indirect_report(answer.leader, now_s)
         return True
@@ -247,7 +249,7 @@ class PeerTable:
         if peer.status is PeerStatus.BUSY:
             return min(
                 peer.busy_until_s + self._grace_period.grace_s(peer_id),
-                self.started_s + 2 * self._grace_period.grace_s_max,
+                self.started_s + self._grace_period.busy_grace_s(peer_id),
             )
         return grace_until_s
 
@@ -278,6 +280,15 @@ class PeerTable:
         return not any(
             self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values()
         )
+
+    def missing_s(self, now_s: float) -> dict[PeerId, float]:
+        """Return how long each peer that could come was missing in this search, which ends now."""
+        return {
+            peer_id: min(peer.arrived_s, now_s) - self.started_s
+            for peer_id, peer in self.peers.items()
+            if peer.was_searching
+            or (self.may_come(peer) and (peer.status is not None or not peer.contact.addresses))
+        }
 
     def on_round_began(self, members: frozenset[PeerId]) -> None:
         """Record, when a round begins with `members`, that idle peers missed it."""
@@ -386,7 +397,7 @@ class PeerTable:
             can_lead,
         )
         if round_key == self.query.round_key and not peer.was_searching:
-            peer.was_searching = True
+            peer.was_searching, peer.arrived_s = True, min(peer.arrived_s, now_s)
             self._grace_period.record_arrival(peer.contact.peer_id, now_s - self.started_s)
 
     def _mark_busy(self, member: PeerState | None, reporter: PeerState) -> None:

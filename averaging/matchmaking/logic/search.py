@@ -90,6 +90,7 @@ class Search:
             query=self.stamped_query(turn),
             weight=self.member.weight,
             bandwidth=self.member.bandwidth,
+            bandwidth_is_set=self.member.bandwidth_is_set,
             auxiliary=self.member.auxiliary,
             gathered=self.request.gathered,
         )

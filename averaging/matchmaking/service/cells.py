@@ -12,9 +12,8 @@ import asyncio
 import functools
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from averaging.matchmaking.logic.cell_members import CellMembers
 from averaging.matchmaking.logic.grid import AveragingGrid, Place, shape_of, split_key
@@ -27,16 +26,19 @@ from averaging.matchmaking.logic.messages import (
     Holder,
     VectorSchema,
 )
+from averaging.matchmaking.logic.presence_shards import HolderShard, nearest, place_of
 from averaging.matchmaking.service.presence import Presence
 from averaging.matchmaking.service.wire import (
     CELL_LOOKUP,
     decode_cell_lookup_reply,
     encode_cell_lookup,
 )
-from swarm.core.clock import Clock
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
-from swarm.net.rpc import Caller
+from swarm.runtime.supervise import Supervisor
+
+if TYPE_CHECKING:
+    from averaging.matchmaking.service.matchmaking_service import GroupExchange
 
 LOBBY_S = 1.0  # an unmatched peer waits this long in the lobby before it retries its own cell; doubles
 LOBBY_S_MAX = 4.0  # up to this
@@ -48,39 +50,35 @@ _ENTRY_TTL_S = 60.0  # of an entry in such a list
 _RECORDS_AGE_S_MAX = 5.0
 _LOOKUP_INTERVAL_S = 1.0  # the hosts of a cell are asked again during a search after this, at the earliest
 _CALL_TIMEOUT_S = 1.0
+_READ_TIMEOUT_S = 2.0  # for the records of a place's hosts
 _LOST_S = 10.0  # a peer that did not answer is not counted, and hosts no list, for this long
 _HOLDERS_MAX = 4096
-
-
-class Background(Protocol):
-    """The part of `swarm.runtime.supervise.Supervisor` that is used here."""
-
-    def spawn(self, name: str, function: Callable[[], Awaitable[None]]) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellContext:
-    """The averager that a cell belongs to, and the means to reach other peers."""
-
-    caller: Caller
-    clock: Clock
-    presence: Presence
-    background: Background
-    name: AveragerName
-    schema: VectorSchema
 
 
 class Cells:
     """Client and host of the grid's cells for one averager. Runs on the network loop."""
 
-    def __init__(self, context: CellContext, own: PeerId, group_size: int) -> None:
+    def __init__(
+        self,
+        exchange: GroupExchange,
+        presence: Presence,
+        supervisor: Supervisor,
+        *,
+        name: AveragerName,
+        schema: VectorSchema,
+        group_size: int,
+    ) -> None:
+        own = exchange.own
         self.grid = AveragingGrid(own, group_size)
         self.members = CellMembers(_ENTRY_TTL_S)
         self.place: Place | None = None  # of the search in progress
-        self._context = context
-        self._own = own
+        self._own, self._name, self._schema = own, name, schema
+        self._presence, self._caller, self._clock = presence, exchange.caller, exchange.clock
+        self._supervisor = supervisor
         self._contact: Contact | None = None  # of this peer, as of the last search
-        self._holders: dict[PeerId, Holder] = {}  # the other holders with the same schema
+        # the other holders with the same schema; in a large swarm those of this peer's shard
+        self._holders: dict[PeerId, Holder] = {}
+        self._shard = HolderShard()  # that the holders are of
         self._records_read_s = -math.inf
         self._round_key = ""
         self._reported: dict[PeerId, Holder] = {}  # members reported by hosts during this search
@@ -97,37 +95,42 @@ class Cells:
         """Take in presence records that were just read."""
         others = ((peer_id, holder) for peer_id, holder in holders.items() if peer_id != self._own)
         self._holders = {
-            peer_id: holder for peer_id, holder in others if holder.schema == self._context.schema.digest
+            peer_id: holder for peer_id, holder in others if holder.schema == self._schema.digest
         }
-        self._records_read_s = self._context.clock.monotonic_s()
+        self._records_read_s = self._clock.monotonic_s()
+        self._shard = self._presence.shard
         self._lost = {
             peer_id: until_s
             for peer_id, until_s in self._lost.items()
-            if peer_id in self._holders and until_s > self._records_read_s
+            if (peer_id in self._holders or self._shard.bits) and until_s > self._records_read_s
         }
-        self.grid.on_records(self._holders, self._lost)
+        self._update_grid()
+
+    def _update_grid(self) -> None:
+        self.grid.on_records(self._holders, self._lost, self._shard)
 
     def on_announcement(self, holder: Holder) -> None:
         """Add a holder that introduced itself."""
         if (
-            holder.schema == self._context.schema.digest
+            holder.schema == self._schema.digest
             and holder.contact.peer_id != self._own
             and len(self._holders) < _HOLDERS_MAX
+            and self._shard.holds(place_of(holder.contact.peer_id.to_bytes()))
         ):
             self._holders[holder.contact.peer_id] = holder
             self._lost.pop(holder.contact.peer_id, None)
-            self.grid.on_records(self._holders, self._lost)
+            self._update_grid()
 
     def mark_lost(self, peer_id: PeerId) -> None:
         """Record that the peer did not answer a call."""
-        if peer_id in self._holders:
-            self._lost[peer_id] = self._context.clock.monotonic_s() + _LOST_S
-            self.grid.on_records(self._holders, self._lost)
+        if peer_id in self._holders or self._shard.bits:
+            self._lost[peer_id] = self._clock.monotonic_s() + _LOST_S
+            self._update_grid()
 
     def mark_alive(self, peer_id: PeerId) -> None:
         """Record that the peer sent a message."""
         if self._lost.pop(peer_id, None) is not None:
-            self.grid.on_records(self._holders, self._lost)
+            self._update_grid()
 
     def on_reported_place(self, place: str) -> None:
         """Record the place that another peer reports; its shape may differ from this peer's."""
@@ -174,12 +177,12 @@ class Cells:
         presence records are needed and cannot be read.
         """
         if not self.grid.divided:
-            holders = await self._context.presence.read(timeout_s)
+            holders = await self._presence.read(timeout_s)
             self.on_records(holders)
             if not self.grid.divided:
                 report(holders)
             return
-        stale = self._context.clock.monotonic_s() - self._records_read_s > _RECORDS_AGE_S_MAX
+        stale = self._clock.monotonic_s() - self._records_read_s > _RECORDS_AGE_S_MAX
         async with asyncio.TaskGroup() as tasks:
             if stale:
                 tasks.create_task(self._refresh(timeout_s))
@@ -228,23 +231,21 @@ class Cells:
             self._enter(self.grid.home)
 
     def _enter(self, place: Place) -> None:
-        self._context.background.spawn(
-            "into a cell", lambda: self._call_hosts(place.text, self._hosts_of(place.text))
-        )
+        self._supervisor.spawn("into a cell", lambda: self._call_hosts_of(place.text))
 
     def _leave_old_places(self) -> None:
         for place in [place for place in self._entered if place != self.grid.home.text]:
             hosts = self._entered.pop(place)
             leave = functools.partial(self._call_hosts, place, hosts, leaves=True)
-            self._context.background.spawn("out of a cell", leave)
+            self._supervisor.spawn("out of a cell", leave)
 
     # --- as a host
 
     def on_cell_lookup(self, lookup: CellLookup) -> CellLookupReply:
         """Record where a peer is, and return the other members of that place."""
-        if lookup.schema != self._context.schema.digest:
+        if lookup.schema != self._schema.digest:
             return CellLookupReply(members=(), home="", passed=False)
-        now_s, peer_id = self._context.clock.monotonic_s(), lookup.contact.peer_id
+        now_s, peer_id = self._clock.monotonic_s(), lookup.contact.peer_id
         if lookup.leaves:
             self.members.leave(peer_id, lookup.place, lookup.turn)
             return CellLookupReply(members=(), home=self.grid.home.text, passed=False)
@@ -258,30 +259,47 @@ class Cells:
 
     async def _refresh(self, timeout_s: float) -> None:
         try:
-            self.on_records(await self._context.presence.read(timeout_s))
+            self.on_records(await self._presence.read(timeout_s))
         except SwarmError:
             return  # the known holders suffice for now
 
-    def _hosts_of(self, place: str) -> list[Contact]:
-        """Return the hosts of a place: of the holders that can be dialed, the same ones on every peer."""
+    async def _hosts_of(self, place: str) -> list[Contact]:
+        """Return the hosts of a place: of the holders that can be dialed, the same ones on every peer. In a
+        large swarm, where no peer knows all holders, they are those whose hashes are nearest to the place's.
+        """
         assert self._contact is not None
         contacts = [self._contact, *(holder.contact for holder in self._holders.values())]
+        if self._shard.bits:
+            return await self._hosts_near(place)
         able = [one for one in contacts if one.addresses and one.peer_id not in self._lost]
         prefix = place.encode() + b"\0"
         return sorted(able, key=lambda one: hashlib.sha256(prefix + one.peer_id.public_key).digest())[
             :_HOSTS_PER_CELL
         ]
 
+    async def _hosts_near(self, place: str) -> list[Contact]:
+        """Return the hosts of a place in a large swarm; none when the records cannot be read."""
+        try:
+            found = await self._presence.read_at(place, _READ_TIMEOUT_S)
+        except SwarmError:
+            return []  # the other members are met in the lobby, or by their own search
+        able = {
+            peer_id: one.contact
+            for peer_id, one in found.items()
+            if one.contact.addresses and one.schema == self._schema.digest and peer_id not in self._lost
+        }
+        return [able[peer_id] for peer_id in nearest(place, able, _HOSTS_PER_CELL)]
+
     def _next_turn(self) -> int:
-        self._turn = max(self._turn + 1, int(self._context.clock.swarm_s() * 1e6))
+        self._turn = max(self._turn + 1, int(self._clock.swarm_s() * 1e6))
         return self._turn
 
     def _holder_of(self, contact: Contact) -> Holder:
-        return Holder(contact=contact, schema=self._context.schema.digest)
+        return Holder(contact=contact, schema=self._schema.digest)
 
     async def _ask_hosts(self, report: Callable[[Mapping[PeerId, Holder]], None]) -> None:
         """Enter the place of the search, and `report` the other members."""
-        place, now_s = self.place, self._context.clock.monotonic_s()
+        place, now_s = self.place, self._clock.monotonic_s()
         if place is None:
             return
         if now_s - self._lookup_s < _LOOKUP_INTERVAL_S:
@@ -300,9 +318,14 @@ class Cells:
             self._round_passed[host] = reply.passed
             report(self.candidates())
 
-        await self._call_hosts(place.text, self._hosts_of(place.text), on_reply)
+        await self._call_hosts_of(place.text, on_reply)
         if self.place == place:  # the lookup is over even when no host replied
             report(self.candidates())
+
+    async def _call_hosts_of(
+        self, place: str, on_reply: Callable[[PeerId, CellLookupReply], None] | None = None
+    ) -> None:
+        await self._call_hosts(place, await self._hosts_of(place), on_reply)
 
     async def _call_hosts(
         self,
@@ -322,18 +345,18 @@ class Cells:
         key = self._round_key if on_reply is not None else ""
         lookup = CellLookup(
             contact=contact,
-            schema=self._context.schema.digest,
+            schema=self._schema.digest,
             place=place,
             round_key=key,
             turn=self._next_turn(),
             leaves=leaves,
         )
-        request = encode_cell_lookup(lookup, name=self._context.name)
+        request = encode_cell_lookup(lookup, name=self._name)
 
         async def call(host: Contact) -> None:
             try:
                 reply = decode_cell_lookup_reply(
-                    await self._context.caller.call(host, CELL_LOOKUP, request, timeout_s=_CALL_TIMEOUT_S)
+                    await self._caller.call(host, CELL_LOOKUP, request, timeout_s=_CALL_TIMEOUT_S)
                 )
             except SwarmError:
                 self.mark_lost(host.peer_id)

@@ -8,13 +8,14 @@ import asyncio
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
 
+from averaging.blocklist import PeerBlocklist
+from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.grid import Place, key_at, split_key
 from averaging.matchmaking.logic.group import Group, Member
-from averaging.matchmaking.logic.matchmaking import Matchmaker, MatchmakingConfig
+from averaging.matchmaking.logic.matchmaking import MIN_GROUP_SIZE, TARGET_GROUP_SIZE, Matchmaker
 from averaging.matchmaking.logic.messages import (
     AbandonJoin,
     Answer,
@@ -36,8 +37,7 @@ from averaging.matchmaking.logic.messages import (
     VectorSchema,
 )
 from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
-from averaging.matchmaking.service.blocklist import PeerBlocklist
-from averaging.matchmaking.service.cells import LOBBY_S, LOBBY_S_MAX, Background, CellContext, Cells
+from averaging.matchmaking.service.cells import LOBBY_S, LOBBY_S_MAX, Cells
 from averaging.matchmaking.service.presence import PermittedPresence, Presence
 from averaging.matchmaking.service.wire import (
     CELL_LOOKUP,
@@ -55,10 +55,14 @@ from averaging.matchmaking.service.wire import (
     encode_join_answer,
     encode_query,
 )
+from swarm.core.backoff import Backoff
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact, PeerId
-from swarm.net.rpc import Caller
+from swarm.core.notify import ChangeEvent
+from swarm.core.presets import WAN, Timings
+from swarm.net.rpc import Caller, Handlers
+from swarm.runtime.supervise import Supervisor
 from swarm.wire import group_pb2
 
 # timers are set this much later: one that fires a rounding error early would find nothing to do, repeatedly
@@ -67,34 +71,22 @@ _TIMER_MARGIN_S = 1e-6
 _ANSWER_SLACK_S = 1.0
 
 
-class HandlerRegistry(Protocol):
-    """The part of `swarm.net.rpc.Handlers` that is used here."""
-
-    def unary(self, method: Any, handler: Any) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupServiceConfig:
-    """Settings of the search for groups over the network."""
-
-    # a peer that does not answer a query for this long counts as gone. Too small: a busy machine is left out
-    query_timeout_s: float = 1.0
-    records_timeout_s: float = 5.0  # for reading the presence records
-    matchmaking: MatchmakingConfig = field(default_factory=MatchmakingConfig)
-
-
 class GroupExchange:
     """Receiver of the matchmaking calls of a node, for all of its averagers. There is one per node."""
 
-    def __init__(self, *, handlers: HandlerRegistry, caller: Caller, own: PeerId, clock: Clock) -> None:
+    def __init__(self, *, handlers: Handlers, caller: Caller, own: PeerId, clock: Clock) -> None:
         self.caller = caller
         self.own = own
         self.clock = clock
         self._services: dict[AveragerName, GroupService] = {}
-        self.blocklist = PeerBlocklist(clock)
+        self._blocklists: dict[str, PeerBlocklist] = {}  # by run
         handlers.unary(LOOK_FOR_GROUP, self._on_query)
         handlers.unary(JOIN, self._on_join)
         handlers.unary(CELL_LOOKUP, self._on_cell_lookup)
+
+    def blocklist_of(self, run: str) -> PeerBlocklist:
+        """Return the blocklist of a run, which all services of this run on this node share."""
+        return self._blocklists.setdefault(run, PeerBlocklist(self.own, self.clock))
 
     def add(self, service: GroupService) -> None:
         """Register the service of an averager. Raise UsageError when this node already has an averager of
@@ -127,10 +119,10 @@ class GroupExchange:
         return encode_cell_lookup_reply(self._service(request, caller).on_cell_lookup(lookup))
 
     def _service(self, query: group_pb2.Seek | group_pb2.Meet, caller: PeerId) -> GroupService:
-        self.blocklist.check(query.run, caller)
         service = self._services.get(AveragerName(run=query.run, averager=query.averager))
         if service is None:
             raise PeerError(f"no averager {query.averager[:100]!r} here")
+        service.blocklist.check(caller)
         return service
 
 
@@ -145,34 +137,37 @@ class GroupService:
         name: AveragerName,
         schema: VectorSchema,
         rng: random.Random,
-        background: Background,
-        config: GroupServiceConfig | None = None,
+        supervisor: Supervisor,
+        target_group_size: int = TARGET_GROUP_SIZE,
+        min_group_size: int = MIN_GROUP_SIZE,
+        grace_period: GracePeriod | None = None,
+        timings: Timings = WAN,
     ) -> None:
         self.name = name
-        self.config = config or GroupServiceConfig()
+        self._timings = timings
         self._exchange, self._caller, self._clock = exchange, exchange.caller, exchange.clock
-        self._presence = presence = PermittedPresence(
-            presence, lambda peer: exchange.blocklist.reason(name.run, peer) is None
-        )
+        self.blocklist = blocklist = exchange.blocklist_of(name.run)
+        self._presence = presence = PermittedPresence(presence, lambda peer: blocklist.reason(peer) is None)
         self._schema = schema
         self.machine = Matchmaker(
             own=exchange.own,
-            config=self.config.matchmaking,
             schema=schema,
             rng=rng,
             now_s=self._clock.monotonic_s(),
+            target_group_size=target_group_size,
+            min_group_size=min_group_size,
+            grace_period=grace_period or GracePeriod(unknown_peer_s=timings.unknown_peer_s),
         )
-        context = CellContext(
-            caller=self._caller,
-            clock=self._clock,
-            presence=presence,
-            background=background,
+        self.cells = Cells(
+            exchange,
+            presence,
+            supervisor,
             name=name,
             schema=schema,
+            group_size=target_group_size,
         )
-        self.cells = Cells(context, exchange.own, self.config.matchmaking.target_group_size)
         self._in_cell = False  # the machine knows the peers of one cell only
-        self._wake = asyncio.Event()
+        self._changed = ChangeEvent()
         self._pending_joins: dict[int, asyncio.Future[Group | Answer]] = {}  # calls of followers, by ticket
         self._joining: asyncio.Task[None] | None = None
         exchange.add(self)
@@ -195,7 +190,8 @@ class GroupService:
             gathered=gathered,
         )
         cells = self.cells
-        place, stay_until_s, lobby_s = cells.grid.home, -math.inf, LOBBY_S
+        place, stay_until_s = cells.grid.home, -math.inf
+        lobby_stay = Backoff(LOBBY_S, LOBBY_S_MAX)
         try:
             while True:
                 cells.begin_search(place, member.contact, round_key)
@@ -220,7 +216,7 @@ class GroupService:
                             detail=f"most peers have finished round {round_key!r} without this one",
                         )
                     place = cells.grid.lobby if place == home else cells.grid.home
-                    stay_until_s, lobby_s = now_s + lobby_s, min(2 * lobby_s, LOBBY_S_MAX)
+                    stay_until_s = now_s + lobby_stay.next_s()
         finally:
             cells.end_search()
 
@@ -250,7 +246,7 @@ class GroupService:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    self._wake.clear()
+                    self._changed.clear()
                     now_s = self._clock.monotonic_s()
                     outcome = self._perform(self.machine.poll(now_s), tasks, children)
                     if outcome is not None:
@@ -260,13 +256,9 @@ class GroupService:
                         self._perform(self.machine.poll(now_s), None, set())
                         break
                     wake_s = self.machine.wake_s(now_s)
-                    try:
-                        async with asyncio.timeout(
-                            None if wake_s is None else max(wake_s - now_s, 0.0) + _TIMER_MARGIN_S
-                        ):
-                            await self._wake.wait()
-                    except TimeoutError:
-                        pass
+                    await self._changed.wait(
+                        None if wake_s is None else max(wake_s - now_s, 0.0) + _TIMER_MARGIN_S
+                    )
                 for child in children:
                     child.cancel()
             done = True
@@ -291,7 +283,7 @@ class GroupService:
         """Introduce this peer to the present holders, so that they expect it before they read the records
         again.
         """
-        holders = await self._presence.read(self.config.records_timeout_s)
+        holders = await self._presence.read(self._timings.records_timeout_s)
         self.cells.on_records(holders)
         self.cells.enter_home(own)
         if not self.cells.grid.divided:
@@ -302,7 +294,7 @@ class GroupService:
         async def introduce(contact: Contact) -> None:
             try:
                 await self._caller.call(
-                    contact, LOOK_FOR_GROUP, request, timeout_s=self.config.query_timeout_s
+                    contact, LOOK_FOR_GROUP, request, timeout_s=self._timings.query_timeout_s
                 )
             except SwarmError:
                 self.cells.mark_lost(contact.peer_id)
@@ -327,7 +319,7 @@ class GroupService:
         finish it; `accused`: members that were proved to have lied in it, each with its lie.
         """
         for peer_id, lie in accused.items():
-            self._exchange.blocklist.block(peer_id, self.name.run, lie)
+            self.blocklist.block(peer_id, lie)
         self.machine.round_over(committed=committed, left_out=left_out, now_s=self._clock.monotonic_s())
         self.cells.on_round_over(committed=committed)
 
@@ -346,16 +338,16 @@ class GroupService:
         if announced:
             holder = Holder(contact=query.contact, schema=query.schema, schema_text=query.schema_text)
             self.cells.on_announcement(holder)
-            self._wake.set()
+            self._changed.notify()
             if not self.cells.grid.divided:
                 self.machine.on_announce(holder)
             return self.machine.status_for(query, now_s)
         if not self.cells.is_relevant(query.round_key):
             self.cells.on_reported_place(split_key(query.round_key)[1])
-            self._wake.set()
+            self._changed.notify()
             return self._answer_elsewhere(query)
         answer = self.machine.on_query(query, now_s)
-        self._wake.set()
+        self._changed.notify()
         return answer
 
     def on_cell_lookup(self, lookup: CellLookup) -> CellLookupReply:
@@ -382,7 +374,7 @@ class GroupService:
         if not self.cells.is_relevant(join.query.round_key):
             return self._answer_elsewhere(join.query)
         ticket = self.machine.on_join(join, self._clock.monotonic_s())
-        self._wake.set()
+        self._changed.notify()
         if isinstance(ticket, Answer):
             return ticket
         pending: asyncio.Future[Group | Answer] = asyncio.get_running_loop().create_future()
@@ -393,7 +385,7 @@ class GroupService:
             del self._pending_joins[ticket]
             if pending.cancelled():
                 self.machine.on_join_lost(join.query.contact.peer_id, ticket)
-                self._wake.set()
+                self._changed.notify()
 
     # --- effects of the machine
 
@@ -435,7 +427,7 @@ class GroupService:
         request = encode_query(query, name=self.name, now_s=sent_s)
         try:
             reply = await self._caller.call(
-                contact, LOOK_FOR_GROUP, request, timeout_s=self.config.query_timeout_s
+                contact, LOOK_FOR_GROUP, request, timeout_s=self._timings.query_timeout_s
             )
             answer = decode_answer(reply, (sent_s + self._clock.swarm_s()) / 2)
         except SwarmError as error:
@@ -445,7 +437,7 @@ class GroupService:
             self.cells.mark_alive(contact.peer_id)
             self.cells.on_reported_place(split_key(answer.round_key)[1])
             self.machine.on_query_answer(contact.peer_id, answer, self._clock.monotonic_s())
-        self._wake.set()
+        self._changed.notify()
 
     async def _send_join(self, contact: Contact, join: Join) -> None:
         sent_s = self._clock.swarm_s()
@@ -453,7 +445,7 @@ class GroupService:
         timeout_s = max(join.query.deadline_s - sent_s, 0.0) + _ANSWER_SLACK_S
         try:
             # a peer that does not know of the block yet may follow this leader
-            self._exchange.blocklist.check(self.name.run, contact.peer_id)
+            self.blocklist.check(contact.peer_id)
             reply = await self._caller.call(contact, JOIN, request, timeout_s=timeout_s)
             now_s = self._clock.swarm_s()
             answer = decode_join_answer(reply, now_s)
@@ -461,15 +453,15 @@ class GroupService:
             self.machine.on_join_failed(contact.peer_id, str(error), self._clock.monotonic_s())
         else:
             self.machine.on_join_answer(contact.peer_id, answer, self._clock.monotonic_s())
-        self._wake.set()
+        self._changed.notify()
 
     async def _read_records(self) -> None:
         try:
-            await self.cells.find_candidates(self._report_holders, self.config.records_timeout_s)
+            await self.cells.find_candidates(self._report_holders, self._timings.records_timeout_s)
         except SwarmError:
             self.machine.on_read_failed(self._clock.monotonic_s())
-        self._wake.set()
+        self._changed.notify()
 
     def _report_holders(self, holders: Mapping[PeerId, Holder]) -> None:
         self.machine.on_holders(holders, self._clock.monotonic_s())
-        self._wake.set()
+        self._changed.notify()

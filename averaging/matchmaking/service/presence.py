@@ -1,19 +1,30 @@
 """Presence records: each holder of an averager keeps one record of itself in the DHT, renews it while it
-lives, and deletes it when it leaves.
+lives, and deletes it when it leaves. In a large swarm the records are divided among dictionaries of bounded
+size (`averaging.matchmaking.logic.presence_shards`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from averaging.matchmaking.logic.messages import TEXT_MAX, AveragerName, Holder, VectorSchema
-from averaging.matchmaking.service.wire import ADDRESSES_MAX, SCHEMA_BYTES_MAX
-from swarm.core.errors import NetworkError, SwarmError, UsageError
-from swarm.core.ids import Address, Contact, Key, PeerId
+from averaging.matchmaking.logic.presence_shards import (
+    BITS_MAX,
+    FLAT_MAX,
+    HolderShard,
+    bits_for,
+    holders_estimated,
+    place_of,
+    shard_at,
+)
+from averaging.matchmaking.service.wire import SCHEMA_BYTES_MAX
+from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.core.notify import wait_until_set
 from swarm.dht.keeper import RecordKeeper
 
 if TYPE_CHECKING:
@@ -21,17 +32,32 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_RENEW_S = 10.0  # well below ttl_s: two renewals may get lost
+TTL_S = 30.0  # a peer that died without leaving is expected by others for this long
+_RENEW_S = 10.0  # well below it: two renewals may get lost
+STORE_TIMEOUT_S = 5.0  # of one renewal; at most half the time until the next
 _RETRY_S = 1.0  # after a renewal that no peer accepted
+_PLACE_AGE_S_MAX = 5.0  # records that were read for a place are used again for this long
+_PLACES_MAX = 8  # places whose records are kept
 _WITHDRAW_TIMEOUT_S = 0.8  # a node that closes does not wait longer than this for its callbacks
 
 
 class Presence(Protocol):
     """Source of presence records."""
 
+    @property
+    def shard(self) -> HolderShard:
+        """Return the shard of holders that this peer belongs to, by its last `read`."""
+        ...
+
     async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
-        """Read the records of all live holders from the network. Raise NetworkError when the DHT cannot
-        answer.
+        """Read the records of the live holders in this peer's shard from the network; in a small swarm of
+        all. Raise NetworkError when the DHT cannot answer.
+        """
+        ...
+
+    async def read_at(self, place: str, timeout_s: float) -> dict[PeerId, Holder]:
+        """Read the records of the live holders in the shard that the name of a place belongs to, or return
+        those that were read a moment ago. Raise NetworkError when the DHT cannot answer.
         """
         ...
 
@@ -45,23 +71,23 @@ class PermittedPresence:
         self._presence, self._is_permitted = presence, is_permitted
 
     async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
-        return {
-            peer: holder
-            for peer, holder in (await self._presence.read(timeout_s)).items()
-            if self._is_permitted(peer)
-        }
+        return self._permitted(await self._presence.read(timeout_s))
 
+    async def read_at(self, place: str, timeout_s: float) -> dict[PeerId, Holder]:
+        return self._permitted(await self._presence.read_at(place, timeout_s))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PresenceConfig:
-    """Timing of presence records."""
+    @property
+    def shard(self) -> HolderShard:
+        return self._presence.shard
 
-    ttl_s: float = 30.0  # a peer that died without leaving is expected by others for this long
-    store_timeout_s: float = 5.0
+    def _permitted(self, holders: Mapping[PeerId, Holder]) -> dict[PeerId, Holder]:
+        return {peer: holder for peer, holder in holders.items() if self._is_permitted(peer)}
 
 
 class DhtPresence:
-    """Presence records of one averager in the DHT, under `run.<run>/holders.<averager>`."""
+    """Presence records of one averager in the DHT, under `run.<run>/holders.<averager>`; in a large swarm
+    under `run.<run>/holders.<averager>.<bits>.<prefix>`.
+    """
 
     def __init__(
         self,
@@ -70,35 +96,57 @@ class DhtPresence:
         name: AveragerName,
         own: Callable[[], Contact],
         schema: VectorSchema,
-        config: PresenceConfig,
+        group_size: int = 0,
     ) -> None:
+        """`group_size`: of the averager's groups, which fit into one dictionary at least twice."""
         self._dht = dht
-        self._key = Key(f"run.{name.run}", f"holders.{name.averager}")
+        self._name = name
         self._own = own
         self._schema = schema
-        self._config = config
+        self._place = place_of(own().peer_id.to_bytes())
+        self._flat_max = max(FLAT_MAX, 2 * group_size)
+        self._bits = 0
+        self._stored: set[Key] = set()  # keys under which this peer's record may stand
+        # read for places: the time, and the records
+        self._read_at: dict[HolderShard, tuple[float, dict[PeerId, Holder]]] = {}
         self._keeper = RecordKeeper(
             self.declare,
-            f"the presence record of {self._key}",
+            f"the presence record of {self._key(HolderShard())}",
             renew_s=_RENEW_S,
             retry_s=_RETRY_S,
         )
 
+    @property
+    def shard(self) -> HolderShard:
+        """Return the shard that this peer is in."""
+        return shard_at(self._place, self._bits)
+
+    def _key(self, shard: HolderShard) -> Key:
+        return Key(f"run.{self._name.run}", shard.name(self._name.averager))
+
     async def declare(self) -> bool:
         """Store this peer's record once. Return False when no other peer of the DHT accepted it."""
-        contact = self._own()
+        shard = self.shard
+        stored = await self._store(shard, {})
+        if shard.bits and shard.prefix == 0:  # a notice for newcomers
+            await self._store(HolderShard(), {"bits": shard.bits})
+        return stored
+
+    async def _store(self, shard: HolderShard, notice: dict[str, int]) -> bool:
+        contact, key = self._own(), self._key(shard)
         value = {
-            "addresses": [address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
+            **notice,
+            "addresses": contact.published,
             "schema": self._schema.digest,
             "text": self._schema.text[:TEXT_MAX],
         }
-        config = self._config
+        self._stored.add(key)
         result = await self._dht.store(
-            self._key,
+            key,
             value,
-            ttl_s=config.ttl_s,
+            ttl_s=TTL_S,
             subkey=str(contact.peer_id),
-            timeout_s=config.store_timeout_s,
+            timeout_s=STORE_TIMEOUT_S,
         )
         return bool(result.replicas > (1 if contact.addresses else 0))  # one copy is this peer's own
 
@@ -108,33 +156,105 @@ class DhtPresence:
 
     async def wait_until_declared(self, timeout_s: float) -> None:
         """Wait until `renew` has stored the record once, or has failed to; at most `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._keeper.attempted.wait()
-        except TimeoutError:
-            return
+        await wait_until_set(self._keeper.attempted, timeout_s)
 
     async def withdraw(self) -> None:
         """Delete the record, so that no peer waits for this one any more. A failure is only logged."""
-        try:
-            await self._dht.delete(self._key, subkey=str(self._own().peer_id), timeout_s=_WITHDRAW_TIMEOUT_S)
-        except SwarmError as error:
-            _log.debug("the presence record of %s was not withdrawn: %s", self._key, error)
+        own = str(self._own().peer_id)
+
+        async def delete(key: Key) -> None:
+            try:
+                await self._dht.delete(key, subkey=own, timeout_s=_WITHDRAW_TIMEOUT_S)
+            except SwarmError as error:
+                _log.debug("the presence record of %s was not withdrawn: %s", key, error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for key in self._stored:
+                tasks.create_task(delete(key))
 
     async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
-        found = await self._dht.get(self._key, latest=True, timeout_s=timeout_s)
-        if found is None:
-            found = {}
-        if not isinstance(found, dict):
-            raise NetworkError(f"{self._key} does not hold presence records")
-        holders = {}
-        for entry in found.values():
-            holder = _holder(entry.writer, entry.value)
-            if holder is not None:
-                holders[entry.writer] = holder
+        holders = await (self._read_shard(timeout_s) if self._bits else self._read_flat(timeout_s))
         if self._own().peer_id not in holders:
             self._keeper.renew_soon()
         return holders
+
+    async def _read_flat(self, timeout_s: float) -> dict[PeerId, Holder]:
+        """Read the one dictionary of a small swarm. A peer that finds a larger swarm reads its shard."""
+        records = await self._records(HolderShard(), timeout_s, latest=True)
+        notices = [bits for _, bits in records.values() if bits]
+        total = holders_estimated(len(records) - len(notices), notices)
+        self._divide(bits_for(total, 0, self._flat_max))
+        if self._bits:
+            return await self._read_shard(timeout_s)
+        return {peer: holder for peer, (holder, _) in records.items()}
+
+    async def _read_shard(self, timeout_s: float) -> dict[PeerId, Holder]:
+        """Read the records of this peer's shard, and adapt the division to their number."""
+        shard = self.shard
+        holders = await self._read_around(shard, timeout_s, latest=True)
+        self._divide(bits_for(len(holders) << shard.bits, shard.bits, self._flat_max))
+        return holders
+
+    async def _read_around(
+        self, shard: HolderShard, timeout_s: float, *, latest: bool
+    ) -> dict[PeerId, Holder]:
+        """Read the dictionary of a shard, and those in which peers that assume another division stand."""
+        async with asyncio.TaskGroup() as tasks:
+            own = tasks.create_task(self._records(shard, timeout_s, latest=latest))
+            rest = [tasks.create_task(self._records_if_any(one, timeout_s)) for one in shard.neighbours()]
+        return {
+            peer: holder
+            for records in (*(task.result() for task in rest), own.result())
+            for peer, (holder, _) in records.items()
+            if shard.holds(place_of(peer.to_bytes()))
+        }
+
+    def _divide(self, bits: int) -> None:
+        """Assume another division. This peer's last record is left to expire, so that peers that follow later
+        still see it.
+        """
+        if bits != self._bits:
+            _log.info("the holders of %s are divided into %d shards now", self._key(HolderShard()), 1 << bits)
+            self._bits = bits
+            self._read_at.clear()
+            self._keeper.renew_soon()
+
+    async def read_at(self, place: str, timeout_s: float) -> dict[PeerId, Holder]:
+        shard, now_s = shard_at(place_of(place.encode()), self._bits), asyncio.get_running_loop().time()
+        read_s, holders = self._read_at.get(shard, (-math.inf, {}))
+        if now_s - read_s > _PLACE_AGE_S_MAX:
+            holders = await self._read_around(shard, timeout_s, latest=False)
+            self._read_at[shard] = (now_s, holders)
+            while len(self._read_at) > _PLACES_MAX:
+                del self._read_at[next(iter(self._read_at))]
+        return holders
+
+    async def _records_if_any(self, shard: HolderShard, timeout_s: float) -> dict[PeerId, tuple[Holder, int]]:
+        try:
+            return await self._records(shard, timeout_s, latest=False)
+        except NetworkError as error:
+            _log.debug("the presence records of %s could not be read: %s", self._key(shard), error)
+            return {}
+
+    async def _records(
+        self, shard: HolderShard, timeout_s: float, *, latest: bool
+    ) -> dict[PeerId, tuple[Holder, int]]:
+        """Return the records of a dictionary: each holder, and the number of bits in it, 0 without any.
+        `latest`: ask more peers than the replicas.
+        """
+        key = self._key(shard)
+        found = await self._dht.get(key, latest=latest, timeout_s=timeout_s)
+        if found is None:
+            return {}
+        if not isinstance(found, dict):
+            raise NetworkError(f"{key} does not hold presence records")
+        records = {}
+        for entry in found.values():
+            holder = _holder(entry.writer, entry.value)
+            if holder is not None:
+                bits = entry.value.get("bits", 0)
+                records[entry.writer] = holder, bits if bits in range(BITS_MAX + 1) else 0
+        return records
 
 
 def _holder(writer: PeerId, value: Any) -> Holder | None:
@@ -143,17 +263,11 @@ def _holder(writer: PeerId, value: Any) -> Holder | None:
     """
     if not isinstance(value, dict):
         return None
-    addresses, schema, text = value.get("addresses"), value.get("schema"), value.get("text")
-    if (
-        not isinstance(addresses, list | tuple)
-        or len(addresses) > ADDRESSES_MAX
-        or not all(isinstance(one, str) for one in addresses)
-    ):
-        return None
+    schema, text = value.get("schema"), value.get("text")
     if not isinstance(schema, bytes) or len(schema) > SCHEMA_BYTES_MAX or not isinstance(text, str):
         return None
     try:
-        contact = Contact(writer, tuple(Address.parse(one) for one in addresses))
-    except UsageError:
+        contact = Contact.from_record(writer, value.get("addresses"))
+    except PeerError:
         return None
     return Holder(contact=contact, schema=schema, schema_text=text[:TEXT_MAX])

@@ -23,11 +23,11 @@ from averaging.matchmaking.logic.messages import (
     PeerStatus,
 )
 from swarm.core.errors import PeerError, UsageError
-from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.ids import PeerId
+from swarm.net.contacts import contact_from_wire, contact_to_wire
 from swarm.net.rpc import Method
-from swarm.wire import group_pb2, peer_pb2
+from swarm.wire import group_pb2
 
-ADDRESSES_MAX = 8
 SCHEMA_BYTES_MAX = 64
 _NAME_MAX = 128
 _KEY_MAX = ROUND_KEY_MAX + 1 + PLACE_MAX  # the caller's key and the place in the grid
@@ -56,24 +56,6 @@ CELL_LOOKUP = Method(
 )
 
 
-def encode_contact(contact: Contact) -> peer_pb2.Contact:
-    return peer_pb2.Contact(
-        peer_id=contact.peer_id.to_bytes(),
-        addresses=[address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
-    )
-
-
-def decode_contact(message: peer_pb2.Contact) -> Contact:
-    if len(message.addresses) > ADDRESSES_MAX:
-        raise PeerError(f"a contact has at most {ADDRESSES_MAX} addresses, not {len(message.addresses)}")
-    try:
-        return Contact(
-            PeerId.from_bytes(message.peer_id), tuple(Address.parse(text) for text in message.addresses)
-        )
-    except UsageError as error:
-        raise PeerError(f"a contact is malformed: {error}") from error
-
-
 def _number(value: float, name: str) -> float:
     if not math.isfinite(value):
         raise PeerError(f"{name} must be a finite number, not {value}")
@@ -90,7 +72,7 @@ def encode_announcement(holder: Holder, *, name: AveragerName, now_s: float) -> 
     return group_pb2.Seek(
         run=name.run,
         averager=name.averager,
-        contact=encode_contact(holder.contact),
+        contact=contact_to_wire(holder.contact),
         schema=holder.schema,
         schema_text=holder.schema_text[:TEXT_MAX],
         now_s=now_s,
@@ -102,7 +84,7 @@ def encode_query(query: LookForGroup, *, name: AveragerName, now_s: float) -> gr
     return group_pb2.Seek(
         run=name.run,
         averager=name.averager,
-        contact=encode_contact(query.contact),
+        contact=contact_to_wire(query.contact),
         round_key=query.round_key,
         schema=query.schema,
         schema_text=query.schema_text[:TEXT_MAX],
@@ -117,7 +99,7 @@ def decode_query(message: group_pb2.Seek, caller: PeerId, now_s: float) -> LookF
     """Check and convert a query. `now_s` is this peer's swarm time at its arrival; the time on the way counts
     as an offset of the caller's clock, which is small.
     """
-    contact = decode_contact(message.contact)
+    contact = contact_from_wire(message.contact)
     if contact.peer_id != caller:
         raise PeerError(f"{caller} speaks for another peer, {contact.peer_id}")
     if len(message.schema) > SCHEMA_BYTES_MAX:
@@ -138,7 +120,7 @@ def encode_answer(answer: Answer, *, now_s: float) -> group_pb2.SeekAnswer:
     leader = None
     if answer.leader is not None:
         leader = group_pb2.GroupLeader(
-            contact=encode_contact(answer.leader.contact), deadline_s=answer.leader.deadline_s
+            contact=contact_to_wire(answer.leader.contact), deadline_s=answer.leader.deadline_s
         )
     return group_pb2.SeekAnswer(
         standing=group_pb2.SeekAnswer.Standing.Name(int(answer.status)),
@@ -168,7 +150,7 @@ def decode_answer(message: group_pb2.SeekAnswer, now_s: float) -> Answer:
     leader = None
     if message.HasField("leader"):
         leader = Leader(
-            contact=decode_contact(message.leader.contact),
+            contact=contact_from_wire(message.leader.contact),
             deadline_s=_number(message.leader.deadline_s, "a deadline"),
         )
     try:
@@ -194,6 +176,7 @@ def encode_join(join: Join, *, name: AveragerName, now_s: float) -> group_pb2.Jo
         seek=encode_query(join.query, name=name, now_s=now_s),
         weight=join.weight,
         bandwidth=join.bandwidth,
+        bandwidth_is_set=join.bandwidth_is_set,
         auxiliary=join.auxiliary,
         gathered=join.gathered,
     )
@@ -205,6 +188,7 @@ def decode_join(message: group_pb2.Join, caller: PeerId, now_s: float) -> Join:
         query=query,
         weight=message.weight,
         bandwidth=message.bandwidth,
+        bandwidth_is_set=message.bandwidth_is_set,
         auxiliary=message.auxiliary,
         gathered=message.gathered,
     )  # the bounds of these values are checked by `Member`
@@ -215,9 +199,10 @@ def encode_join_answer(answer: Group | Answer, *, now_s: float) -> group_pb2.Joi
         return group_pb2.JoinAnswer(standing=encode_answer(answer, now_s=now_s))
     members = [
         group_pb2.GroupMember(
-            contact=encode_contact(member.contact),
+            contact=contact_to_wire(member.contact),
             weight=member.weight,
             bandwidth=member.bandwidth,
+            bandwidth_is_set=member.bandwidth_is_set,
             auxiliary=member.auxiliary,
             gathered=gathered,
         )
@@ -240,9 +225,10 @@ def decode_join_answer(message: group_pb2.JoinAnswer, now_s: float) -> Group | A
             group_id=group.group_id,
             members=tuple(
                 Member(
-                    contact=decode_contact(one.contact),
+                    contact=contact_from_wire(one.contact),
                     weight=one.weight,
                     bandwidth=one.bandwidth,
+                    bandwidth_is_set=one.bandwidth_is_set,
                     auxiliary=one.auxiliary,
                 )
                 for one in group.members
@@ -258,7 +244,7 @@ def encode_cell_lookup(lookup: CellLookup, *, name: AveragerName) -> group_pb2.M
     return group_pb2.Meet(
         run=name.run,
         averager=name.averager,
-        contact=encode_contact(lookup.contact),
+        contact=contact_to_wire(lookup.contact),
         schema=lookup.schema,
         place=lookup.place,
         round_key=lookup.round_key,
@@ -268,7 +254,7 @@ def encode_cell_lookup(lookup: CellLookup, *, name: AveragerName) -> group_pb2.M
 
 
 def decode_cell_lookup(message: group_pb2.Meet, caller: PeerId) -> CellLookup:
-    contact = decode_contact(message.contact)
+    contact = contact_from_wire(message.contact)
     if contact.peer_id != caller:
         raise PeerError(f"{caller} speaks for another peer, {contact.peer_id}")
     if len(message.schema) > SCHEMA_BYTES_MAX:
@@ -285,7 +271,7 @@ def decode_cell_lookup(message: group_pb2.Meet, caller: PeerId) -> CellLookup:
 
 def encode_cell_lookup_reply(reply: CellLookupReply) -> group_pb2.MeetAnswer:
     return group_pb2.MeetAnswer(
-        mates=[encode_contact(member) for member in reply.members], home=reply.home, passed=reply.passed
+        mates=[contact_to_wire(member) for member in reply.members], home=reply.home, passed=reply.passed
     )
 
 
@@ -293,7 +279,7 @@ def decode_cell_lookup_reply(message: group_pb2.MeetAnswer) -> CellLookupReply:
     if len(message.mates) > CELL_MEMBERS_MAX:
         raise PeerError(f"a cell's list has at most {CELL_MEMBERS_MAX} peers, not {len(message.mates)}")
     return CellLookupReply(
-        members=tuple(decode_contact(member) for member in message.mates),
+        members=tuple(contact_from_wire(member) for member in message.mates),
         home=_text(message.home, PLACE_MAX, "a place in the grid"),
         passed=message.passed,
     )

@@ -17,6 +17,7 @@ import torch
 from averaging.optim.finite import RejectedSamples
 from averaging.optim.offload import HostLink, link_of
 from averaging.optim.state.training_state import Scheduler, TrainingState
+from swarm.compression.adaptive import Role
 
 CapturedRound = Any  # result of a round, kept by a mode to be replayed
 
@@ -27,7 +28,7 @@ class ModeTraits:
 
     compatibility_tag: str  # the mode with its settings, in words: only peers with equal tags meet in a round
     # kind of tensor that rounds average, for codec="adaptive": see swarm.compression.adaptive.ROLES
-    role: str
+    role: Role
     # local steps change this peer's own parameters: its progress outlives a failed round
     keeps_progress: bool = False
     overlapped: bool = False  # training continues while a round runs
@@ -91,10 +92,14 @@ class Learner(Protocol):
         """
         ...
 
-    def suspend(self) -> int:
+    @property
+    def has_late_samples(self) -> bool:
+        """Return whether some of `samples` are dropped unless they are part of this epoch's round."""
+        ...
+
+    def suspend(self) -> None:
         """Suspend this peer's own progress, because the swarm's state is about to be loaded: until `resume`
-        this peer has weight 0. A second call has no effect. Return the number of samples that are
-        dropped for good.
+        this peer has weight 0. A second call has no effect.
         """
         ...
 

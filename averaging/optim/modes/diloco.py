@@ -33,7 +33,6 @@ class OuterSettings:
     momentum: float
     nesterov: bool
     fragments: int
-    carried_epochs_max: int
     traits: ModeTraits
 
 
@@ -56,7 +55,7 @@ class DilocoMode:
                 parameters, trained, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov
             )
 
-        self.learner = LocalSteps(parts, outer, settings.carried_epochs_max)
+        self.learner = LocalSteps(parts, outer)
         self.state = self.learner.state
         base = self.learner.base
         self._fragments = fragments_of([one.numel() for one in base], settings.fragments)

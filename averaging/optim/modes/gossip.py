@@ -33,15 +33,13 @@ class GossipRates:
 class GossipMode:
     """Gossip averaging. A round averages two vectors end to end: the peers' progress and their bases."""
 
-    def __init__(
-        self, parts: ModeParts, rates: GossipRates, traits: ModeTraits, carried_epochs_max: int
-    ) -> None:
+    def __init__(self, parts: ModeParts, rates: GossipRates, traits: ModeTraits) -> None:
         self.traits, self._rates = traits, rates
 
         def outer(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> OuterSGD:
             return OuterSGD(parameters, trained, lr=rates.lr, momentum=rates.momentum, nesterov=False)
 
-        self.learner = LocalSteps(parts, outer, carried_epochs_max)
+        self.learner = LocalSteps(parts, outer)
         self.state = self.learner.state
         self._progress = [zeros_like(base) for base in self.learner.base]
         self._bases = [zeros_like(base) for base in self.learner.base]

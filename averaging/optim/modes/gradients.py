@@ -14,6 +14,18 @@ from averaging.optim.memory import storage_for, zeros_like
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.state.training_state import TrainingState
 
+# a contribution counts in the epoch that it was computed for, or in the next one
+_LATE_EPOCHS_MAX = 1
+
+
+@dataclass(slots=True)
+class _Suspended:
+    """This peer's progress at the time when it found the swarm in another epoch."""
+
+    epoch: int
+    version: int  # version of the state; if it differs afterwards, a state was loaded
+    sums: dict[str, Any] | None = None  # out of the accumulator, which a round used meanwhile
+
 
 @dataclass(frozen=True, slots=True)
 class CapturedGradients:
@@ -29,6 +41,11 @@ class GradientsMode:
 
     With `delayed`, a round works on a copy of the accumulators while the next epoch's gradients are
     computed, on parameters that lack that round's step. This takes twice the memory for accumulators.
+
+    Gradients of a peer that missed its epoch's round count in the next epoch, weighted by their samples as
+    all others. Gradients that missed two rounds are dropped, and so are those of epoch 0, whose parameters
+    may not have been the swarm's. While the state is downloaded the gradients that are kept take the memory
+    of one more accumulator if a round is made meanwhile.
     """
 
     def __init__(self, parts: ModeParts, *, delayed: bool = False) -> None:
@@ -49,6 +66,8 @@ class GradientsMode:
         self._round_means = [zeros_like(buffer) for buffer in self._accumulator.buffers] if delayed else None
         # of a delayed round: its samples, and which parameters had a gradient
         self._in_round: tuple[int, list[bool]] | None = None
+        self._is_late = False  # gradients of the epoch before are among the accumulated ones
+        self._suspended: _Suspended | None = None
 
     # --- the learner: implemented by this class itself
 
@@ -71,30 +90,60 @@ class GradientsMode:
         return None
 
     def loaded(self) -> None:
-        self.suspend()
+        self._in_round = self._suspended = None
+        self._reset()
 
-    def suspend(self) -> int:
-        self.failed("")
-        self._accumulator.resolve_checks()
-        samples = self._accumulator.samples
-        self._accumulator.reset()  # these gradients are of parameters that the swarm has left behind
-        return samples
+    @property
+    def has_late_samples(self) -> bool:
+        return self._is_late
+
+    def suspend(self) -> None:
+        if self._suspended is None:
+            self.failed("")
+            self._accumulator.resolve_checks()
+            self._suspended = _Suspended(self.state.epoch, self.state.version)
 
     def resume(self) -> int:
-        return 0
+        suspended, self._suspended = self._suspended, None
+        if suspended is None:
+            return 0
+        if suspended.sums is not None:
+            self._accumulator.load_state_dict(suspended.sums)
+        if self.state.version == suspended.version:
+            return 0
+        samples, late_epochs = self.samples, self.state.epoch - suspended.epoch
+        if samples and suspended.epoch > 0 and 0 < late_epochs + self._is_late <= _LATE_EPOCHS_MAX:
+            self._is_late = True
+            return 0
+        self._reset()
+        return samples
+
+    def _set_aside(self) -> None:
+        """Take the gradients of a suspended peer out of the accumulator, which a round is about to use."""
+        assert self._suspended is not None
+        if self._suspended.sums is None and self._accumulator.samples:
+            state = self._accumulator.state_dict()
+            self._suspended.sums = {**state, "sums": [one.clone() for one in state["sums"]]}
+        self._accumulator.reset()
+
+    def _reset(self) -> None:
+        self._accumulator.reset()
+        self._is_late = False
 
     def state_dict(self) -> dict[str, Any]:
+        state = {**self._accumulator.state_dict(), "late": self._is_late}
         if self._in_round is None or self._round_means is None:
-            return self._accumulator.state_dict()
-        state, (samples, touched) = self._accumulator.state_dict(), self._in_round
+            return state
+        samples, touched = self._in_round
         # the same result as that of `restore_means`
         sums = torch._foreach_add(state["sums"], self._round_means, alpha=samples)
         both = [one or other for one, other in zip(state["touched"], touched, strict=True)]
-        return {"samples": state["samples"] + samples, "touched": both, "sums": list(sums)}
+        return {**state, "samples": state["samples"] + samples, "touched": both, "sums": list(sums)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._in_round = None
+        self._in_round = self._suspended = None
         self._accumulator.load_state_dict(state)
+        self._is_late = bool(state.get("late", False))
 
     # --- rounds
 
@@ -103,6 +152,8 @@ class GradientsMode:
 
     def prepare(self, epoch: int) -> tuple[float, Any]:
         accumulator = self._accumulator
+        if self._suspended is not None:
+            self._set_aside()
         if not accumulator.finite():  # sums of finite gradients that overflowed are never sent
             accumulator.reset()
         means = accumulator.average_()
@@ -121,6 +172,7 @@ class GradientsMode:
         self._step(self.tensors(), touched)
         if self._round_means is None:
             self._accumulator.reset()
+        self._is_late = False
 
     def failed(self, reason: str) -> None:
         if self._in_round is not None and self._round_means is not None:

@@ -37,6 +37,9 @@ from swarm.core.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
+# a peer that missed at most this many epochs adds its progress to the downloaded state. Larger: the progress
+# is on parameters that the swarm has left behind
+CARRIED_EPOCHS_MAX = 3
 # arguments: all parameters, and the trained ones
 OuterFactory = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], OuterSGD]
 
@@ -53,17 +56,12 @@ class _SuspendedProgress:
 class LocalSteps:
     """The learner of all modes with local steps.
 
-    `carried_epochs_max`: progress on a base at most this many epochs old is added to the loaded base. Older
-    progress is dropped, and so is progress made before the first round, on a base that may not have been
-    the swarm's.
+    Progress on a base at most `CARRIED_EPOCHS_MAX` epochs old is added to the loaded base. Older progress is
+    dropped, and so is progress made before the first round, on a base that may not have been the swarm's.
     """
 
-    def __init__(self, parts: ModeParts, outer: OuterFactory, carried_epochs_max: int) -> None:
-        self.inner, self._scheduler, self._carried_epochs_max = (
-            parts.inner,
-            parts.scheduler,
-            carried_epochs_max,
-        )
+    def __init__(self, parts: ModeParts, outer: OuterFactory) -> None:
+        self.inner, self._scheduler = parts.inner, parts.scheduler
         parameters = _parameters(parts.inner)
         self.weights = [p for p in parameters if _is_trained(p)]
         if not self.weights:
@@ -173,13 +171,16 @@ class LocalSteps:
         self.set_weights(None)
         self.counted = self.dropped = self.total
 
-    def suspend(self) -> int:
+    @property
+    def has_late_samples(self) -> bool:
+        return False  # every loaded base takes up what was learned on the one before
+
+    def suspend(self) -> None:
         if self._suspended is None:
             self.resolve_checks()
             self.failed("")
             progress = self.progress() if self.total > 0 else None
             self._suspended = _SuspendedProgress(self.state.epoch, self.state.version, progress)
-        return 0
 
     def resume(self) -> int:
         suspended, self._suspended = self._suspended, None
@@ -190,7 +191,7 @@ class LocalSteps:
         if (
             suspended.progress is not None
             and suspended.epoch > 0
-            and self.state.epoch - suspended.epoch <= self._carried_epochs_max
+            and self.state.epoch - suspended.epoch <= CARRIED_EPOCHS_MAX
         ):
             self.set_weights(suspended.progress)
             return 0

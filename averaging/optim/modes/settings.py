@@ -5,7 +5,7 @@ on all peers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 from averaging.optim.modes import ModeParts, ModeSettings, ModeTraits
 from averaging.optim.modes.diloco import DilocoMode, OuterSettings
@@ -13,7 +13,6 @@ from averaging.optim.modes.gossip import GossipMode, GossipRates
 from averaging.optim.modes.gradients import GradientsMode
 from swarm.core.errors import UsageError
 
-_CARRIED_EPOCHS_MAX = 3
 _STATE_SYNC_EPOCHS_OF_LOCAL_STEPS = 100  # epochs: outer states are equal bit for bit on every processor
 
 
@@ -38,11 +37,6 @@ class Local:
 
     name: ClassVar[str] = "local"
 
-    carried_epochs_max: int = _CARRIED_EPOCHS_MAX  # as in Diloco
-
-    def __post_init__(self) -> None:
-        _check_carried(self.carried_epochs_max)
-
     def build(self, parts: ModeParts) -> DilocoMode:
         """Build the mode. The average of parameters equals the base minus the average pseudo-gradient: an
         outer step with a learning rate of 1.
@@ -60,7 +54,6 @@ class Local:
                 momentum=0.0,
                 nesterov=False,
                 fragments=1,
-                carried_epochs_max=self.carried_epochs_max,
                 traits=traits,
             ),
         )
@@ -74,9 +67,9 @@ class Diloco:
 
     name: ClassVar[str] = "diloco"
 
-    outer_lr: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
+    outer_lr: float = 0.7  # learning rate of the outer step
+    momentum: float = 0.9  # of the outer step; 0: none, and no tensors for it
+    nesterov: bool = True  # look ahead along the momentum, as DiLoCo does
     # number of fragments of the model, of equal size. 1: the whole model each epoch, while training waits.
     # More: each epoch synchronises the next fragment while training continues, so that a fragment's period is
     # this many epochs; divide target_batch_size by it to keep the period
@@ -84,9 +77,6 @@ class Diloco:
     # streaming: apply a round after this many further local steps, waiting for it if necessary; None: as soon
     # as it has ended, at most one epoch later
     delay_steps: int | None = None
-    # a peer that missed at most this many epochs adds its progress to the downloaded state; older progress is
-    # dropped
-    carried_epochs_max: int = _CARRIED_EPOCHS_MAX
 
     def __post_init__(self) -> None:
         if not 0 < self.outer_lr < float("inf") or not 0 <= self.momentum < 1:
@@ -98,7 +88,6 @@ class Diloco:
                 "Diloco: streaming is a number of fragments, at least 1; "
                 "delay_steps is not negative, and for streaming only"
             )
-        _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> DilocoMode:
         nesterov = self.nesterov and self.momentum > 0
@@ -117,7 +106,6 @@ class Diloco:
             momentum=self.momentum,
             nesterov=nesterov,
             fragments=self.streaming,
-            carried_epochs_max=self.carried_epochs_max,
             traits=traits,
         )
         return DilocoMode(parts, outer)
@@ -134,7 +122,6 @@ class Gossip:
     outer_lr: float = 0.7  # β: learning rate for the mean progress of the two peers
     momentum: float = 0.5  # μ
     consensus: float = 0.7  # γ: fraction of the way towards the mean of the two bases
-    carried_epochs_max: int = _CARRIED_EPOCHS_MAX  # as in Diloco
 
     def __post_init__(self) -> None:
         if not 0 < self.outer_lr < float("inf") or not 0 <= self.momentum < 1 or not 0 <= self.consensus < 2:
@@ -142,7 +129,6 @@ class Gossip:
                 "Gossip needs an outer_lr above 0, a momentum from 0 to below 1, "
                 "and a consensus from 0 to below 2"
             )
-        _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> GossipMode:
         traits = ModeTraits(
@@ -155,15 +141,16 @@ class Gossip:
             canonical=False,
         )
         rates = GossipRates(momentum=self.momentum, lr=self.outer_lr, consensus=self.consensus)
-        return GossipMode(parts, rates, traits, self.carried_epochs_max)
+        return GossipMode(parts, rates, traits)
 
 
+ModeName: TypeAlias = Literal["gradients", "local", "diloco", "gossip"]
 MODES: dict[str, type[Gradients | Local | Diloco | Gossip]] = {
     mode.name: mode for mode in (Gradients, Local, Diloco, Gossip)
 }
 
 
-def settings_of(mode: str | ModeSettings) -> ModeSettings:
+def settings_of(mode: ModeName | ModeSettings) -> ModeSettings:
     """Return a mode's settings: the given ones, or the defaults of a name. Raise UsageError with the list
     of names for an unknown one.
     """
@@ -177,8 +164,3 @@ def settings_of(mode: str | ModeSettings) -> ModeSettings:
     if mode not in MODES:
         raise UsageError(f"there is no mode {mode!r}; there is: {', '.join(MODES)}")
     return MODES[mode]()
-
-
-def _check_carried(epochs: int) -> None:
-    if epochs < 0:
-        raise UsageError("carried_epochs_max is a number of epochs, 0 for none")

@@ -6,13 +6,12 @@ Runs on the network thread. Malformed records are skipped.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from averaging.optim.admission import Blocklist
-from averaging.optim.contacts import ADDRESSES_MAX, contact_of
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
+from averaging.blocklist import PeerBlocklist
+from averaging.optim.progress.logic.reports import PEERS_MAX, REPORT_TTL_S, ProgressReport
 from averaging.optim.progress.tree import Tree
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError, UsageError
@@ -22,17 +21,14 @@ from swarm.dht.service.dht_service import DhtService, Entry
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
-_RETRY_S = 1.0
 
 
 class ProgressRecords:
     """Reader and writer of the progress records of one run."""
 
-    def __init__(
-        self, own: Callable[[], Contact], dht: DhtService, clock: Clock, tree: Tree, config: ProgressConfig
-    ) -> None:
+    def __init__(self, own: Callable[[], Contact], dht: DhtService, clock: Clock, tree: Tree) -> None:
         self.contacts: dict[PeerId, Contact] = {}
-        self._own, self._dht, self._clock, self._tree, self._config = own, dht, clock, tree, config
+        self._own, self._dht, self._clock, self._tree = own, dht, clock, tree
         self._own_id = own().peer_id
         self._published: tuple[ProgressReport, float] | None = None
 
@@ -42,28 +38,21 @@ class ProgressRecords:
         """
         self._published = None
 
-    async def publish(self, report: ProgressReport) -> None:
-        """Write this peer's record if it has new contents or grows old. A failure is logged; the next call
-        tries again.
+    async def publish(self, report: ProgressReport) -> bool:
+        """Write this peer's record if it has new contents or grows old. Return False after a failure, which
+        is logged; the next call tries again.
         """
         now_s = self._clock.swarm_s()
         if self._published is not None:
             last, at_s = self._published
-            changed = (report.epoch, report.samples) != (last.epoch, last.samples)
-            if not changed and self._tree.published is None and now_s - at_s < self._config.report_ttl_s / 3:
-                return
-            report = ProgressReport(
-                epoch=report.epoch,
-                samples=report.samples,
-                rate=report.rate,
-                at_s=max(report.at_s, now_s if not changed else 0.0),
-                since_s=report.since_s,
-            )
-        addresses = [address.multiaddr for address in self._own().addresses[:ADDRESSES_MAX]]
-        value = {**report.encode(), "addresses": addresses}
+            changed = replace(report, rate=last.rate, at_s=last.at_s, since_s=last.since_s) != last
+            if not changed and self._tree.published is None and now_s - at_s < REPORT_TTL_S / 3:
+                return True
+            report = replace(report, at_s=max(report.at_s, now_s if not changed else 0.0))
+        value = {**report.encode(), "addresses": self._own().published}
         if self._tree.published is not None:
             value["total"] = self._tree.published.encode()
-        ttl_s = self._config.report_ttl_s
+        ttl_s = REPORT_TTL_S
         try:
             await self._dht.store(
                 self._tree.key, value, ttl_s=ttl_s, subkey=str(self._own_id), timeout_s=_TIMEOUT_S
@@ -73,6 +62,8 @@ class ProgressRecords:
             raise
         except SwarmError as error:
             _log.info("a record of progress was not published (%s): %s", self._tree.key, error)
+            return False
+        return True
 
     async def withdraw(self, timeout_s: float) -> None:
         """Delete this peer's record, if there is one."""
@@ -83,16 +74,19 @@ class ProgressRecords:
         except SwarmError as error:
             _log.debug("a record of progress was not withdrawn (%s): %s", self._tree.key, error)
 
-    async def read(self, blocklist: Blocklist) -> list[Entry] | None:
-        """Return the records of this peer's dictionary; None, after a pause, when it could not be read."""
+    async def read(self, blocklist: PeerBlocklist, *, thorough: bool = False) -> list[Entry] | None:
+        """Return the records of this peer's dictionary; None when it could not be read. `thorough`: ask more
+        peers than the replicas if these know nobody else; replicas that have just come may lack records.
+        """
         try:
             found = await self._dht.get(self._tree.key, timeout_s=_TIMEOUT_S)
+            if thorough and not (isinstance(found, dict) and found.keys() - {str(self._own_id)}):
+                found = await self._dht.get(self._tree.key, latest=True, timeout_s=_TIMEOUT_S)
         except SwarmError as error:
             _log.info("the progress of a run could not be read (%s): %s", self._tree.key, error)
-            await asyncio.sleep(_RETRY_S)
             return None
         return (
-            [entry for entry in found.values() if entry.writer not in blocklist]
+            [entry for entry in found.values() if entry.writer not in blocklist.banned]
             if isinstance(found, dict)
             else []
         )
@@ -108,7 +102,7 @@ class ProgressRecords:
             ):
                 continue  # the latter is a notice about a run of several shards, not a report
             try:
-                report = ProgressReport.decode(entry.value, now_s, self._config)
+                report = ProgressReport.decode(entry.value, now_s)
                 contact = self._contact_of(entry)
             except PeerError as error:
                 _log.info("peer %s keeps a malformed progress record: %s", entry.writer, error)
@@ -119,9 +113,7 @@ class ProgressRecords:
             self.contacts[entry.writer] = contact
         writers = {writer for writer, _, _ in received}
         for peer in [
-            peer
-            for peer in self.contacts
-            if peer not in writers and len(self.contacts) > self._config.peers_max
+            peer for peer in self.contacts if peer not in writers and len(self.contacts) > PEERS_MAX
         ]:
             del self.contacts[peer]
         return received, newcomers
@@ -138,4 +130,4 @@ class ProgressRecords:
             and raw == [address.multiaddr for address in known.addresses]
         ):
             return known
-        return contact_of(entry.writer, raw)
+        return Contact.from_record(entry.writer, raw)

@@ -12,16 +12,21 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from averaging.optim.admission import Blocklist
+from averaging.blocklist import PeerBlocklist
 from averaging.optim.exchange import REPORT
+from averaging.optim.history import RunHistory
 from averaging.optim.peer_node import PeerNode
-from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport, ProgressView
+from averaging.optim.progress.claims import claim_of, read_claim
+from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, ProgressReport
+from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.records import ProgressRecords
 from averaging.optim.progress.tree import Tree
-from swarm.core.errors import NetworkError, PeerError
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
+from swarm.core.notify import ChangeEvent
+from swarm.dht.keeper import RecordKeeper
 from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
@@ -29,11 +34,9 @@ _log = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 2.0  # of a report to a peer; a live one answers within a round trip
 _GOODBYE_S = 0.5  # leaving must not take long
 _CONCURRENT_REPORTS_MAX = 16
+_COMPARE_S_MAX = 3.0  # histories that take longer to fetch are compared after the next read
+_RETRY_S = 1.0  # after the DHT could not be written or read
 _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because of an unexpected announcement
-
-
-def _never() -> bool:
-    return False
 
 
 def _nothing() -> None:
@@ -47,22 +50,29 @@ class Tracker:
         self,
         node: PeerNode,
         run: str,
-        target: int,
-        config: ProgressConfig,
-        blocklist: Blocklist | None = None,
+        target: int | None,
+        blocklist: PeerBlocklist | None = None,
         on_full: Callable[[], None] = _nothing,
+        *,
+        history: RunHistory | None = None,
     ) -> None:
-        """Track `run`, whose epochs have `target` samples. Peers in `blocklist` are ignored.
+        """Track `run`, whose epochs have `target` samples; None: this peer reads what others report, and
+        reports nothing itself. Peers in `blocklist` are ignored.
 
-        `on_full` is called with the lock held when this peer's epoch is full and its round begins.
+        `on_full` is called with the lock held when this peer's epoch is full and its round begins. `history`:
+        of this peer's state; None in modes without a common state.
         """
-        self._blocklist = blocklist or Blocklist()
-        self._node, self.run_id, self._config, self._on_full = node, run, config, on_full
+        self._observes = target is None
+        self._blocklist = blocklist or PeerBlocklist(node.contact.peer_id, node.clock)
+        self._node, self.run_id, self._on_full = node, run, on_full
+        self.history = history  # of this peer's state; None in modes without a common state
         dht, now_s = node.dht.service, node.clock.swarm_s()
-        self._own = node.contact.peer_id
-        self._tree = Tree(dht, run, self._own, config, now_s)
-        self._records = ProgressRecords(lambda: node.contact, dht, node.clock, self._tree, config)
-        self._progress = EpochProgress(self._own, target, config, now_s)
+        self.own = node.contact.peer_id
+        self.tree = Tree(dht, run, self.own, now_s)  # this peer's place in a run of several shards
+        self._records = ProgressRecords(lambda: node.contact, dht, node.clock, self.tree)
+        self._progress = EpochProgress(
+            self.own, target or SAMPLES_MAX, now_s, node.timings.progress_refresh_s_max
+        )
         self._lock = threading.Lock()
         # wakes the trainer's thread: an epoch began, or a refresh ended
         self._changed = threading.Condition(self._lock)
@@ -72,10 +82,17 @@ class Tracker:
         self._full_epoch = -1  # the latest epoch that was agreed to be full
         self._full_epoch_of_others = -1  # the latest epoch that another peer announced as full
         self._announced_epoch = -1  # the latest epoch that this peer announced as full
-        self._full_announcements = 0  # announcements by others that this peer's epoch is full
-        self._wake = asyncio.Event()  # refresh and publish now
-        self._announce = asyncio.Event()  # announce the full epoch now
+        self.full_announcements = 0  # announcements by others that this peer's epoch is full
+        self._keeper = RecordKeeper(
+            self._publish_and_refresh,
+            f"the progress of run {run}",
+            renew_s=self._refresh_s,
+            retry_s=_RETRY_S,
+            gap_s=0.0,
+        )
+        self._announce = ChangeEvent()  # announce the full epoch now
         self._closed = False
+        self._unreported: set[PeerId] = set()  # peers in the records that this peer has not reported to yet
 
     # --- the trainer's thread
 
@@ -85,14 +102,29 @@ class Tracker:
         """
         with self._lock:
             now_s = self._node.clock.swarm_s()
+            self._update_history()
+            was_joining = self._progress.own_report.joining
             self._progress.update_own(samples, rate, now_s)
+            has_joined = was_joining and not self._progress.own_report.joining
             epoch = self._progress.epoch
             self._update_full_epoch(now_s)
             is_full = self._full_epoch >= epoch
             announce = is_full and self._announced_epoch < epoch and not self._closed
         if announce:
-            self._node.network.loop.call_soon_threadsafe(self._announce.set)
+            self._node.network.loop.call_soon_threadsafe(self._announce.notify)
+        if has_joined:
+            self._request_refresh()
         return is_full
+
+    def _update_history(self) -> None:
+        """Take over what the history says about this peer and the swarm. The lock is held."""
+        history, progress = self.history, self._progress
+        if history is None:
+            return
+        now_s = self._node.clock.swarm_s()
+        history.set_peers(progress.total.peers if progress.total else 1 + len(progress.others(now_s)))
+        progress.head, progress.abstains = history.head, history.abstains
+        progress.certified_epoch = history.certified_epoch if history.covers_swarm else None
 
     def _update_full_epoch(self, now_s: float) -> None:
         """Mark this peer's epoch as full when it is, or when another peer announced it and this peer's own
@@ -107,27 +139,31 @@ class Tracker:
             self._changed.notify_all()
             self._on_full()
 
-    @property
-    def full_announcements(self) -> int:
-        """Return the number of announcements by others that this peer's epoch is full."""
-        return self._full_announcements
-
     def announce_full(self, epoch: int) -> None:
         """Announce once more that `epoch` is full: a round that had failed is tried again."""
         with self._lock:
             self._announced_epoch = min(self._announced_epoch, epoch - 1)
         if not self._closed:
-            self._node.network.loop.call_soon_threadsafe(self._announce.set)
+            self._node.network.loop.call_soon_threadsafe(self._announce.notify)
 
     def begin_epoch(
-        self, epoch: int, *, joining: bool = False, members: Iterable[PeerId] = (), began_ago_s: float = 0.0
+        self,
+        epoch: int,
+        *,
+        late: bool = False,
+        joining: bool = False,
+        members: Iterable[PeerId] = (),
+        began_ago_s: float = 0.0,
     ) -> None:
         """Record that this peer is in `epoch` now, and so are the `members` of the round that began it.
-        This peer has trained in it for `began_ago_s`.
+
+        `late`: it was absent when the others began. `joining`: it has not got the epoch's state, and the
+        others do not learn from it which epoch the swarm is in. `began_ago_s`: how long it has trained in it.
         """
         with self._changed:
             now_s = self._node.clock.swarm_s()
-            self._progress.begin_epoch(epoch, now_s, joining=joining, began_ago_s=began_ago_s)
+            self._update_history()
+            self._progress.begin_epoch(epoch, now_s, late=late, joining=joining, began_ago_s=began_ago_s)
             self._progress.on_round(members, epoch, now_s)
             self._changed.notify_all()
         self._request_refresh()
@@ -137,9 +173,20 @@ class Tracker:
         with self._lock:
             return self._progress.others(self._node.clock.swarm_s())
 
+    def is_alone(self) -> bool:
+        """Return whether no other peer takes part in the run, as far as this peer knows."""
+        with self._lock:
+            return self._progress.is_alone(self._node.clock.swarm_s())
+
+    def has_begun(self) -> bool:
+        """Return whether the run has completed an epoch, as far as this peer knows."""
+        with self._lock:
+            return self._progress.has_begun(self._node.clock.swarm_s())
+
     def swarm_epoch(self) -> int:
         """Return the epoch that the swarm has reached."""
         with self._lock:
+            self._update_history()
             return self._progress.swarm_epoch(self._node.clock.swarm_s())
 
     def view(self) -> ProgressView:
@@ -171,14 +218,28 @@ class Tracker:
         """Remove these peers from this peer's view."""
         with self._changed:
             for peer in peers:
+                if self.history is not None:
+                    self.history.forget(peer)
                 self._progress.on_goodbye(peer)
                 self._records.contacts.pop(peer, None)
             self._changed.notify_all()
 
-    @property
-    def tree(self) -> Tree:
-        """Return this peer's place in a run of several shards."""
-        return self._tree
+    def company(self) -> dict[PeerId, ProgressReport]:
+        """Return the reports of the live peers with the same history as this one."""
+        with self._lock:
+            self._update_history()
+            return self._progress.company(self._node.clock.swarm_s())
+
+    def on_round(self, members: Iterable[PeerId]) -> None:
+        """Record that these peers and this one have been through a round within the epoch."""
+        with self._changed:
+            self._update_history()
+            self._progress.on_round(members, self._progress.epoch, self._node.clock.swarm_s())
+        self._request_refresh()
+
+    def voters(self) -> list[PeerId]:
+        """Return the live peers that have the same history as this one and vote on it."""
+        return [peer for peer, report in self.company().items() if not report.abstains and not report.joining]
 
     def contacts(self) -> list[Contact]:
         """Return the contacts of peers that can be called."""
@@ -205,7 +266,7 @@ class Tracker:
         """Return the age of the latest complete refresh."""
         return self._node.clock.swarm_s() - self._refreshed_s if self._refreshes else math.inf
 
-    def wait_full(self, epoch: int, timeout_s: float, until: Callable[[], bool] = _never) -> bool:
+    def wait_full(self, epoch: int, timeout_s: float, until: Callable[[], bool] = bool) -> bool:
         """Wait until `epoch` is known to be full or over, and return whether it is. Stop waiting when
         `until()` is true; call `wake_waiters` after that changes.
         """
@@ -223,39 +284,41 @@ class Tracker:
             self._changed.notify_all()
 
     def _swarm_is_past(self, epoch: int) -> bool:
+        self._update_history()
         return self._progress.swarm_epoch(self._node.clock.swarm_s()) > epoch
 
     def _request_refresh(self) -> None:
         if not self._closed:
-            self._node.network.loop.call_soon_threadsafe(self._wake.set)
+            self._node.network.loop.call_soon_threadsafe(self._keeper.renew_soon)
 
     # --- the network thread
 
     async def run(self) -> None:
         """Read, publish and announce until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._refresh_loop(), name=f"progress of run {self.run_id}")
+            group.create_task(self._keep_record(), name=f"progress of run {self.run_id}")
             group.create_task(self._announce_loop(), name=f"announcing full epochs of run {self.run_id}")
 
-    async def _refresh_loop(self) -> None:
+    async def _keep_record(self) -> None:
         # read before the first publication: a newcomer to a large run does not know its shard yet
         await self._refresh()
-        while not self._closed:
-            self._wake.clear()
-            with self._lock:
-                report = self._progress.own_report
-            await self._records.publish(report)
-            await self._refresh()
-            with self._lock:
-                wait_s = self._progress.refresh_s(self._node.clock.swarm_s())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
+        await self._keeper.run()
+
+    async def _publish_and_refresh(self) -> bool:
+        """Write this peer's record and read those of the others. Return whether both succeeded."""
+        with self._lock:
+            self._update_history()
+            report = self._progress.own_report
+        is_published = self._observes or await self._records.publish(report)
+        return await self._refresh() and is_published
+
+    def _refresh_s(self) -> float:
+        with self._lock:
+            return self._progress.refresh_s(self._node.clock.swarm_s())
 
     async def _announce_loop(self) -> None:
-        while not self._closed:
+        while True:
             await self._announce.wait()
-            self._announce.clear()
             with self._lock:
                 epoch, now_s = self._progress.epoch, self._node.clock.swarm_s()
                 if not self._full_epoch >= epoch > self._announced_epoch:
@@ -267,18 +330,20 @@ class Tracker:
             await self._report_to(peers, full=True)
 
     async def probe(self) -> None:
-        """Exchange reports with every live peer directly. A peer that cannot be reached does not count any
-        more.
+        """Exchange reports directly with every live peer that has a state. A peer that cannot be reached does
+        not count any more.
         """
-        await self._report_to(list(self.others()))
+        await self._report_to(self._with_state(self.others()))
+
+    @staticmethod
+    def _with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:
+        return [peer for peer, report in reports.items() if not report.joining]
 
     async def close(self) -> None:
-        """Report that this peer leaves, and withdraw its record."""
+        """Report that this peer leaves, and withdraw its record. The caller has cancelled `run`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._wake.set()
-        self._announce.set()
         await self._report_to(list(self.others()), goodbye=True)
         await self._records.withdraw(_GOODBYE_S)
 
@@ -286,15 +351,17 @@ class Tracker:
         """Handle another peer's report, which may say that the epoch is full or that the peer leaves. Raise
         PeerError for a banned peer or a malformed report.
         """
-        self._blocklist.check(peer)
+        self._blocklist.check_not_banned(peer)
         report = self._take_report(peer, request.claim)
         if request.goodbye:
+            if self.history is not None:
+                self.history.on_goodbye(peer, request.farewell)
             with self._changed:
                 self._progress.on_goodbye(peer)
                 self._changed.notify_all()
         believed = request.full and await self._confirm_full(peer, report.epoch)
         with self._lock:
-            return state_pb2.ReportReply(claim=_to_wire(self._progress.own_report), believed=believed)
+            return state_pb2.ReportReply(claim=claim_of(self._progress.own_report), believed=believed)
 
     async def _confirm_full(self, peer: PeerId, epoch: int) -> bool:
         """Return whether `epoch` is full in this peer's own view, after a fresh read of the DHT if the
@@ -309,7 +376,7 @@ class Tracker:
                     if epoch <= ours + 1
                     else self._full_epoch_of_others
                 )
-                self._full_announcements += attempt == 0 and epoch == ours
+                self.full_announcements += attempt == 0 and epoch == ours
                 self._update_full_epoch(now_s)
                 if self._full_epoch >= epoch:
                     return True
@@ -329,6 +396,8 @@ class Tracker:
         return False
 
     async def _report_to(self, peers: list[PeerId], *, full: bool = False, goodbye: bool = False) -> None:
+        if self._observes:
+            return
         limit = asyncio.Semaphore(_CONCURRENT_REPORTS_MAX)
         async with asyncio.TaskGroup() as group:
             for peer in peers:
@@ -340,8 +409,11 @@ class Tracker:
             return  # a client peer: it reads the DHT instead
         async with limit:
             with self._lock:
-                report = _to_wire(self._progress.own_report)
+                report = claim_of(self._progress.own_report)
+                self._unreported.discard(peer)
             request = state_pb2.ReportRequest(run=self.run_id, claim=report, full=full, goodbye=goodbye)
+            if goodbye and self.history is not None:
+                request.farewell = self.history.farewell()
             try:
                 reply = await self._node.channels.call(
                     contact, REPORT, request, timeout_s=_GOODBYE_S if goodbye else _CALL_TIMEOUT_S
@@ -349,65 +421,76 @@ class Tracker:
                 self._take_report(peer, reply.claim)
             except PeerError as error:
                 _log.info("peer %s refused this peer's progress report: %s", peer, error)
-                self._mark_unreachable(peer)
+                self._mark_unreachable(peer, refused=True)
             except NetworkError as error:
                 _log.info("peer %s did not answer a progress report: %s", peer, error)
-                self._mark_unreachable(peer)
+                self._mark_unreachable(peer, refused=not isinstance(error, DeadlineExceeded))
 
-    def _mark_unreachable(self, peer: PeerId) -> None:
+    def _mark_unreachable(self, peer: PeerId, *, refused: bool) -> None:
         with self._lock:
-            self._progress.on_unreachable(peer)
+            self._progress.on_unreachable(peer, refused=refused)
 
     def _take_report(self, peer: PeerId, wire: state_pb2.Claim) -> ProgressReport:
-        value = {
-            "epoch": wire.epoch,
-            "samples": wire.samples,
-            "rate": wire.samples_per_s,
-            "at": wire.at_s,
-            "since": wire.since_s,
-        }
         now_s = self._node.clock.swarm_s()
-        report = ProgressReport.decode(value, now_s, self._config)
+        report = read_claim(wire, now_s)
         with self._changed:
             self._progress.on_report(peer, report, now_s)
             self._changed.notify_all()
-        if peer not in self._records.contacts:
-            self._wake.set()  # its record has its address
+        contact = self._records.contacts.get(peer)
+        if contact is None:
+            self._keeper.renew_soon()  # its record has its address
+        elif self.history is not None:
+            self.history.heard(contact, report.head)
         return report
 
-    async def _refresh(self) -> None:
-        """Read the dictionary once, and send this peer's report to newcomers."""
+    async def _refresh(self) -> bool:
+        """Read the dictionary once, and send this peer's report to the peers that do not have it yet. Those
+        that are joining are left out: of many newcomers each would report to each. Return whether the
+        dictionary could be read.
+        """
         started_s = self._node.clock.swarm_s()
         self._refreshing = True
         try:
-            entries = await self._records.read(self._blocklist)
+            thorough = self._progress.own_report.joining  # it must not believe to be alone
+            entries = await self._records.read(self._blocklist, thorough=thorough)
         finally:
             self._refreshing = False
         if entries is None:
-            return
+            return False
         received, newcomers = self._records.reports(entries)
         with self._changed:
             now_s = self._node.clock.swarm_s()
             for writer, report, expires_s in received:
                 self._progress.on_report(writer, report, now_s, expires_s)
-            reports = {self._own: self._progress.own_report, **self._progress.others(now_s)}
-        if await self._tree.after_refresh(entries, reports, now_s):
+            own = {} if self._observes else {self.own: self._progress.own_report}
+            reports = {**own, **self._progress.others(now_s)}
+        if await self.tree.after_refresh(entries, reports, now_s):
             self._records.invalidate()
-            self._wake.set()
+            self._keeper.renew_soon()
+        await self._compare_histories(received)
         with self._changed:
-            self._progress.total = self._tree.total
+            self._progress.total = self.tree.total
+            self._update_history()
             self._update_full_epoch(self._node.clock.swarm_s())
             self._refreshes, self._refreshed_s = self._refreshes + 1, started_s
             self._changed.notify_all()
-        self._announce.set()
-        await self._report_to(newcomers)
+            reports = self._progress.others(now_s)
+            self._unreported = (self._unreported | set(newcomers)) & reports.keys()
+            told = self._with_state(reports)
+            alike = not told and self._progress.own_report.joining  # all begin together
+            due = [peer for peer in self._unreported if peer in told or alike]
+        self._announce.notify()
+        await self._report_to(due)
+        return True
 
-
-def _to_wire(report: ProgressReport) -> state_pb2.Claim:
-    return state_pb2.Claim(
-        epoch=report.epoch,
-        samples=report.samples,
-        samples_per_s=report.rate,
-        at_s=report.at_s,
-        since_s=report.since_s,
-    )
+    async def _compare_histories(self, received: Iterable[tuple[PeerId, ProgressReport, float]]) -> None:
+        """Find out what the heads of others mean before a read of their records counts as complete."""
+        if self.history is None:
+            return
+        for writer, report, _ in received:
+            contact = self._records.contacts.get(writer)
+            if contact is not None:
+                self.history.heard(contact, report.head)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_COMPARE_S_MAX):
+                await self.history.compare()

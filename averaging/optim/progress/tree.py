@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport, ProgressTotal
+from averaging.optim.progress.logic.reports import REPORT_TTL_S, ProgressReport, ProgressTotal
 from averaging.optim.progress.logic.shards import (
     FLAT_MAX,
     TreeNode,
@@ -43,8 +43,8 @@ _IGNORE_NOTICES_S = 600.0
 class Tree:
     """One peer's place in the tree of its run."""
 
-    def __init__(self, dht: DhtService, run: str, own: PeerId, config: ProgressConfig, now_s: float) -> None:
-        self._dht, self._run, self._own, self._config = dht, run, own, config
+    def __init__(self, dht: DhtService, run: str, own: PeerId, now_s: float) -> None:
+        self._dht, self._run, self.own = dht, run, own
         self.bits = 0
         # of the whole run, as far as it is known; None in a small one
         self.total: ProgressTotal | None = None
@@ -58,7 +58,12 @@ class Tree:
     @property
     def leaf(self) -> TreeNode:
         """Return this peer's shard."""
-        return shard_of(self._run, self._own, self.bits)
+        return shard_of(self._run, self.own, self.bits)
+
+    @property
+    def shard_name(self) -> str:
+        """Return the name of this peer's shard, `bits.prefix`; "" in a small run."""
+        return f"{self.leaf.bits}.{self.leaf.prefix}" if self.bits else ""
 
     @property
     def key(self) -> Key:
@@ -85,13 +90,13 @@ class Tree:
         members = {peer: report for peer, report in reports.items() if self.is_in_shard(peer)}
         aggregating = aggregators(self.leaf, self._run, members, now_s)
         self.published = None
-        if self._own in aggregating:
+        if self.own in aggregating:
             try:
-                self.published = await self._publish_sums(sum_of_reports(members, now_s, self._config), now_s)
+                self.published = await self.publish_sums(sum_of_reports(members, now_s), now_s)
             except SwarmError as error:
                 _log.info("the sums of run %s were not published: %s", self._run, error)
             if self.published is not None:
-                totals[self._own] = self.published
+                totals[self.own] = self.published
         published = [totals[peer] for peer in aggregating if peer in totals]
         total = median_of(published) if len(published) > 1 else None
         if total is not None:
@@ -143,7 +148,7 @@ class Tree:
             value = entry.value
             if isinstance(value, dict) and "total" in value:
                 try:
-                    total = ProgressTotal.decode(value["total"], now_s, self._config)
+                    total = ProgressTotal.decode(value["total"], now_s)
                 except PeerError as error:
                     _log.info("peer %s published a malformed total: %s", entry.writer, error)
                     continue
@@ -151,7 +156,7 @@ class Tree:
                     found[entry.writer] = total
         return found
 
-    async def _publish_sums(self, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
+    async def publish_sums(self, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
         """Write the shard's sum upwards, as far as this peer is an aggregator. Return the total of the run,
         or None when it is not known.
         """
@@ -160,25 +165,23 @@ class Tree:
         while True:
             parent = node.parent
             written, totals = await self._publish_sum(node, parent, own, now_s)
-            summed = sum_of_children(
-                children_of(parent, self._run, written, now_s), parent.level, now_s, self._config
-            )
+            summed = sum_of_children(children_of(parent, self._run, written, now_s), parent.level, now_s)
             aggregating = aggregators(parent, self._run, written, now_s)
-            totals_above = [totals[peer] for peer in aggregating if peer in totals and peer != self._own]
+            totals_above = [totals[peer] for peer in aggregating if peer in totals and peer != self.own]
             published = median_of(totals_above) if len(totals_above) > 1 else None
-            if self._own in aggregating:
+            if self.own in aggregating:
                 own_nodes.append(parent)
             if parent.is_root:
                 bits = (
                     await self._publish_division(summed, now_s)
-                    if self._own in aggregating
+                    if self.own in aggregating
                     else published.bits
                     if published is not None
                     else self.bits
                 )
                 total = replace(summed, bits=bits)
                 break
-            if self._own not in aggregating:
+            if self.own not in aggregating:
                 total = published
                 break
             node, own = parent, summed
@@ -197,14 +200,14 @@ class Tree:
         await self._dht.store(
             self._key(parent),
             value,
-            ttl_s=self._config.report_ttl_s,
-            subkey=str(self._own),
+            ttl_s=REPORT_TTL_S,
+            subkey=str(self.own),
             timeout_s=_TIMEOUT_S,
         )
         entries = await self._entries(parent)
         return {
             **self._sums_by_writer(entries, now_s),
-            self._own: (node.prefix, own),
+            self.own: (node.prefix, own),
         }, self._totals_by_writer(entries, now_s)
 
     async def _publish_division(self, total: ProgressTotal, now_s: float) -> int:
@@ -215,7 +218,7 @@ class Tree:
         others = [
             one
             for peer, one in self._totals_by_writer(await self._entries(flat), now_s).items()
-            if one.bits != self.bits and peer != self._own
+            if one.bits != self.bits and peer != self.own
         ]
         bits = self.bits
         larger = median_of(others[:3]) if len(others) > 1 else None
@@ -232,8 +235,8 @@ class Tree:
         await self._dht.store(
             self._key(flat),
             value,
-            ttl_s=self._config.report_ttl_s,
-            subkey=str(self._own),
+            ttl_s=REPORT_TTL_S,
+            subkey=str(self.own),
             timeout_s=_TIMEOUT_S,
         )
         return bits
@@ -253,7 +256,7 @@ class Tree:
                 if isinstance(value, dict) and isinstance(value.get("child"), int):
                     found[entry.writer] = (
                         value["child"],
-                        ProgressTotal.decode(value.get("sum"), now_s, self._config),
+                        ProgressTotal.decode(value.get("sum"), now_s),
                     )
             except PeerError as error:
                 _log.info("peer %s published a malformed sum: %s", entry.writer, error)

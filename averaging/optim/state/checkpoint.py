@@ -18,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import torch
@@ -28,12 +27,18 @@ from safetensors.torch import save_file
 from averaging.optim.state.snapshot import digests_of, encode_snapshot, mapping, pack, snapshot_digest
 from averaging.optim.state.view import StateView
 from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.files import replace_durably
 
 _log = logging.getLogger(__name__)
 
 FORMAT = "swarm.checkpoint/1"
 MODEL, STATISTIC, EXTRA = "model.", "optimizer.", "extra."
-_FILE = re.compile(r"epoch-(\d{1,13})\.safetensors")
+_FILE = re.compile(r"epoch-(\d{1,13})(?:-([0-9a-f]{1,16}))?\.safetensors")
+_LINE = re.compile(r"[0-9a-f]*")
+_LINE_CHARACTERS = 16  # of a line's name in the name of a file
+_LINES_MAX = (
+    8  # lines of history with checkpoints in one folder; the line written to least recently goes first
+)
 _NAMES_MAX = 1 << 20
 
 
@@ -43,6 +48,7 @@ class Checkpoint:
 
     path: Path
     epoch: int
+    line: str  # line of history that the state belongs to, in hexadecimal; "": none is known
     blob: bytearray  # accepted by `TrainingState.load`
     tensors: dict[str, torch.Tensor]  # by their names in the file
 
@@ -75,10 +81,14 @@ def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[s
 
 
 def write(
-    view: StateView, path: Path, parameters: Sequence[str], about: Mapping[str, str] | None = None
+    view: StateView,
+    path: Path,
+    parameters: Sequence[str],
+    about: Mapping[str, str] | None = None,
+    line: str = "",
 ) -> None:
-    """Write a view to a temporary file, which replaces `path` when it is completely on the disk. Raise
-    SwarmError when that fails.
+    """Write a view to a temporary file, which replaces `path` when it is completely on the disk. `line` is
+    the line of history that the state belongs to. Raise SwarmError when writing fails.
     """
     named = public_names(view.names, parameters)
     try:
@@ -93,6 +103,7 @@ def write(
         "format": "pt",  # readers of safetensors expect torch's tensors under this name
         "swarm": FORMAT,
         "epoch": str(view.epoch),
+        "line": line,
         "digest": view.digest.hex(),
         "canonical": str(int(view.canonical)),
         "header": base64.b64encode(pack(view.header)).decode(),
@@ -101,6 +112,7 @@ def write(
     }
     metadata["seal"] = _seal(metadata)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(path, lambda temporary: save_file(tensors, temporary, metadata))
     except (OSError, SafetensorError) as error:
         raise SwarmError(f"the checkpoint {path} could not be written: {error}") from error
@@ -112,27 +124,6 @@ def _seal(metadata: Mapping[str, str]) -> str:
     """
     sealed = sorted((key, value) for key, value in metadata.items() if key != "seal")
     return hashlib.sha256(json.dumps(sealed).encode()).hexdigest()
-
-
-def replace_durably(path: Path, write_to: Any) -> None:
-    """Let `write_to` fill a temporary file and move it to `path`, so that after a power cut there is either
-    the old or the new file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_to(temporary)
-        with temporary.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if hasattr(os, "O_DIRECTORY"):  # the directory entry must be on the disk, too
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def read(path: Path) -> Checkpoint:
@@ -158,14 +149,15 @@ def read(path: Path) -> Checkpoint:
             or _seal(metadata) != metadata["seal"]
         ):
             raise PeerError(f"{path} is damaged: its contents are not what was written")
+        line = metadata.get("line", "")  # files of earlier versions have none
     except (KeyError, ValueError, TypeError, msgpack.UnpackException) as error:
         raise PeerError(f"{path} is damaged: {type(error).__name__} in its description") from error
-    return Checkpoint(path=path, epoch=int(metadata["epoch"]), blob=blob, tensors=tensors)
+    return Checkpoint(path=path, epoch=int(metadata["epoch"]), line=line, blob=blob, tensors=tensors)
 
 
 class Checkpoints:
-    """A folder with the newest checkpoints of one run. Its methods block: use it in a thread that may wait
-    for a disk.
+    """A folder with the newest checkpoints of one run, of each line of its history. The newest is the one
+    written last, whatever its epoch. The methods block: use them in a thread that may wait for a disk.
     """
 
     def __init__(self, folder: Path, *, kept_max: int = 3) -> None:
@@ -174,29 +166,56 @@ class Checkpoints:
         self.folder, self._kept_max = folder, kept_max
 
     def save(
-        self, view: StateView, parameters: Sequence[str], about: Mapping[str, str] | None = None
+        self,
+        view: StateView,
+        parameters: Sequence[str],
+        about: Mapping[str, str] | None = None,
+        line: str = "",
     ) -> Path:
-        """Write a checkpoint and remove those beyond `kept_max`. Raise SwarmError when the disk does not
-        take it.
+        """Write a checkpoint, and remove those of its line beyond the `kept_max` that were written last.
+
+        Raises SwarmError when the disk does not take it, and UsageError when `line` is not hexadecimal.
         """
-        path = self.folder / f"epoch-{view.epoch:010d}.safetensors"
-        write(view, path, parameters, about)
-        # the latter: left by a process that was killed
-        for old in [*self.newest_first()[self._kept_max :], *self.folder.glob(".epoch-*.tmp")]:
-            old.unlink(missing_ok=True)
+        if not _LINE.fullmatch(line):
+            raise UsageError(f"a line of history is named in hexadecimal, not {line!r:.60}")
+        name = f"epoch-{view.epoch:010d}{'-' if line else ''}{line[:_LINE_CHARACTERS]}.safetensors"
+        path = self.folder / name
+        newest_ns = max((written_ns for written_ns, _ in self._written()), default=0)
+        write(view, path, parameters, about, line)
+        if path.stat().st_mtime_ns <= newest_ns:  # the clock was set back: this one is the newest still
+            os.utime(path, ns=(newest_ns + 1, newest_ns + 1))
+        for old in [*self._beyond_limits(), *self.folder.glob(".epoch-*.tmp")]:
+            old.unlink(missing_ok=True)  # temporary files were left by a process that was killed
         return path
 
     def newest_first(self) -> list[Path]:
-        """Return the files by epoch, without half-written ones."""
+        """Return the files, the one written last first, without half-written ones."""
+        return [path for _, path in sorted(self._written(), reverse=True)]
+
+    def _written(self) -> list[tuple[int, Path]]:
+        """Return the files, each with the time at which it was written."""
         try:
-            found = [
-                (int(match[1]), path)
-                for path in self.folder.iterdir()
-                if (match := _FILE.fullmatch(path.name))
-            ]
+            paths = [path for path in self.folder.iterdir() if _FILE.fullmatch(path.name)]
+            return [(path.stat().st_mtime_ns, path) for path in paths]
         except OSError:
             return []
-        return [path for _, path in sorted(found, reverse=True)]
+
+    def _beyond_limits(self) -> list[Path]:
+        """Return the files to remove: those that each line has too many of, and the oldest lines."""
+        by_line: dict[str, list[Path]] = {}
+        for path in self.newest_first():
+            match = _FILE.fullmatch(path.name)
+            assert match is not None
+            by_line.setdefault(match[2] or "", []).append(path)
+        lines = list(by_line.values())  # the line written to last comes first
+        return [
+            *(path for paths in lines for path in paths[self._kept_max :]),
+            *(path for paths in lines[_LINES_MAX:] for path in paths[: self._kept_max]),
+        ]
+
+    def newest_epoch(self) -> int | None:
+        """Return the epoch of the file written last, by its name; None when there is no file."""
+        return next((int(path.name.split("-")[1].split(".")[0]) for path in self.newest_first()), None)
 
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest valid checkpoint, and the defects of newer ones."""

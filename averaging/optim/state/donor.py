@@ -14,52 +14,59 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
-from averaging.optim.admission import Blocklist
-from averaging.optim.contacts import ADDRESSES_MAX
+from averaging.blocklist import PeerBlocklist
 from averaging.optim.exchange import chunk_head, parse_chunks_request
 from averaging.optim.peer_node import PeerNode
+from averaging.optim.state.encoding import EXACT, STATE_CODECS, encode_view
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
 from swarm.core.device import is_out_of_memory
-from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.core.errors import PeerError, SwarmError
 from swarm.core.ids import Key, PeerId
+from swarm.dht.keeper import RecordKeeper
 from swarm.net.rpc import Stream
 from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT_S = 5.0
+# downloads at once. Few share the uplink, so that they end soon and their peers serve the next ones
+LEASES_MAX = 4
+# states of different epochs leased at once, each a copy in host memory; further joiners wait until one is
+# free
+SNAPSHOTS_MAX = 2
+# a download that has taken this long, and would take another `COPY_WORTH_S` for the whole state at its
+# present rate, is served from a copy that is made meanwhile. Too small: memory and time for downloads that
+# are almost over; too large: the next writer has to make the whole copy
+COPY_AFTER_S = 0.5
+COPY_WORTH_S = 5.0
+LEASE_IDLE_S = 30.0  # a joiner that is silent for this long is considered gone
+# a failed donor is asked in vain for at most this long; at least twice `RECORD_RENEW_S`
+RECORD_TTL_S = 60.0
+RECORD_RENEW_S = 15.0
+RECORD_GAP_S = 2.0  # minimum time between two updates of the record
+INDICES_MAX = 1024  # chunks requested in one message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DonorConfig:
-    """How much this peer serves to joining peers."""
+def donors_key(run: str, shard: str) -> Key:
+    """Return the key of the donors of a run, or in a large run of one of its shards."""
+    return Key(f"run.{run}", f"donors.{shard}" if shard else "donors")
 
-    serve: bool = True  # False: this peer never serves its state
-    leases_max: int = 16  # downloads at once
-    # states of different epochs leased at once, each a copy in host memory; further joiners wait until one is
-    # free
-    snapshots_max: int = 2
-    # a download that has taken this long, and would take another `copy_worth_s` for the whole state at its
-    # present rate, is served from a copy that is made meanwhile. Too small: memory and time for downloads
-    # that are almost over; too large: the next writer has to make the whole copy
-    copy_after_s: float = 0.5
-    copy_worth_s: float = 5.0
-    lease_idle_s: ClassVar[float] = 30.0  # a joiner that is silent for this long is considered gone
-    # a failed donor is asked in vain for at most this long; at least twice `record_renew_s`
-    record_ttl_s: ClassVar[float] = 60.0
-    record_renew_s: ClassVar[float] = 15.0
-    record_gap_s: ClassVar[float] = 2.0  # minimum time between two updates of the record
-    indices_max: ClassVar[int] = 1024  # chunks requested in one message
+
+def is_first(shard: str) -> bool:
+    """Return whether a shard, named `bits.prefix`, is the first one of its division."""
+    return shard.endswith(".0")
 
 
 @dataclass(slots=True)
 class _Lease:
+    """A peer's place among the downloads, and the view that it reads; None before it has opened the state."""
+
     peer: PeerId
-    view: StateView
+    view: StateView | None
     opened_s: float
     used_s: float
     sent: int = 0  # chunks
@@ -76,31 +83,43 @@ class Donor:
         node: PeerNode,
         run: str,
         state: TrainingState,
-        config: DonorConfig,
-        blocklist: Blocklist | None = None,
+        blocklist: PeerBlocklist | None = None,
+        *,
+        serve: bool = True,
+        shard: Callable[[], str] = str,
     ) -> None:
-        self._blocklist = blocklist or Blocklist()
-        self._node, self.run_id, self._state, self._config = node, run, state, config
-        self._key = Key(f"run.{run}", "donors")
+        """`shard` returns the name of this peer's shard in a large run, whose donors stand in a dictionary of
+        their own; "" in a small run.
+        """
+        self._blocklist = blocklist or PeerBlocklist(node.contact.peer_id, node.clock)
+        self._node, self.run_id, self._state, self._serve = node, run, state, serve
+        self._shard = shard
+        self._stored: set[Key] = set()  # keys under which this peer's record may stand
         self._leases: dict[bytes, _Lease] = {}
-        self._latest: StateView | None = None  # the latest view
+        self._latest: dict[str, StateView] = {}  # the latest view in each codec
         self._copying = asyncio.Lock()
-        self._wake = asyncio.Event()
-        self._serving = self._is_published = False
+        self._started = asyncio.Event()
+        self._serving = False
+        self._keeper = RecordKeeper(
+            self._declare,
+            f"the donor record of run {run}",
+            renew_s=RECORD_RENEW_S,
+            retry_s=RECORD_GAP_S,
+        )
 
     # --- any thread
 
     def start(self) -> None:
         """Begin to serve: this peer's state is valid from now on."""
-        if self._config.serve and not self._serving:
+        if self._serve and not self._serving:
             self._serving = True
             self._state.after_write()  # a model's first values may have been set without the state's lock
-            self.changed()
+            self._node.network.loop.call_soon_threadsafe(self._started.set)
 
     def changed(self) -> None:
         """Update the record soon: the state is in another epoch."""
         if self._serving:
-            self._node.network.loop.call_soon_threadsafe(self._wake.set)
+            self._node.network.loop.call_soon_threadsafe(self._keeper.renew_soon)
 
     def on_round_begin(self) -> None:
         """Complete the copies of leased views while the network is busy: the state is about to change. May
@@ -111,23 +130,28 @@ class Donor:
 
     # --- the network thread
 
+    @property
+    def downloads(self) -> int:
+        """Return how many peers are downloading from this one, or have a place for a download."""
+        return sum(not self._is_idle(lease) for lease in self._leases.values())
+
     def _copy_leased(self) -> None:
-        for view in {
-            id(lease.view): lease.view for lease in self._leases.values() if not lease.view.is_copied
-        }.values():
-            self._copy(view)
+        for view in self.leased_views():
+            if not view.is_copied:
+                self._copy(view)
+
+    def leased_views(self) -> list[StateView]:
+        """Return the views that peers read, each once."""
+        views = [lease.view for lease in self._leases.values() if lease.view is not None]
+        return list({id(view): view for view in views}.values())
 
     def _copy(self, view: StateView) -> None:
         self._node.network.loop.run_in_executor(self._node.network.pool, view.complete_copy)
 
     async def run(self) -> None:
         """Keep the record fresh and drop idle leases, until cancelled."""
-        while True:
-            await self._wait_for_change(self._config.record_renew_s if self._serving else None)
-            self._end_idle_leases()
-            if self._serving:
-                await self._declare()
-            await asyncio.sleep(self._config.record_gap_s)
+        await self._started.wait()
+        await self._keeper.run()
 
     async def close(self) -> None:
         """Withdraw the record and end all leases."""
@@ -135,31 +159,40 @@ class Donor:
         for name in list(self._leases):
             self._end_lease(name)
         self._release_latest()
-        if self._is_published:
-            try:
-                await self._node.dht.service.delete(
-                    self._key, subkey=str(self._node.contact.peer_id), timeout_s=0.5
-                )
-            except SwarmError as error:
-                _log.debug("the donor record of run %s was not withdrawn: %s", self.run_id, error)
+        async with asyncio.TaskGroup() as group:
+            for key in self._stored:
+                group.create_task(self._withdraw(key))
+
+    async def _withdraw(self, key: Key) -> None:
+        try:
+            await self._node.dht.service.delete(key, subkey=str(self._node.contact.peer_id), timeout_s=0.5)
+        except SwarmError as error:
+            _log.debug("the donor record of run %s was not withdrawn: %s", self.run_id, error)
 
     async def on_open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply:
-        """Give a peer a lease on a view of the present state. Raise PeerError with the reason when it is
-        refused.
+        """Give a peer a lease on a view of the present state, or a place for one that it opens later. This
+        ends its earlier lease. Raise PeerError with the reason when it is refused.
         """
-        self._blocklist.check(peer)
+        self._blocklist.check_not_banned(peer)
         self._end_idle_leases()
         if not self._serving:
             raise PeerError("this peer has no state to give yet")
+        codec = request.codec or EXACT
+        if codec not in STATE_CODECS:
+            raise PeerError(f"this peer cannot encode its state by {codec[:60]!r}")
         view = self._leased_view(request.digest)
         if view is None and self._state.epoch < request.epoch_min:
             raise PeerError(f"this peer is in epoch {self._state.epoch} only")
-        if len(self._leases) >= self._config.leases_max:
-            raise PeerError(f"busy: {self._config.leases_max} peers are downloading from this one already")
-        view = view or await self._latest_view()
-        lease = secrets.token_bytes(16)
-        now_s = self._node.clock.monotonic_s()
-        self._leases[lease] = _Lease(peer, view, now_s, now_s)
+        if request.reserve:
+            return state_pb2.OpenReply(lease=self._grant(peer, None), epoch=self._state.epoch)
+        if view is None:
+            lease = self._grant(peer, None)  # taken while the state is hashed, which may take long
+            try:
+                view = await self._latest_view(codec)
+            except BaseException:
+                self._end_lease(lease)
+                raise
+        lease = self._grant(peer, view)
         return state_pb2.OpenReply(
             lease=lease,
             epoch=view.epoch,
@@ -167,6 +200,17 @@ class Donor:
             total_bytes=view.total_bytes,
             chunk_digests=b"".join(view.chunk_digests),
         )
+
+    def _grant(self, peer: PeerId, view: StateView | None) -> bytes:
+        """Give a peer a lease instead of its earlier one. Raise PeerError when this peer is busy."""
+        earlier = [name for name, lease in self._leases.items() if lease.peer == peer]
+        if not earlier and len(self._leases) >= LEASES_MAX:
+            raise PeerError(f"busy: {LEASES_MAX} peers are downloading from this one already")
+        name, now_s = secrets.token_bytes(16), self._node.clock.monotonic_s()
+        self._leases[name] = _Lease(peer, view, now_s, now_s)
+        for one in earlier:  # after the new one, so that a view that both have stays open
+            self._end_lease(one)
+        return name
 
     async def on_close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply:
         """End a lease of the calling peer."""
@@ -182,35 +226,33 @@ class Donor:
         """
         request = first
         while True:
-            self._blocklist.check(stream.peer_id)
+            self._blocklist.check_not_banned(stream.peer_id)
             lease = self._leases.get(request.lease)
-            if lease is None or lease.peer != stream.peer_id:
+            view = lease.view if lease is not None and lease.peer == stream.peer_id else None
+            if lease is None or view is None:
                 raise PeerError("this lease is over: open the state again")
-            if len(request.indices) > self._config.indices_max:
-                raise PeerError(f"at most {self._config.indices_max} chunks in one request")
+            if len(request.indices) > INDICES_MAX:
+                raise PeerError(f"at most {INDICES_MAX} chunks in one request")
             for index in request.indices:
-                if index >= lease.view.chunks:
-                    raise PeerError(f"the state has {lease.view.chunks} chunks; there is no number {index}")
-                await stream.send(await self._chunk_message(lease.view, index))
+                if index >= view.chunks:
+                    raise PeerError(f"the state has {view.chunks} chunks; there is no number {index}")
+                await stream.send(await self._chunk_message(view, index))
                 lease.sent += 1
                 lease.used_s = self._node.clock.monotonic_s()
-                if not lease.copying and self._takes_long(lease):
+                if not lease.copying and self._takes_long(lease, view):
                     lease.copying = True
-                    self._copy(lease.view)
+                    self._copy(view)
             message = await stream.receive()
             if message is None:
                 return
             request = parse_chunks_request(message)
 
-    def _takes_long(self, lease: _Lease) -> bool:
+    def _takes_long(self, lease: _Lease, view: StateView) -> bool:
         """Return whether a download is slow enough to be worth a copy: it has taken some time, and at its
         rate is far from its end.
         """
         took_s = lease.used_s - lease.opened_s
-        return (
-            took_s > self._config.copy_after_s
-            and took_s * (lease.view.chunks - lease.sent) > self._config.copy_worth_s * lease.sent
-        )
+        return took_s > COPY_AFTER_S and took_s * (view.chunks - lease.sent) > COPY_WORTH_S * lease.sent
 
     async def _chunk_message(self, view: StateView, index: int) -> bytes:
         """Return the message for a chunk, assembled in one copy."""
@@ -224,24 +266,24 @@ class Donor:
 
     def _leased_view(self, digest: bytes) -> StateView | None:
         """Return a view that is leased already, by its digest."""
-        held = [lease.view for lease in self._leases.values() if digest and not lease.view.closed]
+        held = [view for view in self.leased_views() if digest and not view.closed]
         return next((view for view in held if view.digest == digest), None)
 
-    async def _latest_view(self) -> StateView:
+    async def _latest_view(self, codec: str) -> StateView:
         async with self._copying:  # one at a time; callers that waited share the result
-            latest = self._latest
+            latest = self._latest.get(codec)
             if latest is not None and latest.version == self._state.version and not latest.closed:
                 return latest
-            held = {id(lease.view) for lease in self._leases.values()}
-            if len(held) >= self._config.snapshots_max:
+            if len(self.leased_views()) >= SNAPSHOTS_MAX:
                 raise PeerError("busy: other peers are downloading states of earlier epochs from this one")
-            self._release_latest()
-            self._latest = await asyncio.get_running_loop().run_in_executor(
-                self._node.network.pool, self._open_view
+            version = self._state.version
+            self._release_latest(codec, *(one for one, old in self._latest.items() if old.version != version))
+            self._latest[codec] = await asyncio.get_running_loop().run_in_executor(
+                self._node.network.pool, self._open_view, codec
             )
-            return self._latest
+            return self._latest[codec]
 
-    def _open_view(self) -> StateView:
+    def _open_view(self, codec: str) -> StateView:
         try:
             view = self._state.view()
         except (MemoryError, RuntimeError) as error:
@@ -249,59 +291,64 @@ class Donor:
                 raise PeerError("this peer has no memory to read its state with: ask another") from error
             raise
         try:
+            if codec != EXACT:
+                encoded = encode_view(view, codec)
+                view.close()
+                view = encoded
             view.compute_digests()
-        except BaseException:  # this view has no reader, so no writer must copy it
-            view.close()
+        except BaseException as error:
+            view.close()  # this view has no reader, so no writer must copy it
+            if isinstance(error, (MemoryError, RuntimeError)) and is_out_of_memory(error):
+                raise PeerError("this peer has no memory to encode its state: ask another") from error
             raise
         return view
 
     def _end_idle_leases(self) -> None:
-        oldest_s = self._node.clock.monotonic_s() - self._config.lease_idle_s
-        gone = [name for name, lease in self._leases.items() if lease.used_s < oldest_s]
-        for name in gone:
+        for name in [name for name, lease in self._leases.items() if self._is_idle(lease)]:
             self._end_lease(name)
         if not self._leases and not self._copying.locked():
             self._release_latest()
 
+    def _is_idle(self, lease: _Lease) -> bool:
+        return lease.used_s < self._node.clock.monotonic_s() - LEASE_IDLE_S
+
     def _end_lease(self, name: bytes) -> None:
         """End a lease, and close its view if it was the last one on it."""
-        view = self._leases.pop(name).view
-        if view is not self._latest and all(lease.view is not view for lease in self._leases.values()):
+        lease = self._leases.pop(name, None)
+        view = lease.view if lease is not None else None
+        if view is not None and view not in self._latest.values() and view not in self.leased_views():
             view.close()
 
-    def _release_latest(self) -> None:
-        """Stop handing out the latest view, and close it if it is not leased."""
-        view, self._latest = self._latest, None
-        if view is not None and all(lease.view is not view for lease in self._leases.values()):
-            view.close()
+    def _release_latest(self, *codecs: str) -> None:
+        """Stop handing out the latest views in these codecs, or in all; close those that are not leased."""
+        for codec in codecs or tuple(self._latest):
+            view = self._latest.pop(codec, None)
+            if view is not None and view not in self.leased_views():
+                view.close()
 
-    async def _declare(self) -> None:
+    async def _declare(self) -> bool:
+        """Store the record once. Return whether it was stored, or is not needed."""
+        self._end_idle_leases()
         contact = self._node.contact
-        if not contact.addresses:
-            return  # other peers cannot connect to this one
+        if not contact.addresses or not self._serving:
+            return True  # other peers cannot connect to this one, or it is closing
+        exact = self._latest.get(EXACT)
         value = {
             "epoch": self._state.epoch,
             "canonical": self._state.canonical,
-            "digest": self._latest.digest if self._latest is not None and self._latest.chunk_digests else b"",
+            "digest": exact.digest if exact is not None and exact.chunk_digests else b"",
             "bytes": self._state.bytes_about,
-            "addresses": [address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
+            "addresses": contact.published,
         }
-        try:
+        shard = self._shard()
+        # the first shard's donors are those of the run for peers that do not know its division
+        for key in {donors_key(self.run_id, name) for name in (shard, "" if is_first(shard) else shard)}:
+            self._stored.add(key)
             await self._node.dht.service.store(
-                self._key,
+                key,
                 value,
-                ttl_s=self._config.record_ttl_s,
+                ttl_s=RECORD_TTL_S,
                 subkey=str(contact.peer_id),
                 timeout_s=_STORE_TIMEOUT_S,
             )
-            self._is_published = True
-        except NetworkError as error:
-            _log.info("the donor record of run %s was not stored: %s", self.run_id, error)
-
-    async def _wait_for_change(self, timeout_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-        self._wake.clear()
+        return True

@@ -16,16 +16,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
 
 from averaging.optim.exchange import CHUNKS, CLOSE, OPEN
+from averaging.optim.state.encoding import EXACT
 from averaging.optim.state.intake import Intake, PartialState
 from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, snapshot_digest
+from swarm.core.backoff import Backoff
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError
 from swarm.core.ids import Contact, PeerId
-from swarm.net.rpc import Caller, Stream, StreamMethod
+from swarm.net.rpc import Stream, StreamCaller
 from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
@@ -33,32 +34,23 @@ _log = logging.getLogger(__name__)
 _CONNECTION = 7  # a connection of its own: a download must not hold up rounds and heartbeats
 _EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of the epoch that the swarm is known to have reached
 _DIGEST_BYTES = 32
+_LEASE_BYTES_MAX = 64
 _LATE_S_MIN = 0.05
+_CLOSE_TIMEOUT_S = 1.0
 
 
-class StreamCaller(Caller, Protocol):
-    """Unary calls and streams, as `swarm.net.channels.Channels` has them."""
-
-    def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
-    ) -> AbstractAsyncContextManager[Stream]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DownloadConfig:
-    """Limits and times of a download."""
-
-    donors_max: int = 5  # asked for the state, and downloaded from if they hold the same one
-    open_timeout_s: float = 60.0  # includes the time in which the donor copies and hashes its state
-    # a donor that sends nothing for this long has failed; small enough to try the next, large enough for 50
-    # kB/s
-    chunk_timeout_s: float = 20.0
-    batch: int = 8  # chunks requested ahead, per donor: covers 1 MiB/s at 8 s of delay
-    # after all donors of a state have failed, how long it is requested again. Useless beyond the time for
-    # which donors keep an idle lease
-    resume_s: float = 25.0
-    resume_pause_s: ClassVar[float] = 0.5  # before the first retry; doubled with each
-    reopen_timeout_s: ClassVar[float] = 3.0  # shorter, since nothing has to be hashed then
+DONORS_MAX = 5  # asked for the state, and downloaded from if they hold the same one
+ASKED_MAX = 20  # donors asked for a place, until some have one
+RESERVE_TIMEOUT_S = 5.0
+OPEN_TIMEOUT_S = 60.0  # includes the time in which the donor copies and hashes its state
+# a donor that sends nothing for this long has failed; small enough to try the next, large enough for 50 kB/s
+CHUNK_TIMEOUT_S = 20.0
+BATCH = 8  # chunks requested ahead, per donor: covers 1 MiB/s at 8 s of delay
+# after all donors of a state have failed, how long it is requested again. Useless beyond the time for which
+# donors keep an idle lease
+RESUME_S = 25.0
+RESUME_PAUSE_S = 0.5  # before the first retry; doubled with each
+REOPEN_TIMEOUT_S = 3.0  # shorter, since nothing has to be hashed then
 
 
 @dataclass(slots=True)
@@ -93,30 +85,65 @@ class Download:
     caller: StreamCaller
     bytes_max: int  # maximum size of a snapshot that fits this peer's optimizer
     epoch_min: int
-    epoch_known: int  # the epoch that the swarm is known to have reached
-    config: DownloadConfig
+    epoch_known: Callable[[], int]  # returns the epoch that the swarm is known to have reached by now
     failures: dict[PeerId, str] = field(default_factory=dict)  # donors that failed, with the reason
     liars: set[PeerId] = field(default_factory=set)  # of these, donors that sent data other than declared
     on_progress: Callable[[int, int], None] | None = None  # bytes so far and in total
     pool: Executor | None = None  # threads that check chunks; None: the event loop's own
+    codec: str = EXACT  # that donors are asked for; one that does not know it sends every tensor as it is
     majority: bool = False  # accept only a state that most of the answering donors hold, of any epoch
     epoch: int | None = None  # of the state that is being downloaded, once it is known
     partial: PartialState | None = None  # what has arrived of it; at first that of an earlier download
     _received_bytes: int = 0
+    # the leases of this download, of refused offers too: each is closed in the end
+    _leases: dict[PeerId, tuple[Contact, bytes]] = field(default_factory=dict)
+    _reserved: list[Contact] = field(default_factory=list)  # donors that keep a place for this peer
 
     @property
     def received_bytes(self) -> int:
         """Return the bytes of valid chunks that were not there before."""
         return self._received_bytes
 
-    async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> DownloadedState:
-        """Download the state. Raise NotEnoughPeers when no donor could serve, and DeadlineExceeded after
-        `timeout_s`; both messages list the donors and their failures.
+    async def reserve(self, donors: Sequence[Contact]) -> bool:
+        """Ask donors for a place, some at a time, until some have one. Return False when all are full or
+        cannot be reached. Follow this by `fetch`, which frees the places, or by `close`.
         """
+        for first in range(0, min(len(donors), ASKED_MAX), DONORS_MAX):
+            asked = donors[first : first + DONORS_MAX]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._reserve(contact)) for contact in asked]
+            self._reserved += [contact for contact, task in zip(asked, tasks, strict=True) if task.result()]
+            if self._reserved:
+                return True
+        return False
+
+    async def _reserve(self, contact: Contact) -> bool:
+        request = state_pb2.OpenRequest(run=self.run, reserve=True)
+        try:
+            reply = await self.caller.call(contact, OPEN, request, timeout_s=RESERVE_TIMEOUT_S)
+        except SwarmError as error:
+            self.failures[contact.peer_id] = str(error)
+            return False
+        self.failures.pop(contact.peer_id, None)
+        self._leases[contact.peer_id] = (contact, reply.lease)
+        return True
+
+    async def close(self) -> None:
+        """Free the places that donors keep for this peer."""
+        leases, self._leases = list(self._leases.values()), {}
+        async with asyncio.TaskGroup() as group:
+            for contact, lease in leases:
+                group.create_task(self._close(contact, lease))
+
+    async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> DownloadedState:
+        """Download the state, from the donors of `reserve` first. Raise NotEnoughPeers when no donor could
+        serve, and DeadlineExceeded after `timeout_s`; both messages list the donors and their failures.
+        """
+        donors = [*self._reserved, *(contact for contact in donors if contact not in self._reserved)]
         offers: list[_Offer] = []
         try:
             async with asyncio.timeout(timeout_s):
-                offers += await self._open_all(donors[: self.config.donors_max])
+                offers += await self._open_all(self._reserved or donors[:DONORS_MAX])
                 for candidates in self._by_preference(offers):
                     if self.majority and 2 * len(candidates) <= len(offers):
                         continue
@@ -128,7 +155,7 @@ class Download:
                 f"the state was not downloaded within {timeout_s:g} s{self._reasons()}"
             ) from None
         finally:
-            await self._close_all(offers)
+            await self.close()
         if self.majority and len(offers) > 1:
             raise NotEnoughPeers(
                 f"the {len(offers)} donors that answered hold different states of run {self.run}"
@@ -147,10 +174,12 @@ class Download:
         return [offer for offer in (task.result() for task in tasks) if offer is not None]
 
     async def _open(self, contact: Contact, digest: bytes) -> _Offer | None:
-        request = state_pb2.OpenRequest(run=self.run, epoch_min=self.epoch_min, digest=digest)
+        codec = "" if self.codec == EXACT else self.codec
+        request = state_pb2.OpenRequest(run=self.run, epoch_min=self.epoch_min, digest=digest, codec=codec)
         try:
-            timeout_s = self.config.reopen_timeout_s if digest else self.config.open_timeout_s
+            timeout_s = REOPEN_TIMEOUT_S if digest else OPEN_TIMEOUT_S
             reply = await self.caller.call(contact, OPEN, request, timeout_s=timeout_s)
+            self._leases[contact.peer_id] = (contact, reply.lease[:_LEASE_BYTES_MAX])
             return self._check_offer(contact, reply)
         except SwarmError as error:
             self.failures[contact.peer_id] = str(error)
@@ -163,11 +192,12 @@ class Download:
                 f"offers a state of {reply.total_bytes} bytes; ours has at most {self.bytes_max}: "
                 "another model or optimizer"
             )
-        if len(raw) != chunks * _DIGEST_BYTES or len(reply.lease) > 64:
+        if len(raw) != chunks * _DIGEST_BYTES or len(reply.lease) > _LEASE_BYTES_MAX:
             raise PeerError("offers a state with a wrong number of chunk digests")
-        if not self.epoch_min <= reply.epoch <= self.epoch_known + _EPOCH_AHEAD_MAX:
+        epoch_known = self.epoch_known()
+        if not self.epoch_min <= reply.epoch <= epoch_known + _EPOCH_AHEAD_MAX:
             raise PeerError(
-                f"offers epoch {reply.epoch}, while the swarm is known to be in epoch {self.epoch_known}"
+                f"offers epoch {reply.epoch}, while the swarm is known to be in epoch {epoch_known}"
             )
         digests = tuple(raw[at : at + _DIGEST_BYTES] for at in range(0, len(raw), _DIGEST_BYTES))
         digest = snapshot_digest(reply.total_bytes, digests)
@@ -190,9 +220,7 @@ class Download:
         self, candidates: list[_Offer], donors: Sequence[Contact], offers: list[_Offer]
     ) -> DownloadedState | None:
         """Download one state from all donors that hold it. Return None when they failed before it was
-        complete, and retries failed for some time.
-
-        Every lease that is opened is added to `offers`, so that it is closed in the end.
+        complete, and retries failed for some time. Later offers are added to `offers`.
         """
         first = candidates[0]
         self.epoch = first.epoch
@@ -203,7 +231,7 @@ class Download:
         while not partial.complete and live:
             async with asyncio.TaskGroup() as group:
                 # no donor takes chunks that others could deliver
-                ahead = max(1, min(self.config.batch, len(partial.missing) // (2 * len(live))))
+                ahead = max(1, min(BATCH, len(partial.missing) // (2 * len(live))))
                 for offer in live:
                     task = group.create_task(self._fetch_with_spares(offer, partial, spares, offers, ahead))
                     partial.tasks.add(task)
@@ -225,14 +253,12 @@ class Download:
         """Ask again for the same state after all donors failed, except those that lied: donors keep leases
         for a while.
         """
-        loop, pause_s = asyncio.get_running_loop(), self.config.resume_pause_s
-        until_s = loop.time() + self.config.resume_s
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(RESUME_PAUSE_S, REOPEN_TIMEOUT_S)
+        until_s = loop.time() + RESUME_S
         while loop.time() < until_s:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self.config.reopen_timeout_s)
-            asked = [contact for contact in donors if contact.peer_id not in self.liars][
-                : self.config.donors_max
-            ]
+            await asyncio.sleep(backoff.next_s())
+            asked = [contact for contact in donors if contact.peer_id not in self.liars][:DONORS_MAX]
             if not asked:
                 break
             opened = await self._open_all(asked, wanted.digest)
@@ -269,7 +295,7 @@ class Download:
                     stream,
                     offer.chunk_digests,
                     self.pool,
-                    self.config.chunk_timeout_s,
+                    CHUNK_TIMEOUT_S,
                     self._on_new_bytes,
                 )
                 try:
@@ -323,24 +349,16 @@ class Download:
 
     async def _open_stream(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
         try:
-            async with asyncio.timeout(self.config.chunk_timeout_s):
+            async with asyncio.timeout(CHUNK_TIMEOUT_S):
                 return await stack.enter_async_context(
                     self.caller.open_stream(offer.contact, CHUNKS, timeout_s=None, connection=_CONNECTION)
                 )
         except TimeoutError:
-            raise DeadlineExceeded(f"did not answer for {self.config.chunk_timeout_s:g} s") from None
+            raise DeadlineExceeded(f"did not answer for {CHUNK_TIMEOUT_S:g} s") from None
 
-    async def _close_all(self, offers: Sequence[_Offer]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for offer in offers:
-                group.create_task(self._close(offer))
-
-    async def _close(self, offer: _Offer) -> None:
+    async def _close(self, contact: Contact, lease: bytes) -> None:
+        request = state_pb2.CloseRequest(run=self.run, lease=lease)
         try:
-            await self.caller.call(
-                offer.contact, CLOSE, state_pb2.CloseRequest(run=self.run, lease=offer.lease), timeout_s=1.0
-            )
+            await self.caller.call(contact, CLOSE, request, timeout_s=_CLOSE_TIMEOUT_S)
         except SwarmError as error:
-            _log.debug(
-                "the lease of peer %s was not closed after the download: %s", offer.contact.peer_id, error
-            )
+            _log.debug("the lease of peer %s was not closed after the download: %s", contact.peer_id, error)

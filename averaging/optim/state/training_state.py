@@ -15,7 +15,10 @@ from typing import Any, Protocol
 import torch
 from blake3 import blake3
 
+from averaging.history.encoding import ROOT_BYTES_MAX, decode_root, encode_root
+from averaging.history.lineage import Chain
 from averaging.optim.state.device_reads import DeviceReader, DeviceReads, reader_of
+from averaging.optim.state.encoding import EXACT, dtype_of
 from averaging.optim.state.probe import is_statistic, probe, probe_shapes
 from averaging.optim.state.snapshot import (
     ALIGNMENT_BYTES,
@@ -23,8 +26,10 @@ from averaging.optim.state.snapshot import (
     Blob,
     Snapshot,
     digests_of,
+    flat_bytes,
     is_finite,
     mapping,
+    memory_of,
     merge,
     pack,
     plain,
@@ -65,11 +70,12 @@ class TrainingState:
         refuse_sharded(self.parameters, "parameter")
         refuse_sharded(self.extras, "extra tensor")
         self._reads = DeviceReads((tensor.device for tensor in (*self.parameters, *self.extras)), make_reader)
-        self._reading = threading.RLock()
+        self.reading = threading.RLock()  # held while live tensors are read
         self._views: list[StateView] = []  # open views
         # held while the state is changed: open views are copied before that
-        self.lock = WriteLock(self._reading, self._views, self._reads)
+        self.lock = WriteLock(self.reading, self._views, self._reads)
         self.epoch = 0
+        self.root: Chain | None = None  # the head of the state's history and its electors; None: it has none
         self.version = 0  # increases with every change of the state
         # the state is the output of an averaging round, equal on all peers and processors
         self.canonical = False
@@ -81,11 +87,15 @@ class TrainingState:
         # Buffers change with every forward pass, on the trainer's thread, differently on each peer: the
         # values served are those that all agreed on last.
         self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
+        # the digest of the frozen parameters, and the memory and versions of those that it is of
+        self._frozen_digest: tuple[list[tuple[int, int]], bytes] = ([], b"")
         self.after_write()
 
-    def mark_changed(self, epoch: int, *, canonical: bool = False) -> None:
-        """Record that the state has changed and is in `epoch`. The lock is still held."""
-        self.epoch, self.canonical = epoch, canonical
+    def mark_changed(self, epoch: int, *, canonical: bool = False, root: Chain | None = None) -> None:
+        """Record that the state has changed and is in `epoch`, at the head of a history where `root` gives
+        one. The lock is still held.
+        """
+        self.epoch, self.canonical, self.root = epoch, canonical, root
         self.version += 1
         self._probed = None  # the probed statistics may be part of the state now
         self.after_write()
@@ -102,7 +112,7 @@ class TrainingState:
         """Return the tensors that peers average to become equal, in one order on all: trained parameters,
         their statistics, floating-point extra tensors.
         """
-        trained = [p for p in self.parameters if p.requires_grad and p.is_floating_point()]
+        trained = [p for p in self.parameters if _is_trained(p)]
         statistics = [value for _, value in self._statistics() if value.is_floating_point()]
         return [
             *(p.detach() for p in trained),
@@ -141,26 +151,50 @@ class TrainingState:
         """
         return blake3(pack(self._scalars())).digest()
 
+    def frozen_digest(self) -> bytes:
+        """Return the digest of the parameters that are not trained, which peers must agree on but do not
+        average; empty bytes when there are none. Computed again only when torch has seen them change.
+        """
+        frozen = [p for p in self.parameters if not _is_trained(p)]
+        if not frozen:
+            return b""
+        versions = [(p.data_ptr(), p._version) for p in frozen]
+        if versions != self._frozen_digest[0]:
+            whole = blake3()
+            for p in frozen:
+                whole.update(memory_of(flat_bytes(p).cpu()) or b"")
+            self._frozen_digest = versions, whole.digest()
+        return self._frozen_digest[1]
+
     # --- reading
 
-    def view(self) -> StateView:
+    def view(self, *, with_history: bool = True) -> StateView:
         """Return a view of the present state, to be read while training continues. It is copied only when
-        the state is about to change. Close it afterwards.
+        the state is about to change. Close it afterwards. `with_history`: its header names the head of the
+        state's history.
         """
-        with self._reading, torch.no_grad():
+        with self.reading, torch.no_grad():
             view = StateView(
                 (self.epoch, self.version, self.canonical),
-                self._scalars(),
+                self._scalars() | (self._history_header() if with_history else {}),
                 self._named(),
-                self._reading,
+                self.reading,
                 self._reads,
             )
             self._views[:] = [*(other for other in self._views if not other.closed), view]
             return view
 
-    def snapshot(self) -> Snapshot:
-        """Return a copy of the state, with digests. Callable from any thread."""
-        view = self.view()
+    @property
+    def views_open(self) -> int:
+        """Return the number of views that are not closed: a change of the state copies each of them first."""
+        return sum(not view.closed for view in self._views)
+
+    def _history_header(self) -> dict[str, Any]:
+        return {"history": encode_root(self.root)} if self.root is not None else {}
+
+    def snapshot(self, *, with_history: bool = True) -> Snapshot:
+        """Return a copy of the state, with digests. Callable from any thread. `with_history` as in `view`."""
+        view = self.view(with_history=with_history)
         view.complete_copy()
         view.close()
         return Snapshot(view.epoch, view.version, view.canonical, view.blob, digests_of(view.blob))
@@ -177,27 +211,28 @@ class TrainingState:
         tensors = [
             *self.parameters,
             *self.extras,
-            *(
-                t
-                for structure in self._structure()
-                for t in structure.values()
-                if isinstance(t, torch.Tensor)
-            ),
+            *(t for structure in self.structure() for t in structure.values() if isinstance(t, torch.Tensor)),
         ]
         return (
             sum(t.nbytes + ALIGNMENT_BYTES for t in tensors)
             + 4 * len(pack(self._scalars()))
+            + ROOT_BYTES_MAX
             + 4096 * (len(tensors) + 16)
         )
 
     # --- loading
 
-    def load(self, blob: Blob) -> None:
-        """Load a snapshot. Raise PeerError, with nothing changed, when it does not fit this optimizer."""
-        structure = self._structure()
+    def load(self, blob: Blob, codec: str = EXACT) -> None:
+        """Load a snapshot, which may be encoded by `codec`. Raise PeerError, with nothing changed, when it
+        does not fit this optimizer.
+        """
+        structure = self.structure()
         header, payload_start = read_header(blob)
         tensors = read_tensors(blob, header, payload_start)
-        self._check(tensors, structure)
+        if header.get("codec", EXACT) not in (EXACT, codec):
+            raise PeerError(f"the state is encoded by {header['codec']!r:.60}, not by {codec}")
+        self._check(tensors, structure, header.get("codec", EXACT))
+        root = root_of_header(header)
         counters = mapping(header.get("state"))
         groups = header.get("groups")
         if not isinstance(groups, list) or len(groups) != len(self.inner.param_groups):
@@ -223,7 +258,7 @@ class TrainingState:
                 )
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(merge(self.scheduler.state_dict(), header.get("schedule"), 0))
-            self.mark_changed(header["epoch"])
+            self.mark_changed(header["epoch"], root=root)
 
     def _targets(
         self, structure: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]
@@ -236,7 +271,7 @@ class TrainingState:
             own = self.inner.state.get(p, {})
             held = [key for key in statistics if f"s.{index}.{key}" in tensors]
             targets.append(
-                {key: own[key] if key in own else _materialized(statistics[key], p) for key in held}
+                {key: own[key] if key in own else materialized(statistics[key], p) for key in held}
             )
         return targets
 
@@ -260,7 +295,9 @@ class TrainingState:
             else:
                 own[key] = merge(value, counters.get(key), 0)
 
-    def _check(self, tensors: Mapping[str, torch.Tensor], structure: Sequence[dict[str, Any]]) -> None:
+    def _check(
+        self, tensors: Mapping[str, torch.Tensor], structure: Sequence[dict[str, Any]], codec: str
+    ) -> None:
         known: dict[str, torch.Tensor] = {f"p.{index}": p for index, p in enumerate(self.parameters)}
         known |= {f"x.{index}": t for index, t in enumerate(self.extras)}
         missing = known.keys() - tensors.keys()
@@ -282,7 +319,8 @@ class TrainingState:
                     f"the state has a tensor {name[:40]!r} that this optimizer has not: "
                     "another model or optimizer"
                 )
-            if own.dtype != tensor.dtype or own.shape != tensor.shape:
+            fits = tensor.dtype in (own.dtype, dtype_of(name, own.dtype, codec))
+            if not fits or own.shape != tensor.shape:
                 raise PeerError(
                     f"the state's {name[:40]!r} is {tensor.dtype} {tuple(tensor.shape)}, "
                     f"ours is {own.dtype} {tuple(own.shape)}"
@@ -356,7 +394,7 @@ class TrainingState:
             "schedule": plain(schedule, 0, number),
         }
 
-    def _structure(self) -> list[dict[str, Any]]:
+    def structure(self) -> list[dict[str, Any]]:
         """Return, per parameter, the statistics that this optimizer keeps: key -> tensor or number. Those
         that a first step would create have no memory where `probe_shapes` can find them.
         """
@@ -373,6 +411,17 @@ class TrainingState:
         ]
 
 
+def root_of_header(header: Mapping[str, Any]) -> Chain | None:
+    """Return the head of the history that a snapshot's header names; None where it names none. Raise
+    PeerError when it is malformed.
+    """
+    return decode_root(header["history"]) if "history" in header else None
+
+
+def _is_trained(p: torch.Tensor) -> bool:
+    return p.requires_grad and p.is_floating_point()
+
+
 def _lacks_values(
     index: int, structure: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]
 ) -> bool:
@@ -387,7 +436,7 @@ def _lacks_values(
     return bool(lacking) and any(key in counters for key in structure)
 
 
-def _materialized(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def materialized(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return a statistic to be written: that of the probe, or a new one beside its parameter where the
     probe's has no memory.
     """

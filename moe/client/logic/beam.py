@@ -26,7 +26,7 @@ _NO_SCORE = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeamConfig:
+class BeamLimits:
     """Limits of a search."""
 
     # prefixes that each sample may open at a time. Too small: more round trips; too large: needless reads
@@ -63,7 +63,7 @@ class BeamSearch:
         scores: Sequence[torch.Tensor],
         dimensions: Sequence[range],
         k: int,
-        config: BeamConfig | None = None,
+        limits: BeamLimits | None = None,
     ) -> None:
         if (
             k < 1
@@ -73,7 +73,7 @@ class BeamSearch:
             raise UsageError(
                 "a search needs k of at least 1, and for each dimension as many scores as it has coordinates"
             )
-        self._config = config or BeamConfig()
+        self._limits = limits or BeamLimits()
         self._scores, self._dimensions = list(scores), list(dimensions)
         batch = scores[0].shape[0]
         best_per_dimension = torch.stack(
@@ -88,7 +88,7 @@ class BeamSearch:
         self._experts: list[Prefix] = []
         self._frontier: list[Prefix] = [()]
         self._base_BF = scores[0].new_zeros(batch, 1)
-        self._openings_left = self._config.prefixes_max
+        self._openings_left = self._limits.prefixes_max
         self._certain = True
 
     def wanted(self) -> list[Prefix]:
@@ -99,7 +99,7 @@ class BeamSearch:
             return []
         bounds_BF = self._bounds()
         bounds_BF = bounds_BF.masked_fill(bounds_BF <= self._best_BK[:, -1:], _NO_SCORE)
-        values, places = bounds_BF.topk(min(self._config.width, len(self._frontier)), dim=1)
+        values, places = bounds_BF.topk(min(self._limits.width, len(self._frontier)), dim=1)
         votes = torch.bincount(places[values > _NO_SCORE], minlength=len(self._frontier))
         count = int((votes > 0).sum())
         if not count:
@@ -108,7 +108,7 @@ class BeamSearch:
             self._certain = False
             return []
         ranked = votes.argsort(descending=True, stable=True)[
-            : min(count, self._config.prefixes_per_step_max, self._openings_left)
+            : min(count, self._limits.prefixes_per_step_max, self._openings_left)
         ]
         return [self._frontier[place] for place in ranked.tolist()]
 
@@ -163,7 +163,7 @@ class BeamSearch:
         numbers = torch.arange(len(self._experts), len(self._experts) + len(items), device="cpu")
         self._experts += [(*prefix, child) for _, prefix, child in items]
         batch, k = self._best_BK.shape
-        rows = max(1, self._config.elements_max // (len(items) + k))
+        rows = max(1, self._limits.elements_max // (len(items) + k))
         parents = torch.tensor([place for place, _, _ in items], device="cpu")
         columns = torch.tensor([child - self._dimensions[depth].start for _, _, child in items], device="cpu")
         for start in range(0, batch, rows):

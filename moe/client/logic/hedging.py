@@ -9,9 +9,6 @@ forward passes are hedged: they change nothing, so asking twice is harmless. Pur
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-
-from swarm.core.errors import UsageError
 
 # least delay before a second request. Too small: a busy machine's hiccups cause more work
 DELAY_S_MIN = 0.05
@@ -19,38 +16,29 @@ DELAY_S_INITIAL = 1.0  # while the replica's answer times are unknown
 DELAY_DEVIATIONS = 4.0  # the delay is the mean answer time plus this many mean deviations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HedgingConfig:
-    """Settings for asking a second replica."""
-
-    share_max: float = 0.1  # second requests as a share of all calls, over time; 0: never
-    budget_max: float = 8.0  # unused second requests that may accumulate for when a peer freezes
-    attempts_max: int = 3  # peers that one call may ask in total
-
-    def __post_init__(self) -> None:
-        if not (0.0 <= self.share_max <= 1.0 and self.budget_max >= 0.0 and self.attempts_max >= 1):
-            raise UsageError(
-                "hedging needs a share_max from 0 to 1, a budget_max of at least 0, "
-                "and attempts_max of at least 1"
-            )
+SHARE_MAX = 0.1  # second requests as a share of all calls, over time: more would load the peers noticeably
+BUDGET_MAX = 8.0  # unused second requests that may accumulate for when a peer freezes
+ATTEMPTS_MAX = 3  # peers that one call may ask in total
 
 
 class HedgeBudget:
-    """The second requests that may still be sent. Each call adds `share_max` of one."""
+    """The second requests that may still be sent. Each call adds `share_max` of one (0: never any), up to
+    `budget_max`.
+    """
 
-    def __init__(self, config: HedgingConfig) -> None:
-        self._config = config
-        self._budget = config.budget_max if config.share_max else 0.0
+    def __init__(self, share_max: float = SHARE_MAX, budget_max: float = BUDGET_MAX) -> None:
+        self._share_max, self._budget_max = share_max, budget_max
+        self._budget = budget_max if share_max else 0.0
 
     def add_call(self) -> None:
         """Add one call's share to the budget."""
-        self._budget = min(self._budget + self._config.share_max, self._config.budget_max)
+        self._budget = min(self._budget + self._share_max, self._budget_max)
 
     def can_afford(self, requests: int) -> bool:
         """Return whether `requests` second requests could be sent now. Always true when hedging is switched
         off: second requests rescue no call then.
         """
-        return self._budget >= requests or not self._config.share_max
+        return self._budget >= requests or not self._share_max
 
     def try_spend(self) -> bool:
         """Take one second request from the budget. Return False when there is none."""
@@ -66,9 +54,13 @@ class HedgedCall:
     """
 
     def __init__(
-        self, order: Sequence[Hashable], hedge_after_s: float, budget: HedgeBudget, config: HedgingConfig
+        self,
+        order: Sequence[Hashable],
+        hedge_after_s: float,
+        budget: HedgeBudget,
+        attempts_max: int = ATTEMPTS_MAX,
     ) -> None:
-        self._left = list(order[: config.attempts_max])
+        self._left = list(order[:attempts_max])
         self._hedge_after_s = hedge_after_s
         self._budget = budget
         self._asked: list[Hashable] = []  # and neither answered nor failed

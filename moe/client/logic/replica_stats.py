@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe.client.logic.avoidance import Avoidance
 from moe.client.logic.hedging import (
     DELAY_DEVIATIONS,
     DELAY_S_INITIAL,
     DELAY_S_MIN,
     HedgeBudget,
-    HedgingConfig,
 )
-from swarm.core.errors import UsageError
+from swarm.core.avoidance import Avoidance
 from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
@@ -33,20 +31,10 @@ _SMOOTHING = 0.2  # weight of the newest call in the mean of a replica's answer 
 _REPORTED_WAIT_TTL_S = 5.0  # how long a reported wait overrides the declared one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStatsConfig:
-    """Settings for judging replicas."""
-
-    hedging: HedgingConfig = field(default_factory=HedgingConfig)
-    # a replica is drawn in proportion to (1 / expected time) to this power. 0: evenly, large: the fastest
-    selection_exponent: float = 2.0
-    replicas_max: int = 10_000  # whose answer times are remembered
-
-    def __post_init__(self) -> None:
-        if not (self.selection_exponent >= 0.0 and self.replicas_max >= 1):
-            raise UsageError(
-                "replica statistics need a selection_exponent of at least 0, and replicas_max of at least 1"
-            )
+# a replica is drawn in proportion to (1 / expected time) to this power. 0: evenly, large: the fastest, which
+# then gets all requests and is the fastest no more
+SELECTION_EXPONENT = 2.0
+REPLICAS_MAX = 10_000  # whose answer times are remembered
 
 
 @dataclass(slots=True)
@@ -60,9 +48,16 @@ class ReplicaStats:
     jumps; `rng` draws among replicas.
     """
 
-    def __init__(self, rng: random.Random, config: ReplicaStatsConfig | None = None) -> None:
-        self.config = config or ReplicaStatsConfig()
-        self.budget = HedgeBudget(self.config.hedging)
+    def __init__(
+        self,
+        rng: random.Random,
+        budget: HedgeBudget | None = None,
+        *,
+        selection_exponent: float = SELECTION_EXPONENT,
+        replicas_max: int = REPLICAS_MAX,
+    ) -> None:
+        self.budget = budget or HedgeBudget()
+        self._selection_exponent, self._replicas_max = selection_exponent, replicas_max
         self._rng = rng
         self._avoidance = Avoidance()
         self._latencies: OrderedDict[_ReplicaKey, _Latency] = OrderedDict()
@@ -100,7 +95,7 @@ class ReplicaStats:
         ordered = []
         while len(left) > 1:
             weights = [
-                (1.0 / max(self.expected_s(uid, peer) + waits[peer], 1e-6)) ** self.config.selection_exponent
+                (1.0 / max(self.expected_s(uid, peer) + waits[peer], 1e-6)) ** self._selection_exponent
                 for peer in left
             ]
             mark = self._rng.random() * sum(weights)
@@ -148,7 +143,7 @@ class ReplicaStats:
         if latency is None:
             # the first call may include connecting: half of its time may be chance
             self._latencies[uid, peer] = _Latency(seconds, seconds / 2.0)
-            if len(self._latencies) > self.config.replicas_max:
+            if len(self._latencies) > self._replicas_max:
                 self._latencies.popitem(last=False)
             return
         latency.deviation_s += _SMOOTHING * (abs(seconds - latency.mean_s) - latency.deviation_s)
@@ -159,7 +154,7 @@ class ReplicaStats:
         """Record the waiting time that a peer reported with an answer."""
         self._waits[peer] = (wait_s, now_s)
         self._waits.move_to_end(peer)
-        if len(self._waits) > self.config.replicas_max:
+        if len(self._waits) > self._replicas_max:
             self._waits.popitem(last=False)
 
     def unreachable(self, peer: PeerId, now_s: float, reason: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from moe.client.logic.beam import BeamSearch, Selection, compact
 from moe.client.logic.dispatch import Places, exclude_known, places_of, scatter_outputs
 from moe.client.logic.gathering import Gathering
-from moe.client.mixture.options import MixtureOptions, PassReport
+from moe.client.mixture.options import REPLACEMENTS_MAX, MixtureOptions, PassReport
 from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.declarations import GridBranch as GridBranch
@@ -211,7 +211,7 @@ class ForwardPass:
             self._gathering.failed(number, now_s)
 
     def _suspect_at_s(self) -> float:
-        may_suspect = self._options.replacements_max > 0 and len(self._gathering.rows_below_k_min)
+        may_suspect = REPLACEMENTS_MAX > 0 and len(self._gathering.rows_below_k_min)
         suspect_at_s = self._gathering.suspect_at_s() if may_suspect else None
         return suspect_at_s if suspect_at_s is not None else float("inf")
 
@@ -236,7 +236,7 @@ class ForwardPass:
         """Ask replacements for samples that lost too many experts. From the second time on avoided experts
         are asked as well, and the last time also those that were silent in this pass.
         """
-        times_max = self._options.replacements_max if self._may_lack_experts else 0
+        times_max = REPLACEMENTS_MAX if self._may_lack_experts else 0
         self._may_lack_experts = False
         for times in range(times_max):
             rows = self._gathering.unsatisfiable_rows

@@ -5,7 +5,6 @@ swarm.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,17 +23,7 @@ from swarm.core.errors import UsageError
 if TYPE_CHECKING:
     from swarm.node import Node
 
-__all__ = ["MixtureConfig", "PassReport", "RemoteMixtureOfExperts"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureConfig:
-    """Settings of mixture layers that rarely need a change."""
-
-    codecs: WireCodecs = UNCOMPRESSED  # codecs for activations and gradients
-    # rounds of asking replacements for samples that lost too many experts; from the second round on avoided
-    # experts are asked as well. 0: never
-    replacements_max: int = 4
+__all__ = ["PassReport", "RemoteMixtureOfExperts"]
 
 
 class RemoteMixtureOfExperts(nn.Module):
@@ -53,7 +42,8 @@ class RemoteMixtureOfExperts(nn.Module):
     it returns the mixture of the experts that answered, zeros when none did.
 
     Gradients flow through the experts that answered. An expert lost in the backward pass drops its branch,
-    and NotEnoughPeers is raised only when a sample has fewer than `backward_k_min` branches left. Raises
+    and NotEnoughPeers is raised only when a sample has fewer than `backward_k_min` branches left. `codecs`:
+    the encodings of activations and gradients on the network. Raises
     UsageError for wrong arguments, or inputs that the experts do not take.
     """
 
@@ -70,10 +60,9 @@ class RemoteMixtureOfExperts(nn.Module):
         backward_k_min: int = 0,
         backward_timeout_s: float | None = None,
         allow_zero_outputs: bool = False,
-        config: MixtureConfig | None = None,
+        codecs: WireCodecs = UNCOMPRESSED,
     ) -> None:
         super().__init__()
-        config = config or MixtureConfig()
         self.grid, self.in_features = ExpertGrid.parse(grid), in_features
         self.options = MixtureOptions(
             grid=self.grid,
@@ -84,8 +73,7 @@ class RemoteMixtureOfExperts(nn.Module):
             backward_timeout_s=forward_timeout_s if backward_timeout_s is None else backward_timeout_s,
             gather_timeouts=GatherTimeouts(after_k_min_s=timeout_after_k_min_s),
             allow_zero_outputs=allow_zero_outputs,
-            codecs=config.codecs,
-            replacements_max=config.replacements_max,
+            codecs=codecs,
         )
         self.gate = ProductKeyGate(in_features, self.grid.shape)
         self._bridge, self._last_passes = NodeBridge(node), LastPasses()

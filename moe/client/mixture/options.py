@@ -9,6 +9,11 @@ from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
 from swarm.core.errors import UsageError
 
+# rounds of asking replacements for samples that lost too many experts; from the second round on avoided
+# experts are asked as well. Too small: samples fail although experts live; too large: a step waits for the
+# last of them
+REPLACEMENTS_MAX = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOptions:
@@ -23,7 +28,6 @@ class MixtureOptions:
     gather_timeouts: GatherTimeouts
     allow_zero_outputs: bool
     codecs: WireCodecs = UNCOMPRESSED
-    replacements_max: int = 4  # rounds of asking replacements for experts that failed
 
     def __post_init__(self) -> None:
         if not 1 <= self.k_best <= self.grid.count:

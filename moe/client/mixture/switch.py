@@ -4,16 +4,17 @@ experts on other peers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from moe.client.logic.gate import ProductKeyGate, balancing_loss, gate_input, switch_weights
-from moe.client.mixture.layer import MixtureConfig, RemoteMixtureOfExperts, weighted_outputs
+from moe.client.mixture.layer import RemoteMixtureOfExperts, weighted_outputs
 from moe.client.mixture.options import PassReport
 from moe.client.replicas.autograd_bridge import check_batch
+from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,27 +22,24 @@ if TYPE_CHECKING:
 
 # subtracted from the scores of dropped coordinates: they are selected only when nothing else is alive
 _DROPOUT_PENALTY = 1e4
+# weight of the earlier utilization when a batch is added. Smaller: the shares follow single batches; larger:
+# an expert that is used no more looks used for long
+UTILIZATION_ALPHA = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchConfig:
     """Settings for exploration and balancing. In `eval()` mode only the loss remains."""
 
-    utilization_alpha: float = 0.9  # weight of the earlier utilization when a batch is added
     grid_dropout: float = 1.0  # probability with which each coordinate is kept; 1: all are
     # the gate's input (not the experts') is multiplied by 1 - this to 1 + this, per element
     jitter_eps: float = 1e-2
-    mixture: MixtureConfig = field(default_factory=MixtureConfig)
+    codecs: WireCodecs = UNCOMPRESSED  # of activations and gradients on the network
 
     def __post_init__(self) -> None:
-        if not (
-            0.0 <= self.utilization_alpha < 1.0
-            and 0.0 < self.grid_dropout <= 1.0
-            and 0.0 <= self.jitter_eps < 1.0
-        ):
+        if not (0.0 < self.grid_dropout <= 1.0 and 0.0 <= self.jitter_eps < 1.0):
             raise UsageError(
-                "a switch layer needs utilization_alpha and jitter_eps from 0 to below 1, "
-                "grid_dropout above 0 and at most 1"
+                "a switch layer needs jitter_eps from 0 to below 1, grid_dropout above 0 and at most 1"
             )
 
 
@@ -84,7 +82,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             backward_k_min=backward_k_min,
             backward_timeout_s=backward_timeout_s,
             allow_zero_outputs=allow_zero_outputs,
-            config=self.config.mixture,
+            codecs=self.config.codecs,
         )
         self.grid, self.in_features, self.options = self._mixture.grid, in_features, self._mixture.options
         for dimension, size in enumerate(self.grid.shape):
@@ -151,6 +149,4 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             counts = torch.bincount(
                 coordinates_BSD[:, :, dimension][selected_BS], minlength=len(share_used)
             ).to(share_used)
-            share_used.mul_(self.config.utilization_alpha).add_(
-                counts / counts.sum(), alpha=1.0 - self.config.utilization_alpha
-            )
+            share_used.mul_(UTILIZATION_ALPHA).add_(counts / counts.sum(), alpha=1.0 - UTILIZATION_ALPHA)

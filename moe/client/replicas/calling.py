@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from moe.client.logic.hedging import HedgedCall
+from moe.client.logic.hedging import ATTEMPTS_MAX, HedgedCall
 from moe.client.logic.replica_stats import ReplicaStats
 from moe.client.replicas.directory_cache import ExpertDirectoryCache
 from moe.protocol.calls import (
@@ -79,7 +79,7 @@ class ForwardCall:
     keep: bool  # a backward pass is likely to follow
     # also ask avoided replicas, except those that failed since this time
     include_avoided_since_s: float | None = None
-    attempts_max: int | None = None  # replicas that are asked; None: as configured for hedging
+    attempts_max: int = ATTEMPTS_MAX  # replicas that are asked
 
 
 class ReplicaCalls:
@@ -166,11 +166,11 @@ class ReplicaCalls:
         order = list(by_peer)
         if not order:
             raise self._no_replica_error(call.uid, call.replicas, begun_s)
-        config = self.stats.config.hedging
-        if call.attempts_max is not None:
-            config = replace(config, attempts_max=call.attempts_max)
         hedged = HedgedCall(
-            order, self.stats.hedge_after_s(str(call.uid), order[0]), self.stats.budget, config
+            order,
+            self.stats.hedge_after_s(str(call.uid), order[0]),
+            self.stats.budget,
+            call.attempts_max,
         )
         error: SwarmError = DeadlineExceeded(f"no replica of {call.uid} answered in time")
         running: dict[asyncio.Task[ForwardReply | SwarmError], Hashable] = {}

@@ -17,7 +17,7 @@ from typing import Protocol
 from moe.protocol.declarations import ExpertReplica, GridBranch
 from moe.protocol.names import ExpertUid
 from swarm.core.clock import Clock
-from swarm.core.errors import NetworkError, UsageError
+from swarm.core.errors import NetworkError
 from swarm.runtime.supervise import Supervisor
 
 _log = logging.getLogger(__name__)
@@ -25,22 +25,12 @@ _log = logging.getLogger(__name__)
 _READ_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryCacheConfig:
-    """The age that cached prefixes may have."""
-
-    # used without reading again. Too small: constant DHT reads; too large: new servers are found late
-    fresh_s: float = 2.0
-    stale_s: float = 60.0  # used while it is read again in the background; when older, a step waits
-    empty_s: float = 0.5  # how long an empty branch is cached
-    prefixes_max: int = 4096  # prefixes in the cache
-
-    def __post_init__(self) -> None:
-        if not (self.empty_s >= 0.0 and 0.0 <= self.fresh_s <= self.stale_s and self.prefixes_max >= 1):
-            raise UsageError(
-                "a directory cache needs 0 <= fresh_s <= stale_s, empty_s of at least 0, "
-                "and prefixes_max of at least 1"
-            )
+# age up to which a cached prefix is used without reading again. Too small: constant DHT reads; too large: new
+# servers are found late
+FRESH_S = 2.0
+STALE_S = 60.0  # used while it is read again in the background; when older, a step waits
+EMPTY_S = 0.5  # how long an empty branch is cached
+PREFIXES_MAX = 4096  # prefixes in the cache
 
 
 class BranchReader(Protocol):
@@ -69,10 +59,10 @@ class ExpertDirectoryCache:
         directory: BranchReader,
         clock: Clock,
         supervisor: Supervisor,
-        config: DirectoryCacheConfig | None = None,
+        prefixes_max: int = PREFIXES_MAX,
     ) -> None:
         self._directory, self._clock, self._supervisor = directory, clock, supervisor
-        self._config = config or DirectoryCacheConfig()
+        self._prefixes_max = prefixes_max
         self._cached: OrderedDict[ExpertUid, _CachedBranch] = OrderedDict()
         self._refreshing: set[ExpertUid] = set()
         self.reads = 0  # number of DHT reads
@@ -90,9 +80,9 @@ class ExpertDirectoryCache:
             cached = self._cached.get(prefix)
             age_s = now_s - cached.read_s if cached is not None else float("inf")
             is_empty = cached is not None and not cached.branch.coordinates
-            if refresh or age_s > (self._config.empty_s if is_empty else self._config.stale_s):
+            if refresh or age_s > (EMPTY_S if is_empty else STALE_S):
                 unknown.append(prefix)
-            elif age_s > self._config.fresh_s and prefix not in self._refreshing:
+            elif age_s > FRESH_S and prefix not in self._refreshing:
                 aging.append(prefix)
         if aging:
             self._refreshing.update(aging)
@@ -145,11 +135,11 @@ class ExpertDirectoryCache:
     async def _read(self, prefixes: Sequence[ExpertUid], timeout_s: float) -> None:
         self.reads += 1
         found: Mapping[ExpertUid, GridBranch] = await self._directory.branches(
-            prefixes, timeout_s=timeout_s, max_age_s=self._config.empty_s
+            prefixes, timeout_s=timeout_s, max_age_s=EMPTY_S
         )
         now_s = self._clock.monotonic_s()
         for prefix, branch in found.items():
             self._cached[prefix] = _CachedBranch(branch, now_s)
             self._cached.move_to_end(prefix)
-        while len(self._cached) > self._config.prefixes_max:
+        while len(self._cached) > self._prefixes_max:
             self._cached.popitem(last=False)

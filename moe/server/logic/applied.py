@@ -9,26 +9,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppliedRequestsConfig:
-    """Limits of the record."""
-
-    ids_max: int = 65536  # about 200 bytes each; callers repeat within seconds
-    answers_bytes_max: int = 128 << 20
-    ids_per_caller_max: int = 8192  # so that one caller cannot evict the others' ids
+IDS_MAX = 65536  # about 200 bytes each; callers repeat within seconds
+ANSWERS_BYTES_MAX = 128 << 20  # the answers to the last seconds' passes; an older one is computed again
+IDS_PER_CALLER_MAX = 8192  # so that one caller cannot evict the others' ids
 
 
 class AppliedRequests(Generic[T]):
     """Applied passes by caller and request id. Not thread-safe."""
 
-    def __init__(self, config: AppliedRequestsConfig | None = None) -> None:
-        self.config = config or AppliedRequestsConfig()
+    def __init__(
+        self,
+        *,
+        ids_max: int = IDS_MAX,
+        answers_bytes_max: int = ANSWERS_BYTES_MAX,
+        ids_per_caller_max: int = IDS_PER_CALLER_MAX,
+    ) -> None:
+        self._ids_max, self._ids_per_caller_max = ids_max, ids_per_caller_max
+        self._answers_bytes_max = answers_bytes_max
         # the most recent caller comes last
         self._by_caller: OrderedDict[Hashable, OrderedDict[bytes, None]] = OrderedDict()
         self._answers: OrderedDict[tuple[Hashable, bytes], tuple[T, int]] = OrderedDict()
@@ -57,11 +59,11 @@ class AppliedRequests(Generic[T]):
         self._ids += 1
         self._answers[caller, request_id] = (answer, size_bytes)
         self._bytes += size_bytes
-        if len(ids) > self.config.ids_per_caller_max:
+        if len(ids) > self._ids_per_caller_max:
             self._forget(caller)
-        while self._ids > self.config.ids_max:
+        while self._ids > self._ids_max:
             self._forget(next(iter(self._by_caller)))
-        while self._bytes > self.config.answers_bytes_max and self._answers:
+        while self._bytes > self._answers_bytes_max and self._answers:
             _, (_, freed_bytes) = self._answers.popitem(last=False)
             self._bytes -= freed_bytes
 

@@ -25,7 +25,7 @@ _IDLE_CALLERS_MAX = 1024  # without waiting requests whose virtual ends are reme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchingConfig:
+class BatchLimits:
     """Limits of batches and queues."""
 
     batch_samples_max: int = 4096  # also the limit of one request
@@ -84,8 +84,8 @@ class _Queue:
 class Batcher:
     """The queues of one device."""
 
-    def __init__(self, config: BatchingConfig | None = None) -> None:
-        self.config = config or BatchingConfig()
+    def __init__(self, limits: BatchLimits | None = None) -> None:
+        self.limits = limits or BatchLimits()
         self.queued_bytes = 0
         self.queued_cost = 0.0
         self._queues: dict[Hashable, _Queue] = {}  # queues that have requests
@@ -103,19 +103,19 @@ class Batcher:
 
     def refusal(self, caller: Hashable, size_bytes: int) -> str:
         """Return why such a request cannot wait here now; "" when it can."""
-        config = self.config
-        if len(self._queue_of) >= config.queued_requests_max:
+        limits = self.limits
+        if len(self._queue_of) >= limits.queued_requests_max:
             return f"the queue is full: {len(self._queue_of)} queued"
-        if self.queued_bytes + size_bytes > config.queued_bytes_max and self._queue_of:
+        if self.queued_bytes + size_bytes > limits.queued_bytes_max and self._queue_of:
             return f"the queue is full: {self.queued_bytes} bytes in {len(self._queue_of)} queued"
-        if self._waiting_by_caller.get(caller, 0) >= config.queued_requests_per_caller_max:
+        if self._waiting_by_caller.get(caller, 0) >= limits.queued_requests_per_caller_max:
             own = self._waiting_by_caller[caller]
             return f"{own} requests of yours are queued already, of {len(self._queue_of)} queued"
         return ""
 
     def offer(self, request: QueuedRequest, now_s: float) -> str:
         """Queue a request. Return "", or the reason why it cannot wait; nothing has changed then."""
-        assert 0 < request.samples <= self.config.batch_samples_max
+        assert 0 < request.samples <= self.limits.batch_samples_max
         refusal = self.refusal(request.caller, request.size_bytes)
         if refusal:
             return refusal
@@ -155,7 +155,7 @@ class Batcher:
         self._virtual_time = max(self._virtual_time, start)
         queue, batch, samples = self._queues[key], list[QueuedRequest](), 0
         samples_max = self.samples_max(key)
-        while queue.waiting and len(batch) < self.config.batch_requests_max:
+        while queue.waiting and len(batch) < self.limits.batch_requests_max:
             request, _ = queue.waiting[queue.head()[1]]
             if batch and samples + request.samples > samples_max:
                 break
@@ -168,7 +168,7 @@ class Batcher:
 
     def samples_max(self, queue: Hashable) -> int:
         """Return the most samples that a batch of this queue may have now; a single request may have more."""
-        return int(self._memory_limits.get(queue, self.config.batch_samples_max))
+        return int(self._memory_limits.get(queue, self.limits.batch_samples_max))
 
     def ran_out_of_memory(self, queue: Hashable, samples_fit: int) -> None:
         """Record that a batch of this queue was too large for the device, and that `samples_fit` samples were
@@ -184,7 +184,7 @@ class Batcher:
         if limit is None:
             return
         limit *= 1.0 + 1.0 / _RECOVERY
-        if limit < self.config.batch_samples_max:
+        if limit < self.limits.batch_samples_max:
             self._memory_limits[queue] = limit
         else:
             del self._memory_limits[queue]
@@ -192,16 +192,16 @@ class Batcher:
     def due_s(self) -> float | None:
         """Return when the next batch is due, which may be in the past; None when no request waits."""
         times = [
-            queue.oldest_s() + (0.0 if self._is_enough(key, queue) else self.config.linger_s)
+            queue.oldest_s() + (0.0 if self._is_enough(key, queue) else self.limits.linger_s)
             for key, queue in self._queues.items()
         ]
         return min(times, default=None)
 
     def _is_due(self, key: Hashable, queue: _Queue, now_s: float) -> bool:
-        return self._is_enough(key, queue) or queue.oldest_s() + self.config.linger_s <= now_s
+        return self._is_enough(key, queue) or queue.oldest_s() + self.limits.linger_s <= now_s
 
     def _is_enough(self, key: Hashable, queue: _Queue) -> bool:
-        return queue.samples >= min(self.config.batch_samples_min, self.samples_max(key))
+        return queue.samples >= min(self.limits.batch_samples_min, self.samples_max(key))
 
     def _remove(self, number: int) -> None:
         key = self._queue_of.pop(number)

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputCacheConfig:
-    """Limits of the cache; 0 bytes: nothing is kept."""
-
-    bytes_max: int = 256 << 20
-    bytes_per_caller_max: int = 64 << 20
-    entry_overhead_bytes: int = 1024  # counted for each, which bounds the number of small entries
+BYTES_MAX = 256 << 20  # the inputs between a forward pass and its backward pass; missing ones are sent again
+BYTES_PER_CALLER_MAX = 64 << 20
+ENTRY_OVERHEAD_BYTES = 1024  # counted for each, which bounds the number of small entries
 
 
 class InputCache(Generic[T]):
     """Values by caller and name."""
 
-    def __init__(self, config: InputCacheConfig | None = None) -> None:
-        self.config = config or InputCacheConfig()
+    def __init__(
+        self,
+        *,
+        bytes_max: int = BYTES_MAX,
+        bytes_per_caller_max: int = BYTES_PER_CALLER_MAX,
+        entry_overhead_bytes: int = ENTRY_OVERHEAD_BYTES,
+    ) -> None:
+        self._bytes_max, self._bytes_per_caller_max = bytes_max, bytes_per_caller_max
+        self._entry_overhead_bytes = entry_overhead_bytes
         self._entries: OrderedDict[tuple[Hashable, Hashable], tuple[T, int]] = OrderedDict()
         self._names_by_caller: dict[Hashable, OrderedDict[Hashable, None]] = {}
         self._caller_bytes: dict[Hashable, int] = {}
@@ -36,17 +38,17 @@ class InputCache(Generic[T]):
 
     def put(self, caller: Hashable, name: Hashable, value: T, size_bytes: int) -> bool:
         """Store a value. Return False when it is too large."""
-        size_bytes += self.config.entry_overhead_bytes
-        if size_bytes > min(self.config.bytes_max, self.config.bytes_per_caller_max):
+        size_bytes += self._entry_overhead_bytes
+        if size_bytes > min(self._bytes_max, self._bytes_per_caller_max):
             return False
         self.drop(caller, name)
         self._entries[caller, name] = (value, size_bytes)
         self._names_by_caller.setdefault(caller, OrderedDict())[name] = None
         self._caller_bytes[caller] = self._caller_bytes.get(caller, 0) + size_bytes
         self.size_bytes += size_bytes
-        while self._caller_bytes[caller] > self.config.bytes_per_caller_max:
+        while self._caller_bytes[caller] > self._bytes_per_caller_max:
             self.drop(caller, next(iter(self._names_by_caller[caller])))
-        while self.size_bytes > self.config.bytes_max:
+        while self.size_bytes > self._bytes_max:
             self.drop(*next(iter(self._entries)))
         return True
 

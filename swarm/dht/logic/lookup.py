@@ -17,23 +17,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
+from swarm.core.presets import WAN
+from swarm.dht.logic.constants import BUCKET_MAX, PARALLEL
 
-_ADDRESSES_MAX = 8
 _DISTANCE = operator.attrgetter("distance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookupConfig:
-    """Width and limits of a lookup."""
+class LookupBreadth:
+    """Breadth and limits of one lookup."""
 
     # Number of nearest peers that must have answered (Kademlia's k; a read wants the replicas only).
-    wanted: int = 20
+    wanted: int = BUCKET_MAX
     # Calls in flight that are not stalled (Kademlia's alpha); a read asks all replicas at once.
-    parallel: int = 4
+    parallel: int = PARALLEL
     # Silence after which another peer is asked as well. Less wastes calls on long links; more lets dead peers
     # delay every search.
-    stall_s: float = 1.0
+    stall_s: float = WAN.dht_stall_s
     queries_max: int = 120  # calls in total
     shortlist_max: int = 100  # candidates kept
     closer_max: int = 20  # contacts taken from one answer
@@ -84,12 +85,12 @@ class Lookup:
         *,
         own: PeerId,
         own_contact: Contact | None = None,
-        config: LookupConfig | None = None,
+        breadth: LookupBreadth | None = None,
     ) -> None:
         """Start a lookup from `seeds`. `own` is never asked; `own_contact`, when given, counts as a candidate
         that has answered.
         """
-        self.config = config or LookupConfig()
+        self.breadth = breadth or LookupBreadth()
         self.target = target
         self.queries = 0
         self.answers = 0
@@ -119,7 +120,7 @@ class Lookup:
         candidate.state = _ANSWERED
         self._asked.pop(peer, None)
         self.answers += 1
-        for contact in closer[: self.config.closer_max]:
+        for contact in closer[: self.breadth.closer_max]:
             self._learn(contact, candidate.hops + 1)
         self._trim()
 
@@ -134,8 +135,8 @@ class Lookup:
         """Continue until the `wanted` nearest peers have answered, asking none of them twice. Call this on a
         lookup that is done or about to be.
         """
-        if wanted > self.config.wanted:
-            self.config = replace(self.config, wanted=wanted)
+        if wanted > self.breadth.wanted:
+            self.breadth = replace(self.breadth, wanted=wanted)
             self._done = False
 
     def deadline_s(self) -> float | None:
@@ -148,20 +149,20 @@ class Lookup:
         """Return the effects to perform now. `LookupDone` is returned once, and alone."""
         if self._done:
             return []
-        config = self.config
-        self._stall(now_s - config.stall_s)
+        breadth = self.breadth
+        self._stall(now_s - breadth.stall_s)
         effects: list[Effect] = []
         counted = unsettled = 0
         for candidate in self._order:
-            if counted == config.wanted:
+            if counted == breadth.wanted:
                 break
             state = candidate.state
             if state is _FAILED or state is _STALLED:
                 continue
             if state is _FRESH:
-                if self.queries >= config.queries_max:
+                if self.queries >= breadth.queries_max:
                     continue
-                if len(self._asked) < config.parallel:
+                if len(self._asked) < breadth.parallel:
                     candidate.state, candidate.asked_s = _ASKED, now_s
                     self._asked[candidate.contact.peer_id] = candidate
                     self.queries += 1
@@ -169,14 +170,14 @@ class Lookup:
             counted += 1
             unsettled += state is not _ANSWERED
         # The peer that was asked first stalls first.
-        self._deadline_s = next(iter(self._asked.values())).asked_s + config.stall_s if self._asked else None
+        self._deadline_s = next(iter(self._asked.values())).asked_s + breadth.stall_s if self._asked else None
         # Without any answer yet, waiting for a slow peer is better than returning nothing.
         if unsettled or (not self.answers and self._any_stalled()):
             return effects
         self._done = True
         self._deadline_s = None
         answered = [candidate.contact for candidate in self._order if candidate.state is _ANSWERED]
-        return [LookupDone(tuple(answered[: config.wanted]))]
+        return [LookupDone(tuple(answered[: breadth.wanted]))]
 
     def _stall(self, asked_before_s: float) -> None:
         while self._asked:
@@ -195,7 +196,7 @@ class Lookup:
         answered; 0 when none has.
         """
         answered = [candidate for candidate in self._order if candidate.state is _ANSWERED][
-            : self.config.wanted
+            : self.breadth.wanted
         ]
         return max(
             (candidate.hops for candidate in answered if candidate.contact.peer_id != self._own), default=0
@@ -210,7 +211,7 @@ class Lookup:
         elif known.state is _FRESH and known.contact.addresses != contact.addresses:
             # One of the peers that named it may have invented the address: keep both.
             addresses: tuple[Address, ...] = tuple(dict.fromkeys(known.contact.addresses + contact.addresses))
-            known.contact = Contact(contact.peer_id, addresses[:_ADDRESSES_MAX])
+            known.contact = Contact(contact.peer_id, addresses[:ADDRESSES_MAX])
 
     def _insert(self, contact: Contact, state: _State, hops: int = 1) -> None:
         candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state, hops=hops)
@@ -225,7 +226,7 @@ class Lookup:
         """Drop the farthest candidates that were never asked. The others, at most `queries_max`, are kept so
         that no peer is asked twice.
         """
-        excess = len(self._order) - self.config.shortlist_max
+        excess = len(self._order) - self.breadth.shortlist_max
         for position in range(len(self._order) - 1, -1, -1):
             if excess <= 0:
                 return

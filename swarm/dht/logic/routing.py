@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarm.core.ids import Contact, PeerId
+from swarm.dht.logic.constants import BUCKET_MAX
 
 if TYPE_CHECKING:
     import random
@@ -25,23 +26,20 @@ ID_BITS = 256
 _DISTANCE = operator.itemgetter(0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingConfig:
-    """Sizes and timeouts of the routing table."""
-
-    bucket_max: int = 20  # Kademlia's k
-    # Buckets that do not cover this peer's id split up to the next multiple of this depth (the paper's b).
-    depth_step: int = 5
-    failures_max: int = 2  # consecutive failures after which a peer is dropped
-    near_count: int = 10  # nearest peers, which are pinged often because they hold the same keys as this peer
-    near_silent_s: float = 60.0  # silence after which one of those is pinged
-    # Any other peer may be silent for as long as it has been known, within these bounds: a peer that has
-    # lived long is likely to live on (the paper's figure 1).
-    far_silent_s_min: float = 300.0
-    far_silent_s_max: float = 3600.0
-    # A newcomer without room causes a ping to the longest silent peer of its bucket if it was silent this
-    # long.
-    questionable_s: float = 300.0
+# Buckets that do not cover this peer's id split up to the next multiple of this depth (the paper's b).
+DEPTH_STEP = 5
+# Consecutive failures after which a peer is dropped: one lost message is no proof.
+FAILURES_MAX = 2
+# Nearest peers, which are pinged often because they hold the same keys as this peer.
+NEAR_COUNT = 10
+# Silence after which one of those is pinged.
+NEAR_SILENT_S = 60.0
+# Any other peer may be silent for as long as it has been known, within these bounds: a peer that has lived
+# long is likely to live on (the paper's figure 1).
+FAR_SILENT_S_MIN = 300.0
+FAR_SILENT_S_MAX = 3600.0
+# A newcomer without room causes a ping to the longest silent peer of its bucket if it was silent this long.
+QUESTIONABLE_S = 300.0
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +76,17 @@ class _Bucket:
 class RoutingTable:
     """The peers that can be dialed, by distance. A peer without addresses never enters."""
 
-    def __init__(self, own: PeerId, config: RoutingConfig | None = None) -> None:
-        self.config = config or RoutingConfig()
+    def __init__(
+        self,
+        own: PeerId,
+        *,
+        bucket_max: int = BUCKET_MAX,
+        depth_step: int = DEPTH_STEP,
+        near_count: int = NEAR_COUNT,
+        questionable_s: float = QUESTIONABLE_S,
+    ) -> None:
+        self.bucket_max, self.depth_step = bucket_max, depth_step
+        self._near_count, self._questionable_s = near_count, questionable_s
         self.own = own
         self.own_id = own.dht_id
         self._buckets = [_Bucket(0, ID_BITS, 0.0)]  # sorted by `lower`; together they cover every id
@@ -91,6 +98,10 @@ class RoutingTable:
 
     def __len__(self) -> int:
         return len(self._by_peer)
+
+    def replacements(self) -> set[PeerId]:
+        """Return the peers that wait for a place in a full bucket."""
+        return {peer_id for bucket in self._buckets for peer_id in bucket.replacements}
 
     def __contains__(self, peer_id: object) -> bool:
         return peer_id in self._by_peer
@@ -131,8 +142,8 @@ class RoutingTable:
                 node.contact, node.seen_s, node.failures, node.promoted = contact, now_s, 0, False
                 bucket.nodes.move_to_end(contact.peer_id)
                 return None
-            if len(bucket.nodes) < self.config.bucket_max:
-                failures = 0 if proven else self.config.failures_max - 1
+            if len(bucket.nodes) < self.bucket_max:
+                failures = 0 if proven else FAILURES_MAX - 1
                 bucket.nodes[contact.peer_id] = _Node(
                     contact, dht_id, now_s, now_s if since_s is None else since_s, failures
                 )
@@ -160,7 +171,7 @@ class RoutingTable:
             node.contact, node.seen_s, node.promoted = contact, now_s, False
             bucket.nodes.move_to_end(contact.peer_id)
             return None
-        if len(bucket.nodes) < self.config.bucket_max or self._may_split(bucket):
+        if len(bucket.nodes) < self.bucket_max or self._may_split(bucket):
             return contact
         return self._add_replacement(bucket, contact, now_s)
 
@@ -168,10 +179,10 @@ class RoutingTable:
         """Keep a newcomer as a replacement, because its bucket is full."""
         bucket.replacements[contact.peer_id] = _Node(contact, contact.peer_id.dht_id, now_s, now_s)
         bucket.replacements.move_to_end(contact.peer_id)
-        if len(bucket.replacements) > self.config.bucket_max:
+        if len(bucket.replacements) > self.bucket_max:
             bucket.replacements.popitem(last=False)
         oldest = next(iter(bucket.nodes.values()))
-        return oldest.contact if oldest.seen_s <= now_s - self.config.questionable_s else None
+        return oldest.contact if oldest.seen_s <= now_s - self._questionable_s else None
 
     def on_failure(self, peer_id: PeerId, *, at_once: bool = False) -> bool:
         """Record that a peer did not answer. Returns whether it was dropped: after `failures_max` failures in
@@ -182,7 +193,7 @@ class RoutingTable:
             return False
         node = bucket.nodes[peer_id]
         node.failures += 1
-        if node.failures < self.config.failures_max and not at_once:
+        if node.failures < FAILURES_MAX and not at_once:
             self._failing[peer_id] = None
             return False
         del bucket.nodes[peer_id], self._by_peer[peer_id]
@@ -223,12 +234,11 @@ class RoutingTable:
         """Return the peers that were silent for too long, oldest first within each class: the nearest peers
         and those with failures come before all others.
         """
-        config = self.config
-        near = {contact.peer_id: None for contact in self.nearest(self.own_id, config.near_count)}
+        near = {contact.peer_id: None for contact in self.nearest(self.own_id, self._near_count)}
         due: list[tuple[bool, float, Contact]] = []
         for peer_id in near:
             node = self._by_peer[peer_id].nodes[peer_id]
-            if node.failures or now_s - node.seen_s >= config.near_silent_s:
+            if node.failures or now_s - node.seen_s >= NEAR_SILENT_S:
                 due.append((False, node.seen_s, node.contact))
         for peer_id in self._failing:
             if peer_id not in near:
@@ -237,15 +247,13 @@ class RoutingTable:
         for bucket in self._buckets:
             for peer_id, node in bucket.nodes.items():
                 silent_s = now_s - node.seen_s
-                if silent_s < config.far_silent_s_min:
+                if silent_s < FAR_SILENT_S_MIN:
                     if node.promoted:
                         continue
                     # All others were seen later. A table has hundreds of peers, and this runs every few
                     # seconds.
                     break
-                silence_s_max = min(
-                    max(node.seen_s - node.since_s, config.far_silent_s_min), config.far_silent_s_max
-                )
+                silence_s_max = min(max(node.seen_s - node.since_s, FAR_SILENT_S_MIN), FAR_SILENT_S_MAX)
                 if silent_s >= silence_s_max and not node.failures and peer_id not in near:
                     due.append((True, node.seen_s, node.contact))
         return [contact for *_, contact in sorted(due, key=lambda one: one[:2])]
@@ -261,7 +269,7 @@ class RoutingTable:
         return [
             bucket.lower | rng.getrandbits(bucket.width_bits)
             for bucket in self._buckets
-            if bucket.touched_s < before_s and len(bucket.nodes) < self.config.bucket_max
+            if bucket.touched_s < before_s and len(bucket.nodes) < self.bucket_max
         ]
 
     def _bucket_of(self, dht_id: int) -> _Bucket:
@@ -270,7 +278,7 @@ class RoutingTable:
     def _may_split(self, bucket: _Bucket) -> bool:
         if bucket.width_bits == 0:
             return False
-        return bucket.distance(self.own_id) == 0 or bucket.depth % self.config.depth_step != 0
+        return bucket.distance(self.own_id) == 0 or bucket.depth % self.depth_step != 0
 
     def _split(self, bucket: _Bucket) -> None:
         assert not bucket.replacements, "nobody waits in a bucket that splits"

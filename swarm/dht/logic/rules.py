@@ -24,7 +24,7 @@ class NamespaceRules:
     schema: RecordSchema | None = None  # schema of values; tombstones have none
     value_bytes_max: int = VALUE_BYTES_MAX  # as msgpack
     ttl_s_max: float = TTL_MAX_US / 1e6
-    # Per key; None: StorageConfig.entries_per_writer_and_key_max.
+    # Per key; None: Quotas.entries_per_writer_and_key_max.
     entries_per_writer_max: int | None = None
 
     def __post_init__(self) -> None:

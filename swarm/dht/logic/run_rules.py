@@ -24,7 +24,7 @@ _PROGRESS = Table(
         "at": Number(0.0, _TIME_S_MAX),
         "since": Number(0.0, _TIME_S_MAX),
     },
-    optional={"addresses": _ADDRESSES, "total": _SUM},
+    optional={"addresses": _ADDRESSES, "total": _SUM, "joining": Flag()},
 )
 
 _COUNT = Number(0, _COUNT_MAX, whole=True)
@@ -93,7 +93,10 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
     # averaging.matchmaking.service.presence: peers that run an averager.
     NamespaceRules(
         name="holders.*",
-        schema=Table({"addresses": _ADDRESSES, "schema": Binary(64), "text": Text(300)}),
+        schema=Table(
+            {"addresses": _ADDRESSES, "schema": Binary(64), "text": Text(300)},
+            optional={"bits": Number(0, 64, whole=True)},
+        ),
         value_bytes_max=8192,
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
@@ -114,16 +117,19 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
-    # averaging.optim.state.donor: peers that offer their state to joiners.
-    NamespaceRules(
-        name="donors",
-        schema=Table(
-            {"epoch": Number(0, _COUNT_MAX, whole=True), "addresses": _ADDRESSES},
-            optional={"canonical": Flag(), "digest": Binary(64), "bytes": Number(0, 1 << 50, whole=True)},
-        ),
-        value_bytes_max=8192,
-        ttl_s_max=_TTL_S_MAX,
-        entries_per_writer_max=1,
+    # averaging.optim.state.donor: peers that offer their state to joiners; in a large run, by shard.
+    *(
+        NamespaceRules(
+            name=name,
+            schema=Table(
+                {"epoch": Number(0, _COUNT_MAX, whole=True), "addresses": _ADDRESSES},
+                optional={"canonical": Flag(), "digest": Binary(64), "bytes": Number(0, 1 << 50, whole=True)},
+            ),
+            value_bytes_max=8192,
+            ttl_s_max=_TTL_S_MAX,
+            entries_per_writer_max=1,
+        )
+        for name in ("donors", "donors.*")
     ),
     # swarm.metrics: the metrics that trainers publish, spread over several keys.
     NamespaceRules(

@@ -20,7 +20,7 @@ from swarm.dht.logic.records import Owner, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StorageConfig:
+class Quotas:
     """Quotas of one replica. Records beyond them are refused; stored records are never evicted for others."""
 
     entries_per_key_max: int = 4096  # this many peers can announce themselves under one key
@@ -32,6 +32,9 @@ class StorageConfig:
     # Part of it for records of keys that this peer is no replica of: the most that a flood from anywhere can
     # take.
     bytes_far_max: int = 32 << 20
+
+
+PRODUCTION_QUOTAS = Quotas()
 
 
 @dataclass(slots=True, eq=False)
@@ -65,12 +68,12 @@ class Storage:
     """Records by key and owner. Time is a parameter: microseconds of swarm time."""
 
     def __init__(
-        self, config: StorageConfig | None = None, quota: Callable[[Key], int | None] = lambda key: None
+        self, quotas: Quotas = PRODUCTION_QUOTAS, quota: Callable[[Key], int | None] = lambda key: None
     ) -> None:
         """Create an empty storage. `quota` returns how many entries one writer may have under a key, or None
         where no rule says so.
         """
-        self.config = config or StorageConfig()
+        self.quotas = quotas
         self._quota = quota
         self.size_bytes = 0
         self.far_bytes = 0
@@ -160,30 +163,30 @@ class Storage:
                     self._put(key, owner, slot, None)
 
     def _quota_refusal(self, slot: _Slot, old: _Slot | None) -> str | None:
-        config, record = self.config, slot.record
+        quotas, record = self.quotas, slot.record
         assert record is not None
         by_key = self._by_key.get(record.key, _NONE)
         by_writer = self._by_writer.get(record.writer, _NONE)
         if old is None:
-            per_writer_and_key = self._quota(record.key) or config.entries_per_writer_and_key_max
-            if by_key.entries >= config.entries_per_key_max:
-                return f"the key holds {config.entries_per_key_max} entries already"
-            if by_writer.entries >= config.entries_per_writer_max:
-                return f"its writer has {config.entries_per_writer_max} entries here already"
+            per_writer_and_key = self._quota(record.key) or quotas.entries_per_writer_and_key_max
+            if by_key.entries >= quotas.entries_per_key_max:
+                return f"the key holds {quotas.entries_per_key_max} entries already"
+            if by_writer.entries >= quotas.entries_per_writer_max:
+                return f"its writer has {quotas.entries_per_writer_max} entries here already"
             if self._by_key_and_writer.get((record.key, record.writer), _NONE).entries >= per_writer_and_key:
                 return f"its writer has {per_writer_and_key} entries under this key already"
         growth_bytes = slot.size_bytes - (old.size_bytes if old else 0)
         if growth_bytes <= 0:
             return None
-        if by_key.size_bytes + growth_bytes > config.bytes_per_key_max:
-            return f"the key's entries would take more than {config.bytes_per_key_max} bytes"
-        if by_writer.size_bytes + growth_bytes > config.bytes_per_writer_max:
-            return f"its writer's entries would take more than {config.bytes_per_writer_max} bytes here"
-        if self.size_bytes + growth_bytes > config.bytes_max:
-            return f"this peer's storage of {config.bytes_max} bytes is full"
-        if slot.far and self.far_bytes + growth_bytes > config.bytes_far_max:
+        if by_key.size_bytes + growth_bytes > quotas.bytes_per_key_max:
+            return f"the key's entries would take more than {quotas.bytes_per_key_max} bytes"
+        if by_writer.size_bytes + growth_bytes > quotas.bytes_per_writer_max:
+            return f"its writer's entries would take more than {quotas.bytes_per_writer_max} bytes here"
+        if self.size_bytes + growth_bytes > quotas.bytes_max:
+            return f"this peer's storage of {quotas.bytes_max} bytes is full"
+        if slot.far and self.far_bytes + growth_bytes > quotas.bytes_far_max:
             return (
-                f"this peer is far from the key, and its {config.bytes_far_max} bytes for such keys are taken"
+                f"this peer is far from the key, and its {quotas.bytes_far_max} bytes for such keys are taken"
             )
         return None
 

@@ -8,6 +8,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 
 from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.logic.constants import (
+    BULK_ACTIVE_MAX,
+    BULK_CALLS_MAX,
+    QUERIES_PER_CALL_MAX,
+    RECORD_BYTES_PER_CALL_MAX,
+    RECORDS_PER_CALL_MAX,
+    REPLICAS,
+)
 from swarm.dht.logic.lookup import Lookup, LookupDone
 from swarm.dht.logic.records import Record
 from swarm.dht.service.overlay import FIND, STORE, Overlay
@@ -45,9 +53,9 @@ class ManySearches:
         self._lookups = dict(lookups)
         self._query_of = query_of
         self._merge_answer = merge_answer
-        self._limit = asyncio.Semaphore(overlay.config.bulk_calls_max)
+        self._limit = asyncio.Semaphore(BULK_CALLS_MAX)
         self._inbox: asyncio.Queue[tuple[PeerId, dict[Key, Sequence[Contact] | None]]] = asyncio.Queue()
-        self._nearest_max = overlay.config.replicas if overlay.knows_all else 0
+        self._nearest_max = REPLICAS if overlay.knows_all else 0
 
     async def run(self, on_done: Callable[[Key, tuple[Contact, ...]], None]) -> None:
         """Run until every lookup is done; call `on_done` for each one when it is done."""
@@ -84,7 +92,7 @@ class ManySearches:
                 else:
                     calls.setdefault(effect.contact.peer_id, (effect.contact, []))[1].append(key)
         for contact, keys in calls.values():
-            for chunk in _chunks(keys, self._overlay.config.queries_per_call_max):
+            for chunk in _chunks(keys, QUERIES_PER_CALL_MAX):
                 yield contact, chunk
 
     async def _call(self, contact: Contact, keys: Sequence[Key]) -> None:
@@ -173,12 +181,12 @@ class ManyReads:
                 found.end()
             else:
                 unknown.append(key)
-        wanted = overlay.config.routing.bucket_max if exhaustive else overlay.config.replicas
-        for chunk in _chunks(unknown, overlay.config.bulk_active_max):
+        wanted = overlay.bucket_max if exhaustive else REPLICAS
+        for chunk in _chunks(unknown, BULK_ACTIVE_MAX):
             lookups = {}
             for key in chunk:
                 self.searches[key].merge(self._records(key, overlay.now_us))
-                lookups[key] = overlay.lookup(key.dht_id, wanted=wanted, parallel=overlay.config.replicas)
+                lookups[key] = overlay.lookup(key.dht_id, wanted=wanted, parallel=REPLICAS)
             await ManySearches(overlay, lookups, self._query, self._merge_answer).run(self._done)
 
     def _query(self, key: Key) -> DhtFindQuery:
@@ -204,7 +212,7 @@ class ManyWrites:
         self._overlay = overlay
         self._replica = replica
         self._records = records
-        self._limit = asyncio.Semaphore(overlay.config.bulk_calls_max)
+        self._limit = asyncio.Semaphore(BULK_CALLS_MAX)
         self._failed: set[PeerId] = set()
         self.verdicts = [Verdicts() for _ in records]
         self._numbers = {id(record): number for number, record in enumerate(records)}
@@ -216,7 +224,7 @@ class ManyWrites:
             calls: dict[PeerId, tuple[Contact, list[Record]]] = {}
             for record, verdicts in zip(self._records, self.verdicts, strict=True):
                 live = [contact for contact in nearest[record.key] if contact.peer_id not in self._failed]
-                for contact in live[: self._overlay.config.replicas]:
+                for contact in live[:REPLICAS]:
                     if contact.peer_id not in verdicts:
                         calls.setdefault(contact.peer_id, (contact, []))[1].append(record)
             if not calls:
@@ -237,7 +245,7 @@ class ManyWrites:
 
     async def _nearest(self) -> dict[Key, Sequence[Contact]]:
         """Return the candidates for the replicas of every key, including spare ones."""
-        overlay, config = self._overlay, self._overlay.config
+        overlay = self._overlay
         own = overlay.own()
         keys = sorted({record.key for record in self._records}, key=lambda key: key.dht_id)
         found: dict[Key, Sequence[Contact]] = {}
@@ -250,11 +258,8 @@ class ManyWrites:
         async def merge_answer(key: Key, contact: Contact, result: DhtFindResult) -> Sequence[Contact]:
             return overlay.contacts_from_answer(result.nearest)
 
-        for chunk in _chunks(keys, config.bulk_active_max):
-            lookups = {
-                key: overlay.lookup(key.dht_id, wanted=config.replicas, parallel=config.replicas)
-                for key in chunk
-            }
+        for chunk in _chunks(keys, BULK_ACTIVE_MAX):
+            lookups = {key: overlay.lookup(key.dht_id, wanted=REPLICAS, parallel=REPLICAS) for key in chunk}
             searches = ManySearches(
                 overlay, lookups, lambda key: DhtFindQuery(target=id_to_wire(key.dht_id)), merge_answer
             )
@@ -262,12 +267,12 @@ class ManyWrites:
         return found
 
     async def _store_at(self, contact: Contact, records: Sequence[Record]) -> None:
-        overlay, config = self._overlay, self._overlay.config
+        overlay = self._overlay
         if contact.peer_id == overlay.own_id:
             for record in records:
                 self._note(contact.peer_id, record, self._replica.store_record(record, direct=True))
             return
-        for batch in batches(records, config.records_per_call_max, config.record_bytes_per_call_max):
+        for batch in batches(records, RECORDS_PER_CALL_MAX, RECORD_BYTES_PER_CALL_MAX):
             async with self._limit:
                 request = DhtStoreRequest(sender=overlay.sender, records=map(record_to_wire, batch))
                 reply = await overlay.ask(contact, STORE, request)

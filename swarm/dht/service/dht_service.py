@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.ids import Contact, Key, PeerId
-from swarm.dht.logic.config import DhtConfig
+from swarm.core.notify import wait_until_set
+from swarm.core.presets import WAN, Timings
+from swarm.dht.logic.cache import ReadCache
+from swarm.dht.logic.constants import BULK_KEYS_MAX, CACHED_BYTES_MAX, CACHED_MAX
+from swarm.dht.logic.issued import IssuedRecords
 from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.reading import live, select
 from swarm.dht.logic.records import (
@@ -32,7 +35,7 @@ from swarm.dht.logic.records import (
     signed,
 )
 from swarm.dht.logic.rules import NamespaceRules
-from swarm.dht.logic.storage import Storage
+from swarm.dht.logic.storage import PRODUCTION_QUOTAS, Quotas, Storage
 from swarm.dht.service.bulk import ManyReads, ManyWrites
 from swarm.dht.service.overlay import DhtClock, Overlay
 from swarm.dht.service.reader import Reader, RecordSearch
@@ -44,9 +47,8 @@ from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Handlers
 from swarm.runtime.supervise import Supervisor
 
-__all__ = ["DhtConfig", "DhtService", "Entry", "ManyAnswers", "NamespaceRules", "StoreItem", "StoreResult"]
+__all__ = ["DhtService", "Entry", "ManyAnswers", "NamespaceRules", "StoreItem", "StoreResult"]
 
-_WRITTEN_MAX = 4096
 _SIGNED_AT_ONCE = 16
 _FIRST_CONTACT_S_MAX = 3.0
 
@@ -86,21 +88,33 @@ class DhtService:
     book: PeerBook
     clock: DhtClock
     supervisor: Supervisor
-    config: DhtConfig = field(default_factory=DhtConfig)
+    timings: Timings = WAN
+    quotas: Quotas = PRODUCTION_QUOTAS
     rng: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
-        self.overlay = Overlay(self.own, self.caller, self.book, self.clock, self.config)
+        self.overlay = Overlay(
+            self.own,
+            self.caller,
+            self.book,
+            self.clock,
+            self.supervisor,
+            self.timings,
+        )
         self.namespaces = Namespaces()
-        self.storage = Storage(self.config.storage, self.namespaces.entries_per_writer_max)
+        self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max)
         self._validator = RecordValidator(self.namespaces)
-        self._replication = Replication(self.overlay, self.storage, self.rng)
-        self._replica = ReplicaStore(self.overlay, self.storage, self._validator, self._replication)
+        self.replication = Replication(self.overlay, self.storage, self.rng)
+        self._cache = ReadCache(CACHED_MAX, CACHED_BYTES_MAX)
+        self._issued = IssuedRecords(self.peer_id, self.overlay.now_us)
+        self._replica = ReplicaStore(
+            self.overlay, self.storage, self._validator, self.replication, self._cache, self._issued
+        )
         self._replica.serve(self.handlers)
-        self._reader = Reader(self.overlay, self.storage, self._replica, self._replication, self.supervisor)
-        self._upkeep = Upkeep(self.overlay, self._replication, self.supervisor, self.rng)
-        # (latest expiration, latest issue time) of this peer's own entries
-        self._written: OrderedDict[tuple[Key, str | None], tuple[int, int]] = OrderedDict()
+        self.reader = Reader(
+            self.overlay, self.storage, self._replica, self.replication, self._cache, self.supervisor
+        )
+        self.upkeep = Upkeep(self.overlay, self.replication, self.supervisor, self.rng)
         self._joins = 0
 
     @property
@@ -116,20 +130,27 @@ class DhtService:
         """
         self._joins += 1
         try:
-            await self._upkeep.join(contacts)
+            await self.upkeep.join(contacts)
         finally:
             self._joins -= 1
 
     async def ping(self, contact: Contact) -> bool:
         """Return whether the peer answers now."""
-        return await self._upkeep.ping(contact)
+        return await self.overlay.ping(contact)
 
     @property
     def clock_problem(self) -> str | None:
         """Return by how much this machine's clock is wrong and what to do about it, as a sentence; None when
         no problem is known.
         """
-        return self._upkeep.clock_problem
+        return self.upkeep.clock_problem
+
+    @property
+    def identity_problem(self) -> str | None:
+        """Return that another process uses this peer's identity and what to do about it, as a sentence; None
+        when no problem is known.
+        """
+        return self._issued.problem(self.overlay.now_us)
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
         """Enforce rules for a namespace on this peer: see `swarm.dht.logic.namespaces`. Stored records that
@@ -137,7 +158,7 @@ class DhtService:
         """
         self.namespaces.register(namespace, rules)
         self.storage.discard(lambda record: self.namespaces.refusal(record) is not None)
-        self._reader.cache.clear()
+        self._cache.clear()
 
     async def leave(self, *, timeout_s: float = 0.5) -> None:
         """Send a goodbye to the neighbours, and hand over records that they lack, as far as `timeout_s`
@@ -145,7 +166,7 @@ class DhtService:
         """
         if not len(self.overlay.table):
             return
-        for share, step in ((0.6, self._replication.hand_over), (0.4, self._replication.say_goodbye)):
+        for share, step in ((0.6, self.replication.hand_over), (0.4, self.replication.say_goodbye)):
             try:
                 async with asyncio.timeout(share * timeout_s):
                     await step()
@@ -175,17 +196,15 @@ class DhtService:
         Raises UsageError before anything is sent when an item is not allowed or there are more than
         `bulk_keys_max`.
         """
-        if len(items) > self.config.bulk_keys_max:
-            raise UsageError(
-                f"store_many takes at most {self.config.bulk_keys_max} entries, not {len(items)}"
-            )
+        if len(items) > BULK_KEYS_MAX:
+            raise UsageError(f"store_many takes at most {BULK_KEYS_MAX} entries, not {len(items)}")
         records = []
         for number, item in enumerate(items, 1):
             records.append(self._entry(item, ttl_s))
             if number % _SIGNED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         for record in records:
-            self._reader.invalidate(record.key)
+            self.reader.invalidate(record.key)
         writes = ManyWrites(self.overlay, self._replica, records)
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
@@ -213,10 +232,10 @@ class DhtService:
         """Remove this peer's own entry: a tombstone takes its place until the entry would have expired."""
         subkey = self._subkey(key, subkey)
         deadline_s = self.clock.monotonic_s() + timeout_s
-        expiration_us, _ = self._written.get((key, subkey), (0, 0))
+        expiration_us, _ = self._issued.latest(key, subkey)
         now_us = self.overlay.now_us
         if expiration_us <= now_us:  # not written by this process, perhaps by a previous one
-            search = await self._reader.read(key, exhaustive=False, max_age_s=0.0, timeout_s=timeout_s / 2)
+            search = await self.reader.read(key, exhaustive=False, max_age_s=0.0, timeout_s=timeout_s / 2)
             found = search.latest.get((self.peer_id, subkey))
             expiration_us = (
                 found.expiration_us if found and found.expiration_us > now_us else now_us + TTL_MAX_US
@@ -271,13 +290,11 @@ class DhtService:
         A key for which no peer answered in time is among the failures. Raises UsageError for more than
         `bulk_keys_max` keys.
         """
-        key_by_name = {key: Key.parse(key) if isinstance(key, str) else key for key in keys}
-        if len(key_by_name) > self.config.bulk_keys_max:
-            raise UsageError(
-                f"get_many takes at most {self.config.bulk_keys_max} keys, not {len(key_by_name)}"
-            )
+        key_by_name = {key: Key.parse(key) for key in keys}
+        if len(key_by_name) > BULK_KEYS_MAX:
+            raise UsageError(f"get_many takes at most {BULK_KEYS_MAX} keys, not {len(key_by_name)}")
         _check_age(max_age_s)
-        reads = ManyReads(self.overlay, self._reader, self.storage.records)
+        reads = ManyReads(self.overlay, self.reader, self.storage.records)
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
                 await self._wait_for_contact(timeout_s)
@@ -302,7 +319,7 @@ class DhtService:
 
     def _entry(self, item: StoreItem, ttl_s: float) -> Record:
         """Return the signed record of an item. Raises UsageError when the item is not allowed."""
-        key = Key.parse(item.key) if isinstance(item.key, str) else item.key
+        key = Key.parse(item.key)
         raw = encode_value(item.value)
         ttl_s = ttl_s if item.ttl_s is None else item.ttl_s
         if not 0 < ttl_s <= TTL_MAX_US / 1e6:
@@ -314,6 +331,8 @@ class DhtService:
     def _subkey(self, key: Key, subkey: str | None) -> str | None:
         if subkey is None and is_run_namespace(key.namespace):
             return str(self.peer_id)
+        if subkey is not None and not isinstance(subkey, str):
+            raise UsageError(f"a subkey is text, not {subkey!r:.60}")
         return subkey
 
     def _issue(
@@ -324,7 +343,7 @@ class DhtService:
         Raises UsageError when the last one was issued while this machine's clock was far ahead: the swarm
         refuses earlier records of this entry until that time has passed. Other entries are not affected.
         """
-        expired_us, issued_us = self._written.get((key, subkey), (0, 0))
+        _, issued_us = self._issued.latest(key, subkey)
         issued_at_us = max(self.overlay.now_us, issued_us + 1)
         expiration_us = issued_at_us + min(max(ttl_us, 1), TTL_MAX_US)
         record = Record(
@@ -343,10 +362,7 @@ class DhtService:
             raise UsageError(f"a subkey is text that can be encoded as UTF-8: {error}") from error
         if refusal:
             raise UsageError(f"cannot store under {key}: {refusal}")
-        self._written[key, subkey] = (max(expiration_us, expired_us), issued_at_us)
-        self._written.move_to_end((key, subkey))
-        if len(self._written) > _WRITTEN_MAX:
-            self._written.popitem(last=False)
+        self._issued.add(record)
         return record
 
     async def _wait_for_contact(self, timeout_s: float) -> None:
@@ -354,14 +370,10 @@ class DhtService:
         write would stay here.
         """
         if self._joins and not len(self.overlay.table):
-            try:
-                async with asyncio.timeout(min(timeout_s, _FIRST_CONTACT_S_MAX)):
-                    await self._upkeep.join_attempted.wait()
-            except TimeoutError:
-                return
+            await wait_until_set(self.upkeep.join_attempted, min(timeout_s, _FIRST_CONTACT_S_MAX))
 
     async def _store(self, record: Record, timeout_s: float) -> StoreResult:
-        self._reader.invalidate(record.key)
+        self.reader.invalidate(record.key)
         write = PendingWrite(self.overlay, record)
         verdicts = write.verdicts
         try:
@@ -382,7 +394,7 @@ class DhtService:
         deadline_s = self.clock.monotonic_s() + timeout_s
         await self._wait_for_contact(timeout_s)
         remaining_s = deadline_s - self.clock.monotonic_s()
-        return await self._reader.read(key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=remaining_s)
+        return await self.reader.read(key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=remaining_s)
 
 
 def _check_age(max_age_s: float | None) -> None:

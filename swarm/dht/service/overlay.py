@@ -11,18 +11,20 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-from swarm.core.backoff import backoff_s
+from swarm.core.avoidance import Avoidance
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
+from swarm.core.presets import Timings
 from swarm.dht.logic.clock_offset import ClockOffset
-from swarm.dht.logic.config import DhtConfig
-from swarm.dht.logic.lookup import Lookup, LookupConfig, LookupDone
-from swarm.dht.logic.routing import RoutingTable
+from swarm.dht.logic.constants import REPLICAS, STABLE_AFTER_S, SUSPECT_S, SUSPECT_S_MAX, SUSPECTS_MAX
+from swarm.dht.logic.lookup import Lookup, LookupBreadth, LookupDone
+from swarm.dht.logic.routing import NEAR_COUNT, RoutingTable
 from swarm.dht.service.wire import known_to_wire
-from swarm.net.contacts import contact_to_wire, contacts_from_wire
+from swarm.net.contacts import contact_from_wire, contact_to_wire, contacts_from_wire
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Method, RequestT
+from swarm.runtime.supervise import Supervisor
 from swarm.wire.dht_pb2 import (
     DhtFindReply,
     DhtFindRequest,
@@ -35,7 +37,7 @@ from swarm.wire.dht_pb2 import (
 )
 from swarm.wire.peer_pb2 import Contact as WireContact
 
-# A whole key must fit into a Find reply (StorageConfig.bytes_per_key_max), with its 20 nearest contacts.
+# A whole key must fit into a Find reply (Quotas.bytes_per_key_max), with its 20 nearest contacts.
 PING = Method(
     name="/swarm.Dht/Ping",
     request=DhtPingRequest,
@@ -67,6 +69,9 @@ HOLDS = Method(
 
 _BOOK_UPDATE_INTERVAL_S = 1.0  # the book is updated about the same peer at most this often
 _BOOK_UPDATES_MAX = 2048
+_CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
+_CHECKED_PEERS_MAX = 1024
+_CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often
 
 DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
 BookUpdates: TypeAlias = "OrderedDict[PeerId, tuple[Contact, float]]"
@@ -79,35 +84,52 @@ class DhtClock(Clock, Protocol):
     offset_s: float
 
 
+class TableObserver(Protocol):
+    """A service that reacts to peers that enter or leave the routing table."""
+
+    def on_peer_joined(self, contact: Contact) -> None: ...
+    def on_peer_left(self, contact: Contact, *, said_goodbye: bool) -> None: ...
+
+
 class Overlay:
     """The routing table and what keeps it up to date: every answer, failure and call is reported here."""
 
     def __init__(
-        self, own: Callable[[], Contact], caller: Caller, book: PeerBook, clock: DhtClock, config: DhtConfig
+        self,
+        own: Callable[[], Contact],
+        caller: Caller,
+        book: PeerBook,
+        clock: DhtClock,
+        supervisor: Supervisor,
+        timings: Timings,
     ) -> None:
         self.own = own
         self.own_id: PeerId = own().peer_id
         self.own_id_number = self.own_id.dht_id
-        self.config = config
+        self.timings = timings
         self.clock = clock
         self.offset = ClockOffset()
         self.book = book
-        self.table = RoutingTable(self.own_id, config.routing)
-        self.on_peer_joined: Callable[[Contact], None] = lambda contact: None
-        # The second argument says whether the peer said goodbye.
-        self.on_peer_left: Callable[[Contact, bool], None] = lambda contact, left: None
-        # Called when a peer should be pinged; returns whether the ping was started.
-        self.on_ping_wanted: Callable[[Contact], bool] = lambda contact: False
+        self.table = RoutingTable(self.own_id)
+        self._observers: list[TableObserver] = []
         self.neighbourhood_version = 0  # number of changes among the nearest peers so far
         self.neighbourhood_changed_s = clock.monotonic_s()  # time of the latest of these changes
-        self._caller = caller
+        self._caller, self._supervisor = caller, supervisor
+        # peer -> when it was last pinged because it called
+        self._checked_s: OrderedDict[PeerId, float] = OrderedDict()
+        self._checks_running = 0
         self._sender = own(), contact_to_wire(own())
         self._known_peers = -1, b""
         # peers that answered: the contact and time of the last update of the book
         self._answered: BookUpdates = OrderedDict()
         self._called: BookUpdates = OrderedDict()  # the same for peers that called
-        # peer -> (earliest next call, failures in a row)
-        self._suspects: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
+        self.suspects = Avoidance(  # peers that failed, by PeerID
+            pause_first_s=SUSPECT_S, pause_s_max=SUSPECT_S_MAX, keys_max=SUSPECTS_MAX
+        )
+
+    def observe(self, observer: TableObserver) -> None:
+        """Report each peer that enters or leaves the table from now on to `observer`."""
+        self._observers.append(observer)
 
     @property
     def sender(self) -> WireContact:
@@ -130,7 +152,7 @@ class Overlay:
         """Record that the peer itself, authenticated, answered."""
         if contact.peer_id == self.own_id:
             return
-        self._suspects.pop(contact.peer_id, None)
+        self.suspects.succeeded(contact.peer_id)
         if self._is_book_update_due(self._answered, contact):
             self.book.record_seen(contact, round_trip_s=round_trip_s)
         self._enter(contact, proven=True)
@@ -157,12 +179,12 @@ class Overlay:
         if self._is_book_update_due(self._called, contact):
             self.book.record_seen(contact)
         to_ping = self.table.on_call(contact, self.clock.monotonic_s())
-        if to_ping is None or not self.on_ping_wanted(to_ping):
+        if to_ping is None or not self._check_callable(to_ping):
             return
         if (
             to_ping.peer_id == contact.peer_id
             and contact.peer_id not in self.table
-            and contact.peer_id not in self._suspects
+            and not self.suspects.failures(contact.peer_id)
         ):
             self._enter(contact, proven=False)
 
@@ -170,18 +192,18 @@ class Overlay:
         known = contact.peer_id in self.table
         to_ping = self.table.on_answer(contact, self.clock.monotonic_s(), proven=proven)
         if to_ping is not None:
-            self.on_ping_wanted(to_ping)
+            self._check_callable(to_ping)
         if not known and contact.peer_id in self.table:
             self._note_change(contact.peer_id.dht_id)
-            self.on_peer_joined(contact)
+            for observer in self._observers:
+                observer.on_peer_joined(contact)
 
     def on_goodbye(self, peer_id: PeerId) -> None:
         """Record that the peer said goodbye."""
         contact = self.table.contact(peer_id)
         if contact is not None:
             self.table.on_failure(peer_id, at_once=True)
-            self._note_change(peer_id.dht_id)
-            self.on_peer_left(contact, True)
+            self._note_departure(contact, said_goodbye=True)
 
     def on_failure(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
         """Record that the peer did not answer. A peer of the table may fail once; any other peer, or one that
@@ -191,19 +213,19 @@ class Overlay:
         if contact is not None:
             if not self.table.on_failure(peer_id, at_once=broke_protocol):
                 return
-            self._note_change(peer_id.dht_id)
-            self.on_peer_left(contact, False)
-        failures = self._suspects.pop(peer_id, (0.0, 0))[1] + 1
-        pause_s = backoff_s(failures, self.config.suspect_s, self.config.suspect_s_max)
-        self._suspects[peer_id] = (self.clock.monotonic_s() + pause_s, failures)
-        if len(self._suspects) > self.config.suspects_max:
-            self._suspects.popitem(last=False)
+            self._note_departure(contact, said_goodbye=False)
+        self.suspects.failed(peer_id, self.clock.monotonic_s())
+
+    def _note_departure(self, contact: Contact, *, said_goodbye: bool) -> None:
+        self._note_change(contact.peer_id.dht_id)
+        for observer in self._observers:
+            observer.on_peer_left(contact, said_goodbye=said_goodbye)
 
     def _note_change(self, dht_id: int) -> None:
         """Count a change of the neighbourhood, if the peer that came or left is a neighbour."""
-        near = self.table.nearest(self.own_id_number, self.config.routing.near_count)
+        near = self.table.nearest(self.own_id_number, NEAR_COUNT)
         if (
-            len(near) < self.config.routing.near_count
+            len(near) < NEAR_COUNT
             or dht_id ^ self.own_id_number <= near[-1].peer_id.dht_id ^ self.own_id_number
         ):
             self.neighbourhood_version += 1
@@ -214,36 +236,82 @@ class Overlay:
         """Return whether the neighbourhood has been stable long enough for records to have been handed
         over.
         """
-        return self.clock.monotonic_s() - self.neighbourhood_changed_s >= self.config.stable_after_s
+        return self.clock.monotonic_s() - self.neighbourhood_changed_s >= STABLE_AFTER_S
 
     @property
     def knows_all(self) -> bool:
         """Return whether this peer probably knows all peers: no bucket of its table has ever been full."""
-        return len(self.table) < self.config.routing.bucket_max
+        return len(self.table) < self.bucket_max
 
     def replicas(self, dht_id: int) -> list[Contact]:
         """Return the peers that should hold a key, as far as this peer knows: nearest first, itself included
         if others can reach it.
         """
         own = self.own()
-        nearest = self.table.nearest(dht_id, self.config.replicas)
+        nearest = self.table.nearest(dht_id, REPLICAS)
         if own.addresses:
             nearest = sorted([*nearest, own], key=lambda contact: contact.peer_id.dht_id ^ dht_id)
-        return nearest[: self.config.replicas]
+        return nearest[:REPLICAS]
 
     def is_replica(self, dht_id: int) -> bool:
         """Return whether this peer should hold a key."""
         if not self.own().addresses:
             return False
-        nearest = self.table.nearest(dht_id, self.config.replicas)
-        return (
-            len(nearest) < self.config.replicas
-            or self.own_id_number ^ dht_id < nearest[-1].peer_id.dht_id ^ dht_id
-        )
+        nearest = self.table.nearest(dht_id, REPLICAS)
+        return len(nearest) < REPLICAS or self.own_id_number ^ dht_id < nearest[-1].peer_id.dht_id ^ dht_id
 
     def is_suspect(self, peer_id: PeerId) -> bool:
-        suspect = self._suspects.get(peer_id)
-        return suspect is not None and self.clock.monotonic_s() < suspect[0]
+        return self.suspects.avoided(peer_id, self.clock.monotonic_s())
+
+    def _check_callable(self, contact: Contact) -> bool:
+        """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether
+        a ping was started.
+        """
+        now_s = self.clock.monotonic_s()
+        if (
+            self._checks_running >= _CHECKS_MAX
+            or now_s < self._checked_s.get(contact.peer_id, -_CHECK_INTERVAL_S) + _CHECK_INTERVAL_S
+        ):
+            return False
+        self._checked_s[contact.peer_id] = now_s
+        self._checked_s.move_to_end(contact.peer_id)
+        if len(self._checked_s) > _CHECKED_PEERS_MAX:
+            self._checked_s.popitem(last=False)
+        self._checks_running += 1
+
+        async def check() -> None:
+            try:
+                await self.ping(contact)
+            finally:
+                self._checks_running -= 1
+
+        self._supervisor.spawn("DHT check of a caller", check)
+        return True
+
+    async def ping(self, contact: Contact) -> bool:
+        """Return whether the peer answers."""
+        reply = await self.ask(contact, PING, DhtPingRequest(sender=self.sender))
+        if reply is None:
+            return False
+        try:
+            reported = contact_from_wire(reply.contact) if reply.HasField("contact") else contact
+        except PeerError:
+            self.on_failure(contact.peer_id, broke_protocol=True)
+            return False
+        if reported.peer_id == contact.peer_id and reported.addresses:
+            # The dialed address works from here and goes first; the peer may know more of its own addresses.
+            self.on_answer(
+                Contact(
+                    reported.peer_id,
+                    tuple(dict.fromkeys(contact.addresses + reported.addresses))[:ADDRESSES_MAX],
+                )
+            )
+        return True
+
+    @property
+    def bucket_max(self) -> int:
+        """Return the number of peers in a bucket of the routing table."""
+        return self.table.bucket_max
 
     async def ask(
         self, contact: Contact, method: Method[RequestT, DhtReplyT], request: RequestT
@@ -251,7 +319,9 @@ class Overlay:
         """Call a peer and record the outcome in the table. Returns None when the call failed."""
         sent_us, started_s = self.raw_us, self.clock.monotonic_s()
         try:
-            reply = await self._caller.call(contact, method, request, timeout_s=self.config.call_timeout_s)
+            reply = await self._caller.call(
+                contact, method, request, timeout_s=self.timings.dht_call_timeout_s
+            )
         except SwarmError:
             self.on_failure(contact.peer_id)
             return None
@@ -266,11 +336,14 @@ class Overlay:
         reach it.
         """
         own = self.own()
-        seeds = self.table.nearest(target, self.config.routing.bucket_max)
+        seeds = self.table.nearest(target, self.bucket_max)
         self.table.touch(target, self.clock.monotonic_s())
-        config = _lookup_config(wanted, parallel, self.config.stall_s)
         return Lookup(
-            target, seeds, own=self.own_id, own_contact=own if own.addresses else None, config=config
+            target,
+            seeds,
+            own=self.own_id,
+            own_contact=own if own.addresses else None,
+            breadth=_breadth(wanted, parallel, self.timings.dht_stall_s),
         )
 
     @property
@@ -335,8 +408,8 @@ class Overlay:
 
 
 @functools.lru_cache(maxsize=64)
-def _lookup_config(wanted: int, parallel: int, stall_s: float) -> LookupConfig:
-    return LookupConfig(wanted=wanted, parallel=parallel, stall_s=stall_s)
+def _breadth(wanted: int, parallel: int, stall_s: float) -> LookupBreadth:
+    return LookupBreadth(wanted=wanted, parallel=parallel, stall_s=stall_s)
 
 
 def _earlier(deadline_s: float | None, until_s: float) -> float:

@@ -17,6 +17,12 @@ from dataclasses import dataclass, field
 from swarm.core.errors import DeadlineExceeded, NetworkError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.cache import CachedAnswer, ReadCache
+from swarm.dht.logic.constants import (
+    LOCAL_READ_TTL_S,
+    PARALLEL,
+    REPLICAS,
+    SEARCH_JOIN_WINDOW_S,
+)
 from swarm.dht.logic.records import Owner, Record
 from swarm.dht.logic.storage import Storage, latest_by_owner
 from swarm.dht.service.overlay import FIND, Overlay
@@ -106,6 +112,7 @@ class Reader:
         storage: Storage,
         replica: ReplicaStore,
         replication: Replication,
+        cache: ReadCache,
         supervisor: Supervisor,
     ) -> None:
         self._overlay = overlay
@@ -113,9 +120,8 @@ class Reader:
         self._replica = replica
         self._replication = replication
         self._supervisor = supervisor
-        self.cache = ReadCache(overlay.config.cached_max, overlay.config.cached_bytes_max)
+        self.cache = cache
         self.running: dict[tuple[Key, bool], RecordSearch] = {}
-        replica.on_first_record = self.cache_empty_answer
 
     def invalidate(self, key: Key) -> None:
         """Detach the key from running searches and the cache, because this peer writes it: a read that begins
@@ -125,21 +131,6 @@ class Reader:
         self.running.pop((key, True), None)
         self.cache.drop(key)
 
-    def cache_empty_answer(self, key: Key) -> None:
-        """Cache that this peer, a replica of the key, held nothing under it before its writer stored the
-        first record.
-        """
-        if self._overlay.is_stable:
-            self.cache.put(
-                key,
-                CachedAnswer(
-                    self._overlay.clock.monotonic_s(),
-                    self._overlay.now_us,
-                    self._overlay.neighbourhood_version,
-                    {},
-                ),
-            )
-
     def begin(self, key: Key) -> RecordSearch:
         """Return a new search that starts now."""
         overlay = self._overlay
@@ -148,7 +139,7 @@ class Reader:
     def cached_search(self, key: Key, max_age_s: float | None) -> RecordSearch | None:
         """Return an answer that needs no call, or None."""
         overlay, now_s = self._overlay, self._overlay.clock.monotonic_s()
-        age_s = overlay.config.local_read_ttl_s if max_age_s is None else max_age_s
+        age_s = LOCAL_READ_TTL_S if max_age_s is None else max_age_s
         answer = self.cache.get(key, now_s, overlay.now_us, age_s) if age_s > 0 else None
         if max_age_s is None:
             if (
@@ -177,9 +168,7 @@ class Reader:
             found = self.cached_search(key, max_age_s)
             if found is not None:
                 return found
-        search_join_window_s = (
-            self._overlay.config.search_join_window_s if exhaustive or max_age_s is None else max_age_s
-        )
+        search_join_window_s = SEARCH_JOIN_WINDOW_S if exhaustive or max_age_s is None else max_age_s
         search = self.running.get((key, exhaustive))
         if search is None or search.started_s < now_s - search_join_window_s or search_join_window_s == 0:
             search = self.running[key, exhaustive] = self.begin(key)
@@ -222,7 +211,7 @@ class Reader:
         lack records, cache the answer.
         """
         overlay, key = self._overlay, search.key
-        replicas = nearest[: overlay.config.replicas]
+        replicas = nearest[:REPLICAS]
         if any(contact.peer_id == overlay.own_id for contact in replicas):
             for record in search.latest.values():
                 self._replica.store_record(record, direct=False)
@@ -263,11 +252,7 @@ class Reader:
             own if contact.peer_id == self._overlay.own_id else search.versions_by_peer.get(contact.peer_id)
             for contact in nearest
         ]
-        return (
-            len(held) > self._overlay.config.replicas // 2
-            and bool(held[0])
-            and all(one == held[0] for one in held)
-        )
+        return len(held) > REPLICAS // 2 and bool(held[0]) and all(one == held[0] for one in held)
 
     async def _search(self, search: RecordSearch, exhaustive: bool) -> None:
         """Ask the replicas and merge their records. Ends by `search_timeout_s`, even if readers would wait
@@ -276,8 +261,8 @@ class Reader:
         A majority is asked first: it contains at least one holder of any record that most replicas hold. The
         others are asked only if the majority disagrees or holds nothing.
         """
-        overlay, config, key = self._overlay, self._overlay.config, search.key
-        nearest_max = config.replicas if overlay.knows_all and not exhaustive else 0
+        overlay, key = self._overlay, search.key
+        nearest_max = REPLICAS if overlay.knows_all and not exhaustive else 0
         request = DhtFindRequest(
             sender=overlay.sender,
             queries=[DhtFindQuery(key=key_to_wire(key))],
@@ -292,16 +277,16 @@ class Reader:
                 return None
             return await self.merge_answer(search, contact.peer_id, reply.results[0])
 
-        wanted = config.routing.bucket_max if exhaustive else config.replicas // 2 + 1
-        until_s = search.started_s + config.search_timeout_s
+        wanted = overlay.bucket_max if exhaustive else REPLICAS // 2 + 1
+        until_s = search.started_s + overlay.timings.dht_search_timeout_s
         search.merge(self._storage.records(key, overlay.now_us))
         try:
             lookup = overlay.lookup(
-                key.dht_id, wanted=wanted, parallel=max(wanted, config.parallel) if exhaustive else wanted
+                key.dht_id, wanted=wanted, parallel=max(wanted, PARALLEL) if exhaustive else wanted
             )
             nearest = await overlay.search(lookup, ask, until_s)
             if not exhaustive and not self._replicas_agree(search, nearest):
-                lookup.widen(config.replicas)
+                lookup.widen(REPLICAS)
                 nearest = await overlay.search(lookup, ask, until_s)
             if search.answers or not search.asked:
                 self.finish(search, nearest)

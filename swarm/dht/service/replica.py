@@ -5,10 +5,19 @@ near this peer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Iterable
 
 from swarm.core.errors import PeerError
 from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.cache import CachedAnswer, ReadCache
+from swarm.dht.logic.constants import (
+    ENTRIES_PER_SUMMARY_MAX,
+    KEYS_PER_SUMMARY_MAX,
+    QUERIES_PER_CALL_MAX,
+    RECORDS_PER_CALL_MAX,
+)
+from swarm.dht.logic.issued import IssuedRecords
 from swarm.dht.logic.records import Record, RecordValidator
 from swarm.dht.logic.storage import Storage
 from swarm.dht.logic.summary import ENTRY_BYTES
@@ -38,6 +47,8 @@ from swarm.wire.dht_pb2 import (
 )
 from swarm.wire.peer_pb2 import Contact as WireContact
 
+_log = logging.getLogger(__name__)
+
 _REPLY_RECORD_BYTES_MAX = 3 << 20  # the rest of a Find reply is for contacts
 _CONTACTS_MAX = 384  # per reply, over all queries: with the longest addresses less than a megabyte
 _CONTACTS_MIN = 6  # per query
@@ -48,14 +59,20 @@ class ReplicaStore:
     """Answer the calls of other peers and store their records."""
 
     def __init__(
-        self, overlay: Overlay, storage: Storage, validator: RecordValidator, replication: Replication
+        self,
+        overlay: Overlay,
+        storage: Storage,
+        validator: RecordValidator,
+        replication: Replication,
+        cache: ReadCache,
+        issued: IssuedRecords,
     ) -> None:
         self._overlay = overlay
+        self._issued = issued
         self._storage = storage
         self._validator = validator
         self._replication = replication
-        # Called when a writer stored the first record under a key.
-        self.on_first_record: Callable[[Key], None] = lambda key: None
+        self._cache = cache
 
     def serve(self, handlers: Handlers) -> None:
         """Register the handlers of the DHT's calls."""
@@ -74,8 +91,23 @@ class ReplicaStore:
         is_replica = self._overlay.is_replica(dht_id)
         refusal = self._storage.store(record, self._overlay.now_us, far=not is_replica) or ""
         if first and direct and is_replica and not refusal:
-            self.on_first_record(record.key)
+            self._cache_empty_answer(record.key)
         return refusal
+
+    def _cache_empty_answer(self, key: Key) -> None:
+        """Cache that this peer, a replica of the key, held nothing under it before its writer stored the
+        first record.
+        """
+        if self._overlay.is_stable:
+            self._cache.put(
+                key,
+                CachedAnswer(
+                    self._overlay.clock.monotonic_s(),
+                    self._overlay.now_us,
+                    self._overlay.neighbourhood_version,
+                    {},
+                ),
+            )
 
     async def validate(self, messages: Iterable[DhtRecord]) -> list[Record | str]:
         """Return each record, or why it is refused."""
@@ -86,7 +118,11 @@ class ReplicaStore:
             except PeerError as error:
                 results.append(str(error))
                 continue
-            results.append(self._validator.refusal(record, self._overlay.now_us) or record)
+            now_us = self._overlay.now_us
+            refusal = self._validator.refusal(record, now_us)
+            results.append(refusal or record)
+            if not refusal and self._issued.on_received(record, now_us):
+                _log.warning("%s", self._issued.problem(now_us))
             if number % _CHECKS_PER_TURN == 0:
                 await asyncio.sleep(0)
         return results
@@ -103,10 +139,9 @@ class ReplicaStore:
     def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         time_us = self._overlay.raw_us
         self._overlay.on_call(sender_from_wire(request.sender, caller))
-        if len(request.queries) > self._overlay.config.queries_per_call_max:
+        if len(request.queries) > QUERIES_PER_CALL_MAX:
             raise PeerError(
-                f"a call may ask at most {self._overlay.config.queries_per_call_max} queries, not "
-                f"{len(request.queries)}"
+                f"a call may ask at most {QUERIES_PER_CALL_MAX} queries, not {len(request.queries)}"
             )
         reply = DhtFindReply(time_us=time_us)
         free_bytes = _REPLY_RECORD_BYTES_MAX
@@ -136,10 +171,9 @@ class ReplicaStore:
     async def _on_store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:
         time_us = self._overlay.raw_us
         self._overlay.on_call(sender_from_wire(request.sender, caller))
-        if len(request.records) > self._overlay.config.records_per_call_max:
+        if len(request.records) > RECORDS_PER_CALL_MAX:
             raise PeerError(
-                f"a call may store at most {self._overlay.config.records_per_call_max} records, not "
-                f"{len(request.records)}"
+                f"a call may store at most {RECORDS_PER_CALL_MAX} records, not {len(request.records)}"
             )
         nearest = (
             self._nearest(id_from_wire(request.target), caller, request.nearest_max, request.known)
@@ -156,13 +190,13 @@ class ReplicaStore:
         return DhtStoreReply(time_us=time_us, refusals=refusals, nearest=nearest)
 
     def _on_holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
-        time_us, config = self._overlay.raw_us, self._overlay.config
+        time_us = self._overlay.raw_us
         self._overlay.on_call(sender_from_wire(request.sender, caller))
         entries = sum(len(held.entries) // ENTRY_BYTES for held in request.keys)
-        if len(request.keys) > config.keys_per_summary_max or entries > config.entries_per_summary_max:
+        if len(request.keys) > KEYS_PER_SUMMARY_MAX or entries > ENTRIES_PER_SUMMARY_MAX:
             raise PeerError(
-                f"a call may compare at most {config.keys_per_summary_max} keys and "
-                f"{config.entries_per_summary_max} records, "
+                f"a call may compare at most {KEYS_PER_SUMMARY_MAX} keys and "
+                f"{ENTRIES_PER_SUMMARY_MAX} records, "
                 f"not {len(request.keys)} and {entries}"
             )
         wanted: list[int] = []
@@ -177,8 +211,6 @@ class ReplicaStore:
         return DhtHoldsReply(time_us=time_us, wanted=wanted)
 
     def _nearest(self, dht_id: int, caller: PeerId, count_max: int, known: bytes) -> list[WireContact]:
-        count = min(
-            count_max or self._overlay.config.routing.bucket_max, self._overlay.config.routing.bucket_max
-        )
+        count = min(count_max or self._overlay.bucket_max, self._overlay.bucket_max)
         nearest = self._overlay.table.nearest(dht_id, count, exclude=caller)
         return [contact_to_wire(contact) for contact in without_known(nearest, known)]

@@ -16,6 +16,17 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from swarm.core.ids import Contact, Key, PeerId
+from swarm.core.notify import ChangeEvent
+from swarm.dht.logic.constants import (
+    ENTRIES_PER_SUMMARY_MAX,
+    KEYS_PER_SUMMARY_MAX,
+    NEWCOMERS_MAX,
+    RECORD_BYTES_PER_CALL_MAX,
+    RECORDS_PER_CALL_MAX,
+    REPLICAS,
+    REPLICATION_INTERVAL_S,
+    SECOND_HOLDER_DELAY_S,
+)
 from swarm.dht.logic.records import Record
 from swarm.dht.logic.storage import Storage
 from swarm.dht.logic.summary import ENTRY_BYTES, missing_entries, summary
@@ -52,8 +63,13 @@ class Replication:
         self._repairs: OrderedDict[PeerId, tuple[Contact, list[Record]]] = OrderedDict()
         self._repaired_s: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
         self._compared_s: dict[Key, float] = {}
-        self._wake = asyncio.Event()
+        self._changed = ChangeEvent()
         self._next_check_s = 0.0
+
+    @property
+    def compared_keys(self) -> frozenset[Key]:
+        """Return the keys of which this peer has compared its entries with those of other replicas."""
+        return frozenset(self._compared_s)
 
     def on_peer_joined(self, contact: Contact) -> None:
         """Schedule a hand-over to a peer that has entered the table: it may have to hold records of this
@@ -61,7 +77,7 @@ class Replication:
         """
         self._schedule(self._joined, contact)
 
-    def on_peer_left(self, contact: Contact) -> None:
+    def on_peer_left(self, contact: Contact, *, said_goodbye: bool) -> None:
         """Schedule a repair after a peer has left the table: another peer may have to hold its records."""
         self._joined.pop(contact.peer_id, None)
         self._schedule(self._departed, contact)
@@ -82,7 +98,7 @@ class Replication:
         if len(self._repaired_s) > _REPAIRED_MAX:
             self._repaired_s.popitem(last=False)
         self._repairs.setdefault(contact.peer_id, (contact, []))[1].extend(records)
-        self._wake.set()
+        self._changed.notify()
 
     def on_summary(self, caller: PeerId, key: Key, entries: bytes) -> list[int]:
         """Compare another holder's summary of a key with this peer's records. Returns the indices of the
@@ -104,7 +120,7 @@ class Replication:
         """Perform scheduled work and periodic comparisons until cancelled."""
         self._next_check_s = self._overlay.clock.monotonic_s() + _CHECK_INTERVAL_S
         while True:
-            self._wake.clear()
+            self._changed.clear()
             await self._send_repairs()
             now_s = self._overlay.clock.monotonic_s()
             for waiting, targets in (
@@ -117,8 +133,7 @@ class Replication:
                         if turn + 1 < _HOLDERS_ACTING:
                             waiting[peer_id] = (
                                 contact,
-                                now_s
-                                + self._overlay.config.second_holder_delay_s * self._rng.uniform(0.8, 1.2),
+                                now_s + SECOND_HOLDER_DELAY_S * self._rng.uniform(0.8, 1.2),
                                 turn + 1,
                             )
             if now_s >= self._next_check_s:
@@ -162,9 +177,9 @@ class Replication:
 
     def _schedule(self, waiting: OrderedDict[PeerId, tuple[Contact, float, int]], contact: Contact) -> None:
         waiting[contact.peer_id] = (contact, self._overlay.clock.monotonic_s(), 0)
-        if len(waiting) > self._overlay.config.newcomers_max:
+        if len(waiting) > NEWCOMERS_MAX:
             waiting.popitem(last=False)
-        self._wake.set()
+        self._changed.notify()
 
     async def _wait_until_due(self) -> None:
         """Wait until some work is due."""
@@ -174,11 +189,7 @@ class Replication:
                 *(due_s for waiting in (self._joined, self._departed) for _, due_s, _ in waiting.values()),
             ]
         )
-        try:
-            async with asyncio.timeout(max(due_s - self._overlay.clock.monotonic_s(), 0.001)):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+        await self._changed.wait(max(due_s - self._overlay.clock.monotonic_s(), 0.001))
 
     async def _offer_to_targets(
         self, contact: Contact, turn: int, targets: Callable[[Key, Contact, int], Contact | None]
@@ -231,7 +242,7 @@ class Replication:
         """Offer every key that has not been compared for a long time to all of its replicas. The delay grows
         with rank, so the nearest holder usually does it.
         """
-        overlay, period_s = self._overlay, self._overlay.config.replication_interval_s
+        overlay, period_s = self._overlay, REPLICATION_INTERVAL_S
         by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
         held = self._storage.keys()
         for number, key in enumerate(held, 1):
@@ -246,7 +257,7 @@ class Replication:
                 for contact in replicas
             )
             # The peer that stored it here could not reach the replicas at that time.
-            misplaced = rank >= overlay.config.replicas
+            misplaced = rank >= REPLICAS
             if now_s - compared_s < (_MISPLACED_INTERVAL_S if misplaced else period_s * (1.0 + 0.25 * rank)):
                 continue
             self._compared_s[key] = now_s
@@ -281,16 +292,15 @@ class Replication:
         """Send summaries of keys to a peer, then the records that it wants, in several calls if necessary.
         Stops when the peer does not answer.
         """
-        overlay, config = self._overlay, self._overlay.config
+        overlay = self._overlay
         chunk: list[tuple[Key, list[Record]]] = []
         entries = 0
         for key in keys:
             records = (records_of or self._records)(key)
-            for start in range(0, len(records), config.entries_per_summary_max):
-                part = records[start : start + config.entries_per_summary_max]
+            for start in range(0, len(records), ENTRIES_PER_SUMMARY_MAX):
+                part = records[start : start + ENTRIES_PER_SUMMARY_MAX]
                 if chunk and (
-                    entries + len(part) > config.entries_per_summary_max
-                    or len(chunk) >= config.keys_per_summary_max
+                    entries + len(part) > ENTRIES_PER_SUMMARY_MAX or len(chunk) >= KEYS_PER_SUMMARY_MAX
                 ):
                     if not await self._offer_chunk(contact, chunk):
                         return
@@ -317,9 +327,7 @@ class Replication:
 
     async def _push(self, contact: Contact, records: Sequence[Record]) -> bool:
         """Send records in calls of bounded size. Returns False when the peer does not answer."""
-        for batch in batches(
-            records, self._overlay.config.records_per_call_max, self._overlay.config.record_bytes_per_call_max
-        ):
+        for batch in batches(records, RECORDS_PER_CALL_MAX, RECORD_BYTES_PER_CALL_MAX):
             request = DhtStoreRequest(sender=self._overlay.sender, records=map(record_to_wire, batch))
             if await self._overlay.ask(contact, STORE, request) is None:
                 return False

@@ -11,29 +11,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from swarm.core.backoff import Backoff
 from swarm.core.errors import PeerError
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import Contact
+from swarm.dht.logic.constants import (
+    BUCKET_REFRESH_S,
+    MAINTENANCE_INTERVAL_S,
+    NEIGHBOUR_LOOKUP_INTERVAL_S,
+    PARALLEL,
+    REJOIN_S_FIRST,
+    REJOIN_S_MAX,
+)
 from swarm.dht.logic.rejoin import RejoinCandidates
-from swarm.dht.service.overlay import FIND, PING, Overlay
+from swarm.dht.service.overlay import FIND, Overlay
 from swarm.dht.service.replication import Replication
 from swarm.dht.service.wire import id_to_wire
-from swarm.net.contacts import contact_from_wire
-from swarm.net.peerbook import ADDRESSES_MAX
 from swarm.runtime.supervise import Supervisor
-from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtPingRequest
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPT_CONTACTS_MAX = 32  # contacts tried per attempt to join
 _CONTACTS_AT_ONCE = 8
 _PINGS_MAX = 8  # per maintenance round
-_CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
-_CHECKED_PEERS_MAX = 1024
-_CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often
 _REFRESHES_MAX = 4
 _REFRESH_WANTED = 4  # a refresh needs some peers of the bucket, not the nearest twenty
 _CANDIDATES_MAX = 2  # called per maintenance round
@@ -51,16 +53,12 @@ class Upkeep:
         self._supervisor = supervisor
         self._rng = rng
         self._rejoin_candidates = RejoinCandidates(rng)
-        # peer -> when it was last pinged because it called
-        self._checked_s: OrderedDict[PeerId, float] = OrderedDict()
-        self._checks = 0
         self._book_sampled_s = self._neighbours_looked_up_s = 0.0
         self._replication = replication
         self.join_attempted = asyncio.Event()  # a peer is known, or no peer answered the first attempt
         self.clock_problem: str | None = None
-        overlay.on_peer_joined = self._on_peer_joined
-        overlay.on_peer_left = self._on_peer_left
-        overlay.on_ping_wanted = self._on_ping_wanted
+        overlay.observe(self)
+        overlay.observe(replication)
         supervisor.spawn("DHT upkeep", self._maintain, restart=True)
         supervisor.spawn("DHT replication", replication.run, restart=True)
 
@@ -84,7 +82,7 @@ class Upkeep:
 
         async def ping(contact: Contact) -> None:
             async with limit:
-                answered = await self.ping(contact)
+                answered = await self._overlay.ping(contact)
             if answered:
                 reached.append(contact)
                 if len(reached) == 1:
@@ -95,32 +93,10 @@ class Upkeep:
                 group.create_task(ping(contact))
         self.set_clock()
 
-    async def ping(self, contact: Contact) -> bool:
-        """Return whether the peer answers."""
-        reply = await self._overlay.ask(contact, PING, DhtPingRequest(sender=self._overlay.sender))
-        if reply is None:
-            return False
-        try:
-            reported = contact_from_wire(reply.contact) if reply.HasField("contact") else contact
-        except PeerError:
-            self._overlay.on_failure(contact.peer_id, broke_protocol=True)
-            return False
-        if reported.peer_id == contact.peer_id and reported.addresses:
-            # The dialed address works from here and goes first; the peer may know more of its own addresses.
-            self._overlay.on_answer(
-                Contact(
-                    reported.peer_id,
-                    tuple(dict.fromkeys(contact.addresses + reported.addresses))[:ADDRESSES_MAX],
-                )
-            )
-        return True
-
     async def find(self, target: int, wanted: int | None = None) -> tuple[Contact, ...]:
         """Return the live peers nearest to an id."""
         overlay = self._overlay
-        lookup = overlay.lookup(
-            target, wanted=wanted or overlay.config.routing.bucket_max, parallel=overlay.config.parallel
-        )
+        lookup = overlay.lookup(target, wanted=wanted or overlay.bucket_max, parallel=PARALLEL)
         return await overlay.search(lookup, lambda contact: self._find_closer(contact, target))
 
     async def _find_closer(self, contact: Contact, target: int) -> Sequence[Contact] | None:
@@ -133,50 +109,24 @@ class Upkeep:
             else None
         )
 
-    def _on_peer_joined(self, contact: Contact) -> None:
+    def on_peer_joined(self, contact: Contact) -> None:
+        """Record that this peer has a contact."""
         self.join_attempted.set()
-        self._replication.on_peer_joined(contact)
 
-    def _on_peer_left(self, contact: Contact, left: bool) -> None:
-        if not left:
+    def on_peer_left(self, contact: Contact, *, said_goodbye: bool) -> None:
+        """Try a peer that was lost without a goodbye again later."""
+        if not said_goodbye:
             self._rejoin_candidates.add_lost(contact, self._overlay.clock.monotonic_s())
-        self._replication.on_peer_left(contact)
-
-    def _on_ping_wanted(self, contact: Contact) -> bool:
-        """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether
-        a ping was started.
-        """
-        now_s = self._overlay.clock.monotonic_s()
-        if (
-            self._checks >= _CHECKS_MAX
-            or now_s < self._checked_s.get(contact.peer_id, -_CHECK_INTERVAL_S) + _CHECK_INTERVAL_S
-        ):
-            return False
-        self._checked_s[contact.peer_id] = now_s
-        self._checked_s.move_to_end(contact.peer_id)
-        if len(self._checked_s) > _CHECKED_PEERS_MAX:
-            self._checked_s.popitem(last=False)
-        self._checks += 1
-
-        async def check() -> None:
-            try:
-                await self.ping(contact)
-            finally:
-                self._checks -= 1
-
-        self._supervisor.spawn("DHT check of a caller", check)
-        return True
 
     async def _maintain(self) -> None:
-        config = self._overlay.config
-        backoff = Backoff(config.rejoin_s_first, config.rejoin_s_max, self._rng)
+        backoff = Backoff(REJOIN_S_FIRST, REJOIN_S_MAX, self._rng)
         while True:
             if not len(self._overlay.table):
                 await self._attempt(self._all_known_contacts())
             if len(self._overlay.table):
                 backoff.reset()
                 await self._maintain_once()
-                await asyncio.sleep(config.maintenance_interval_s * self._rng.uniform(0.8, 1.2))
+                await asyncio.sleep(MAINTENANCE_INTERVAL_S * self._rng.uniform(0.8, 1.2))
             else:
                 await asyncio.sleep(backoff.next_s())
 
@@ -184,15 +134,13 @@ class Upkeep:
         overlay, now_s = self._overlay, self._overlay.clock.monotonic_s()
         async with asyncio.TaskGroup() as group:
             for contact in overlay.table.to_ping(now_s)[:_PINGS_MAX]:
-                group.create_task(self.ping(contact))
+                group.create_task(self._overlay.ping(contact))
             for contact in self._due_candidates(now_s):
                 group.create_task(self._query_candidate(contact))
-        if now_s - self._neighbours_looked_up_s >= overlay.config.neighbour_lookup_interval_s:
+        if now_s - self._neighbours_looked_up_s >= NEIGHBOUR_LOOKUP_INTERVAL_S:
             self._neighbours_looked_up_s = now_s
             await self.find(overlay.own_id_number)
-        for target in overlay.table.stale_ids(now_s - overlay.config.bucket_refresh_s, self._rng)[
-            :_REFRESHES_MAX
-        ]:
+        for target in overlay.table.stale_ids(now_s - BUCKET_REFRESH_S, self._rng)[:_REFRESHES_MAX]:
             await self.find(target, _REFRESH_WANTED)
         self.set_clock()
 
@@ -231,11 +179,9 @@ class Upkeep:
         self._rejoin_candidates.on_called(candidate.peer_id, overlay.clock.monotonic_s())
         if closer is None:
             return
-        near = overlay.table.nearest(overlay.own_id_number, overlay.config.routing.bucket_max)
+        near = overlay.table.nearest(overlay.own_id_number, overlay.bucket_max)
         range_end = (
-            near[-1].peer_id.dht_id ^ overlay.own_id_number
-            if len(near) >= overlay.config.routing.bucket_max
-            else None
+            near[-1].peer_id.dht_id ^ overlay.own_id_number if len(near) >= overlay.bucket_max else None
         )
         unmet = [contact for contact in closer if contact.addresses and contact.peer_id not in overlay.table]
         unmet = [
@@ -248,7 +194,7 @@ class Upkeep:
         # A lookup alone is not enough: it would start among known peers, and may end there.
         async with asyncio.TaskGroup() as group:
             answers = [
-                group.create_task(self.ping(contact))
+                group.create_task(self._overlay.ping(contact))
                 for contact in unmet[:_UNMET_MAX]
                 if contact.peer_id != overlay.own_id
             ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, PeerId
+from swarm.dht.logic.constants import REPLICAS
 from swarm.dht.logic.records import Record
 from swarm.dht.service.overlay import FIND, STORE, Overlay
 from swarm.dht.service.wire import id_to_wire, record_to_wire
@@ -65,9 +66,9 @@ class PendingWrite:
 
     async def run(self) -> None:
         """Run until every replica has answered or failed."""
-        overlay, config, target = self._overlay, self._overlay.config, self._record.key.dht_id
+        overlay, target = self._overlay, self._record.key.dht_id
         # A peer that knows all peers asks the replicas first, and the question stores the record.
-        lookup = overlay.lookup(target, wanted=config.replicas, parallel=config.replicas)
+        lookup = overlay.lookup(target, wanted=REPLICAS, parallel=REPLICAS)
         nearest = await overlay.search(lookup, self._store_at if overlay.knows_all else self._find_at)
         self.is_own_replica = any(contact.peer_id == overlay.own_id for contact in nearest)
         async with asyncio.TaskGroup() as group:
@@ -87,7 +88,7 @@ class PendingWrite:
             sender=overlay.sender,
             records=[record_to_wire(record)],
             target=id_to_wire(record.key.dht_id),
-            nearest_max=overlay.config.replicas,
+            nearest_max=REPLICAS,
             known=overlay.known_peers,
         )
         reply = await overlay.ask(contact, STORE, request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressTotal
+from averaging.optim.progress.logic.reports import ProgressTotal
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
@@ -19,7 +19,6 @@ from swarm.monitor.logic.rounds import RoundKey, RoundTable
 from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, TrackedPeer
 from swarm.monitor.logic.view import ExpertView, LinkView, MonitorView, OwnView, RunView, StateSummary
 
-_PROGRESS = ProgressConfig()
 _TOTAL_S = 15.0  # a total older than this is ignored
 _FIRST_NAMED_MAX = 3  # peers that the first snapshot names one by one
 _PEERS_MAX = 5000
@@ -251,7 +250,7 @@ class Model:
             and 2 * len(present) < len(live)
             and now_s - total_of_shards.at_s < _TOTAL_S
         ):
-            samples = total_of_shards.samples_at(now_s, _PROGRESS)
+            samples = total_of_shards.samples_at(now_s)
             return min(samples, float(self.run.target)) if self.run.target else samples
         total = 0.0
         for peer, report in present.items():

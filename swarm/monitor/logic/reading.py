@@ -6,17 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport, ProgressTotal
+from averaging.optim.progress.logic.reports import ProgressReport, ProgressTotal
 from averaging.optim.progress.logic.shards import median_of
 from swarm.core.errors import PeerError, UsageError
-from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact, Key, PeerId
 from swarm.dht.logic.records import Entry
 from swarm.metrics.record import Metrics, metrics_keys
 from swarm.monitor.logic.tracked import PeerRecords
 
-_ADDRESSES_MAX = 8
 _TOTALS_MAX = 3  # of the root's aggregators, as trainers read them
-_PROGRESS = ProgressConfig()
 
 
 @dataclass(slots=True)
@@ -67,8 +65,8 @@ def read(run_id: str, answers: Mapping[Any, Any], now_s: float) -> RunRecords:
     for entry in _entries(answers.get(progress_key(run_id))):
         try:
             if isinstance(entry.value, Mapping) and "total" in entry.value:
-                totals.append(ProgressTotal.decode(entry.value["total"], now_s, _PROGRESS))
-            report = ProgressReport.decode(entry.value, now_s, _PROGRESS)
+                totals.append(ProgressTotal.decode(entry.value["total"], now_s))
+            report = ProgressReport.decode(entry.value, now_s)
         except PeerError:
             run_records.refused += 1
             continue
@@ -116,7 +114,7 @@ def _contact(entry: Entry) -> Contact | None:
     if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
         return None
     try:
-        parsed = tuple(Address.parse(one) for one in addresses[:_ADDRESSES_MAX])
+        parsed = tuple(Address.parse(one) for one in addresses[:ADDRESSES_MAX])
     except UsageError:
         return None
     return Contact(entry.writer, parsed) if parsed else None

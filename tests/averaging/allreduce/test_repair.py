@@ -6,9 +6,7 @@ import random
 
 import pytest
 
-from averaging.allreduce.commit import Version
-from averaging.allreduce.pacing import UNDER_WAY_BYTES, PacingConfig, StragglerDetector, TransferEta
-from averaging.allreduce.repair import (
+from averaging.allreduce.logic.repair import (
     FAILURES_MAX,
     FETCHES_MAX,
     REDUCTIONS_MAX,
@@ -19,7 +17,13 @@ from averaging.allreduce.repair import (
     attempt,
     successor,
 )
-from swarm.core.errors import UsageError
+from averaging.allreduce.logic.stragglers import (
+    PACE_TICK_S,
+    UNDER_WAY_BYTES,
+    StragglerDetector,
+    TransferEta,
+)
+from averaging.allreduce.logic.versions import Version
 
 EVERYBODY = b"\x0f"
 
@@ -186,18 +190,16 @@ def test_repairs_end(seed: int) -> None:
     assert all(len(held[place]) == chunks for place in members), seed
 
 
-# ---- patience
-
-CONFIG = PacingConfig()
+# ---- stragglers
 
 
 def ticks(
     pacing: StragglerDetector, start_s: float, seconds: float, waited_for: list[int]
 ) -> list[tuple[float, int]]:
     """Return the members that are given up, and when."""
-    over = []
-    for nth in range(1, int(seconds / CONFIG.tick_s) + 1):
-        now_s = start_s + nth * CONFIG.tick_s
+    over: list[tuple[float, int]] = []
+    for nth in range(1, int(seconds / PACE_TICK_S) + 1):
+        now_s = start_s + nth * PACE_TICK_S
         found = pacing.tick(
             [place for place in waited_for if place not in {place for _, place in over}], now_s
         )
@@ -206,17 +208,17 @@ def ticks(
 
 
 def test_a_member_that_is_not_waited_for_is_never_given_up() -> None:
-    assert ticks(StragglerDetector(4.0, CONFIG, 0.0), 0.0, 100.0, []) == []
+    assert ticks(StragglerDetector(4.0, 0.0), 0.0, 100.0, []) == []
 
 
 def test_a_member_that_stops_working_is_given_up_after_the_floor() -> None:
-    pacing = StragglerDetector(4.0, CONFIG, 0.0)
+    pacing = StragglerDetector(4.0, 0.0)
     pacing.worked(1)
     assert ticks(pacing, 0.0, 20.0, [1, 2]) == [(4.5, 1), (9.5, 2)]  # the second may not have begun yet
 
 
 def test_a_slow_and_steady_member_is_waited_for() -> None:
-    pacing = StragglerDetector(4.0, CONFIG, 0.0)
+    pacing = StragglerDetector(4.0, 0.0)
     pacing.worked(1)
     for nth in range(50):
         assert ticks(pacing, nth * 3.5, 3.5, [1]) == []
@@ -271,14 +273,7 @@ def test_the_rate_of_a_delayed_member_is_measured_afterwards() -> None:
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count_as_idleness() -> None:
-    pacing = StragglerDetector(4.0, CONFIG, 0.0)
+    pacing = StragglerDetector(4.0, 0.0)
     pacing.worked(1)
     assert pacing.tick([1], 0.25) == []
     assert pacing.tick([1], 3600.0) == []
-
-
-def test_pacing_config() -> None:
-    with pytest.raises(UsageError):
-        PacingConfig(sender_s=11.0)
-    with pytest.raises(UsageError):
-        PacingConfig(sender_share=0.8)

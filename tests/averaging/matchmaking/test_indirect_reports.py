@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from averaging.matchmaking.logic.group import Group
-from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
 from averaging.matchmaking.logic.messages import Answer, PeerStatus
-from tests.averaging.matchmaking.test_matchmaking import (
+from tests.averaging.matchmaking.bench import (
     MatchmakerBench,
     contact,
     holder,
@@ -23,7 +22,7 @@ def test_a_peer_that_looks_for_this_round_is_not_marked_busy_by_a_report_about_t
     """Peer 7 looks for round 270 already; peer 6, which has not ended round 269 yet, reports that it is in it
     together with 7. Both are waited for.
     """
-    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7), key="270")
     bench.machine.on_query(replace(query_of(7, 11.0, key="270"), turn=1), 0.01)
     both = (contact(6).peer_id, contact(7).peer_id)
@@ -40,7 +39,7 @@ def test_a_peer_that_looks_for_this_round_is_not_marked_busy_by_a_report_about_t
 
 
 def test_a_peer_reported_to_be_in_this_round_with_others_is_not_waited_for() -> None:
-    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7), holder(8), key="270")
     bench.machine.on_query(replace(query_of(7, 11.0, key="270"), turn=1), 0.01)
     theirs = (contact(7).peer_id, contact(8).peer_id)

@@ -3,107 +3,37 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from averaging.matchmaking.logic.group import Group, Member
-from averaging.matchmaking.logic.matchmaking import Matchmaker, MatchmakingConfig
+from averaging.matchmaking.logic.matchmaking import Matchmaker
 from averaging.matchmaking.logic.messages import (
     AbandonJoin,
     Answer,
     AnswerJoin,
     Effect,
     Holder,
-    Join,
     Leader,
-    LookForGroup,
     PeerStatus,
     ReadRecords,
     SearchFailed,
     SearchFinished,
-    SearchRequest,
     SendJoin,
     SendLookForGroup,
-    VectorSchema,
 )
 from swarm.core.errors import UsageError
-from swarm.core.ids import Address, Contact, PeerId
-
-OURS = VectorSchema(digest=b"s", text="ours", codec="float16")
-
-
-def contact(number: int, *, dialable: bool = True) -> Contact:
-    addresses = (Address("127.0.0.1", 4000 + number),) if dialable else ()
-    return Contact(PeerId(bytes([number]) * 32), addresses)
-
-
-def holder(number: int, schema: bytes = b"s", *, dialable: bool = True) -> Holder:
-    return Holder(
-        contact=contact(number, dialable=dialable), schema=schema, schema_text=f"schema {schema.decode()}"
-    )
-
-
-def query_of(
-    number: int, deadline_s: float, *, key: str = "", schema: bytes = b"s", dialable: bool = True
-) -> LookForGroup:
-    return LookForGroup(
-        contact=contact(number, dialable=dialable),
-        round_key=key,
-        schema=schema,
-        schema_text="",
-        deadline_s=deadline_s,
-        can_lead=dialable,
-    )
-
-
-def join_of(number: int, deadline_s: float, *, key: str = "", weight: float = 1.0) -> Join:
-    return Join(query=query_of(number, deadline_s, key=key), weight=weight, bandwidth=1.0)
-
-
-@dataclass
-class MatchmakerBench:
-    """One machine at time 0 with its presence records read, its search begun with a deadline of 10 s; its own
-    number is 5.
-    """
-
-    machine: Matchmaker
-    config: MatchmakingConfig
-
-    @classmethod
-    def make(cls, config: MatchmakingConfig | None = None) -> MatchmakerBench:
-        config = config or MatchmakingConfig()
-        machine = Matchmaker(
-            own=contact(5).peer_id, config=config, schema=OURS, rng=random.Random(0), now_s=-100.0
-        )
-        return cls(machine, config)
-
-    def start(
-        self, *holders: Holder, key: str = "", dialable: bool = True, now_s: float = 0.0
-    ) -> list[Effect]:
-        self.machine.on_holders({one.contact.peer_id: one for one in holders}, now_s)
-        member = Member(contact=contact(5, dialable=dialable), weight=1.0, bandwidth=1.0)
-        self.machine.start(
-            SearchRequest(round_key=key, deadline_s=now_s + 10.0, rank_deadline_s=now_s + 10.0, weight=1.0),
-            member,
-            now_s,
-        )
-        effects = self.machine.poll(now_s)
-        if any(isinstance(effect, ReadRecords) for effect in effects):
-            self.machine.on_holders({one.contact.peer_id: one for one in holders}, now_s)
-            effects += self.machine.poll(now_s)
-        return effects
-
-
-def outcome(effects: list[Effect]) -> Group | SearchFailed | None:
-    found = [effect.outcome for effect in effects if isinstance(effect, SearchFinished)]
-    assert len(found) <= 1
-    return found[0] if found else None
-
-
-def searching_answer(deadline_s: float, key: str = "") -> Answer:
-    return Answer(status=PeerStatus.SEARCHING, round_key=key, deadline_s=deadline_s)
-
+from tests.averaging.matchmaking.bench import (
+    OURS,
+    MatchmakerBench,
+    contact,
+    holder,
+    join_of,
+    outcome,
+    query_of,
+    searching_answer,
+)
 
 IDLE = Answer(status=PeerStatus.IDLE)
 
@@ -116,10 +46,8 @@ def test_a_search_ends_as_alone_after_one_read_without_holders() -> None:
 
 
 def test_a_new_averager_searches_for_a_moment_before_it_ends_as_alone() -> None:
-    machine = Matchmaker(
-        own=contact(5).peer_id, config=MatchmakingConfig(), schema=OURS, rng=random.Random(0), now_s=0.0
-    )
-    bench = MatchmakerBench(machine, MatchmakingConfig())
+    machine = Matchmaker(own=contact(5).peer_id, schema=OURS, rng=random.Random(0), now_s=0.0)
+    bench = MatchmakerBench(machine)
     assert outcome(bench.start()) is None
     assert machine.wake_s(0.0) == pytest.approx(0.25)
     assert ReadRecords() in machine.poll(0.25)
@@ -139,7 +67,7 @@ def test_a_later_message_counts_even_if_it_arrives_first() -> None:
     """The peer was idle when it was queried; its own search began before its reply arrived here: it is on its
     way, and not gone elsewhere.
     """
-    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(6, 11.0), 0.01)
     bench.machine.on_query(replace(query_of(7, 11.0), turn=2), 0.02)
@@ -153,7 +81,7 @@ def test_a_follower_whose_call_was_lost_does_not_delay_the_group() -> None:
     """The peer believes that it follows this one and pings it; a ping is not a newcomer's query each time, so
     that the group begins without it.
     """
-    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(7, 11.0), 0.01)
     follows_us = Answer(
@@ -196,7 +124,7 @@ def test_the_earlier_deadline_leads_and_the_peer_id_breaks_ties(deadline_s: floa
 
 
 def test_a_leader_begins_when_everybody_expected_has_joined() -> None:
-    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
+    bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7))
     assert isinstance(bench.machine.on_join(join_of(6, 11.0), 0.01), int)
     assert outcome(bench.machine.poll(0.01)) is None
@@ -211,7 +139,7 @@ def test_a_leader_begins_when_everybody_expected_has_joined() -> None:
 
 
 def test_a_full_group_begins_and_later_joins_are_declined() -> None:
-    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=2))
+    bench = MatchmakerBench.make(target_group_size=2)
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(6, 11.0), 0.01)
     assert isinstance(outcome(bench.machine.poll(0.01)), Group)

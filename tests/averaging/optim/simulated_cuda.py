@@ -22,14 +22,14 @@ POISON = 0xA5
 HOST = torch.device("cpu")
 
 
-class Event:
+class _Event:
     def __init__(self, cuda: SimulatedCuda, blocking: bool) -> None:
         assert blocking, "a thread that spins takes a core from the trainer"
         self._cuda = cuda
-        self.stream: Stream | None = None
+        self.stream: _Stream | None = None
         self.place = 0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: _Stream) -> None:
         with self._cuda.lock:
             self.stream, self.place = stream, len(stream.calls)
 
@@ -43,13 +43,13 @@ class Event:
             self.stream.execute(self.place)
 
 
-class Stream:
+class _Stream:
     def __init__(self, cuda: SimulatedCuda) -> None:
         self._cuda = cuda
         self.calls: list[Callable[[], object]] = []
         self.done = 0
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: _Event) -> None:
         self._cuda.ask(self, event.reach)
 
     def execute(self, until: int) -> None:
@@ -61,7 +61,7 @@ class Stream:
 class _Calls(TorchFunctionMode):
     """Queue of the copies that are made within a stream's context."""
 
-    def __init__(self, cuda: SimulatedCuda, stream: Stream) -> None:
+    def __init__(self, cuda: SimulatedCuda, stream: _Stream) -> None:
         super().__init__()
         self._cuda, self._stream = cuda, stream
 
@@ -86,25 +86,25 @@ class SimulatedCuda:
     def __init__(self, seed: int, eager: float = 0.0) -> None:
         self.lock = threading.RLock()
         self._chance, self._eager = random.Random(seed), eager
-        self._streams: list[Stream] = []
+        self._streams: list[_Stream] = []
         self._here = threading.local()
-        self.default = self.Stream(HOST)
+        self.default: _Stream = self.Stream(HOST)
         self.on_wait: Callable[[], object] = lambda: None  # called when a host thread waits for an event
         self.transfers = self.transferred_bytes = 0  # to the host
 
-    def Stream(self, device: torch.device) -> Stream:
-        self._streams.append(Stream(self))
+    def Stream(self, device: torch.device) -> _Stream:
+        self._streams.append(_Stream(self))
         return self._streams[-1]
 
-    def Event(self, blocking: bool) -> Event:
-        return Event(self, blocking)
+    def Event(self, blocking: bool) -> _Event:
+        return _Event(self, blocking)
 
-    def current_stream(self, device: torch.device) -> Stream:
-        found: Stream = getattr(self._here, "stream", self.default)
+    def current_stream(self, device: torch.device) -> _Stream:
+        found: _Stream = getattr(self._here, "stream", self.default)
         return found
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: _Stream) -> Iterator[None]:
         before, self._here.stream = self.current_stream(HOST), stream
         try:
             with _Calls(self, stream):
@@ -117,7 +117,7 @@ class SimulatedCuda:
             for stream in self._streams:
                 stream.execute(len(stream.calls))
 
-    def ask(self, stream: Stream, call: Callable[[], object]) -> None:
+    def ask(self, stream: _Stream, call: Callable[[], object]) -> None:
         with self.lock:
             stream.calls.append(call)
             while self._chance.random() < self._eager:

@@ -129,7 +129,7 @@ def test_a_check_on_the_device_does_not_mistake_large_values_for_infinity(dtype:
 
 
 def test_large_gradients_are_masked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.optim.finite._MASKED_ELEMENTS", 5)
+    monkeypatch.setattr("averaging.optim.finite.MASKED_ELEMENTS", 5)
     ps = parameters(3)
     late, _ = accumulator(ps, offload=False)
     plain = GradientAccumulator(ps)

@@ -9,10 +9,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from averaging.history.lineage import Chain
 from averaging.optim.state import checkpoint
 from averaging.optim.state.checkpoint import Checkpoints, names_of, public_names
 from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.ids import PeerId
 
 
 def made(seed: int) -> tuple[torch.nn.Module, TrainingState, list[str]]:
@@ -56,6 +58,23 @@ def test_resuming_from_a_file_continues_bit_for_bit(tmp_path: Path) -> None:
     assert train(other, resumed, 5) == expected
 
 
+def test_a_file_keeps_the_head_of_the_history_that_its_state_belongs_to(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    train(net, state, 2)
+    root = Chain(
+        head=b"h" * 32, electors=(PeerId(bytes(32)),), certificates=(), root_epoch=2, root_line=b"l" * 32
+    )
+    with state.lock:
+        state.mark_changed(2, root=root)
+    kept = Checkpoints(tmp_path)
+    kept.save(state.view(), names)
+    found, _ = kept.newest_good()
+    assert found is not None
+    _, resumed, _ = made(2)
+    resumed.load(found.blob)
+    assert resumed.root == root
+
+
 def test_a_file_is_plain_safetensors_under_the_models_names(tmp_path: Path) -> None:
     net, state, names = made(1)
     train(net, state, 2)
@@ -77,10 +96,10 @@ def test_a_damaged_checkpoint_is_skipped_with_a_reason(tmp_path: Path) -> None:
     for _ in range(3):
         train(net, state, 1)
         paths.append(kept.save(state.view(), names))
+    paths[1].write_bytes(paths[1].read_bytes()[:-5])
     raw = bytearray(paths[2].read_bytes())
     raw[-3] ^= 1
     paths[2].write_bytes(raw)  # one bit of the last tensor
-    paths[1].write_bytes(paths[1].read_bytes()[:-5])
     found, wrong = kept.newest_good()
     assert found is not None
     assert found.path == paths[0]
@@ -109,7 +128,7 @@ def test_every_damage_raises_peer_error(tmp_path: Path) -> None:
         )
 
 
-def test_only_the_newest_are_kept_and_nothing_half_written(
+def test_old_checkpoints_are_deleted_and_no_partial_file_remains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, state, names = made(1)
@@ -131,6 +150,50 @@ def test_only_the_newest_are_kept_and_nothing_half_written(
         kept.save(state.view(), names)
     monkeypatch.undo()
     assert len(list(tmp_path.iterdir())) == 2, "the temporary file is gone, the others are there"
+
+
+def at_epoch(state: TrainingState, epoch: int) -> TrainingState:
+    with state.lock:
+        state.mark_changed(epoch)
+    return state
+
+
+def test_a_checkpoint_just_written_is_never_removed(tmp_path: Path) -> None:
+    """Regression test: the highest epochs were kept, so that a run that had begun again saved nothing."""
+    _, state, names = made(1)
+    kept = Checkpoints(tmp_path, kept_max=2)
+    for epoch in (40, 50, 1, 2):
+        path = kept.save(at_epoch(state, epoch).view(), names)
+        assert path.exists()
+        found, _ = kept.newest_good()
+        assert found is not None
+        assert (found.path, found.epoch) == (path, epoch)
+        assert kept.newest_epoch() == epoch
+    assert len(list(tmp_path.iterdir())) == 2
+    for path in tmp_path.iterdir():  # as after the clock was set back by an hour
+        os.utime(path, ns=(path.stat().st_mtime_ns + 3600 * 10**9,) * 2)
+    path = kept.save(at_epoch(state, 3).view(), names)
+    assert kept.newest_first()[0] == path
+
+
+def test_each_line_of_history_keeps_its_own_checkpoints(tmp_path: Path) -> None:
+    _, state, names = made(1)
+    kept = Checkpoints(tmp_path, kept_max=2)
+    for line in ("", "ab" * 32, "cd" * 32):
+        for epoch in (7, 8, 9):
+            path = kept.save(at_epoch(state, epoch).view(), names, line=line)
+            assert checkpoint.read(path).line == line
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *(f"epoch-000000000{epoch}-{line * 8}.safetensors" for epoch in (8,) for line in ("ab", "cd")),
+        "epoch-0000000008.safetensors",
+        *(f"epoch-000000000{epoch}-{line * 8}.safetensors" for epoch in (9,) for line in ("ab", "cd")),
+        "epoch-0000000009.safetensors",
+    ]
+    for number in range(12):
+        kept.save(at_epoch(state, 9).view(), names, line=f"{number:04x}")
+    assert len(list(tmp_path.iterdir())) == 8, "the lines that nobody has written to for the longest time go"
+    with pytest.raises(UsageError, match="hexadecimal"):
+        kept.save(state.view(), names, line="../x")
 
 
 def test_archived_checkpoints_stay_in_a_folder_of_their_own(tmp_path: Path) -> None:

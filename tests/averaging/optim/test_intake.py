@@ -99,7 +99,7 @@ def test_a_false_chunk_ends_the_wait_for_the_next() -> None:
     assert not partial.have
 
 
-def test_a_short_chunk_is_a_false_one() -> None:
+def test_a_chunk_that_is_too_short_fails_its_digest() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         pool.work()

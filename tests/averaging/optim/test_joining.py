@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from averaging.matchmaking.logic.group import Group
-from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
+from averaging.matchmaking.logic.matchmaking import LEADER_PING_INTERVAL_S
 from averaging.matchmaking.logic.messages import (
     AbandonJoin,
     Answer,
@@ -12,7 +12,7 @@ from averaging.matchmaking.logic.messages import (
     SendJoin,
     SendLookForGroup,
 )
-from tests.averaging.matchmaking.test_matchmaking import (
+from tests.averaging.matchmaking.bench import (
     MatchmakerBench,
     contact,
     holder,
@@ -23,7 +23,7 @@ from tests.averaging.matchmaking.test_matchmaking import (
 
 
 def test_a_join_to_a_full_group_that_has_not_begun_is_declined() -> None:
-    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=2))
+    bench = MatchmakerBench.make(target_group_size=2)
     bench.start(holder(6), holder(7))
     assert isinstance(bench.machine.on_join(join_of(6, 11.0), 0.01), int)
     refused = bench.machine.on_join(join_of(7, 11.0), 0.01)
@@ -35,7 +35,7 @@ def test_a_join_to_a_full_group_that_has_not_begun_is_declined() -> None:
 
 
 def test_a_second_join_of_a_peer_replaces_its_first() -> None:
-    bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=3))
+    bench = MatchmakerBench.make(target_group_size=3)
     bench.start(holder(6), holder(7))
     first = bench.machine.on_join(join_of(6, 11.0), 0.01)
     assert isinstance(bench.machine.on_join(join_of(7, 11.0), 0.01), int)
@@ -49,7 +49,7 @@ def test_a_second_join_of_a_peer_replaces_its_first() -> None:
     assert all(isinstance(answer.answer, Group) for answer in answers)
 
 
-def test_a_leader_is_left_after_two_replies_that_it_does_not_lead() -> None:
+def test_a_follower_leaves_a_leader_that_denies_leading_twice() -> None:
     """A single contrary reply may have been overtaken on its way; replies to queries sent before it led this
     peer do not count.
     """
@@ -62,7 +62,7 @@ def test_a_leader_is_left_after_two_replies_that_it_does_not_lead() -> None:
     bench.machine.on_query_answer(leader, Answer(status=PeerStatus.IDLE, turn=1), now_s)
     assert AbandonJoin(peer_id=leader) not in bench.machine.poll(now_s)
     for turn, left in ((2, False), (3, True)):
-        now_s += bench.config.leader_ping_interval_s
+        now_s += LEADER_PING_INTERVAL_S
         assert any(isinstance(effect, SendLookForGroup) for effect in bench.machine.poll(now_s))
         bench.machine.on_query_answer(leader, Answer(status=PeerStatus.IDLE, turn=turn), now_s)
         assert (AbandonJoin(peer_id=leader) in bench.machine.poll(now_s)) == left, turn

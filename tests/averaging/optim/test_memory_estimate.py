@@ -103,7 +103,7 @@ def test_the_table_matches_the_existing_tensors(
     assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_error_feedback_keeps_two_vectors_and_half_of_them_again_for_what_it_reduces() -> None:
+def test_error_feedback_is_estimated_at_two_and_a_half_vectors() -> None:
     feedback = Feedback(SIDE * SIDE, find("int8"))
     span = Shard(start=0, stop=SIDE * SIDE // 2, members=b"two")
     for _ in range(2):
@@ -148,7 +148,7 @@ class _Watch(TorchDispatchMode):
 def test_a_drift_is_found_piece_by_piece_without_copies_of_the_model(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("averaging.optim.epoch_averager._DISTANCE_ELEMENTS", 100)
+    monkeypatch.setattr("averaging.optim.epoch_averager.DISTANCE_ELEMENTS", 100)
     torch.manual_seed(seed)
     shapes = [(70, 30), (), (0,), (500,), (8, 3, 5, 5), (2, 0, 3)]
     kinds = [torch.float32, torch.bfloat16]

@@ -39,7 +39,7 @@ def metrics(meter: Meter, now_s: float = 1010.0) -> Metrics:
     return meter.metrics(PACE, now_s)
 
 
-def test_rounds_and_state_add_up() -> None:
+def test_samples_and_bytes_of_rounds_and_downloads_are_counted() -> None:
     meter = Meter(1000.0, name="anna", device="cpu")
     meter.on_step(report(stepped=False, contributed=0), 1001.0)
     meter.on_step(report(round=result(), state_round=result(group_id="ee"), drift=0.5), 1002.0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from averaging.optim.modes import ModeSettings
+from averaging.optim.modes.local_steps import CARRIED_EPOCHS_MAX
 from averaging.optim.modes.outer import fragments_of, outer_step_
 from averaging.optim.modes.settings import Diloco, Gossip, Gradients, Local
 from tests.averaging.matchmaking.table import (
@@ -130,12 +131,12 @@ def test_after_a_round_failed_for_all_the_next_covers_both_periods() -> None:
 
 def fetch(late: Seat, donor: Seat) -> int:
     """Do what a download does. Return the number of dropped samples."""
-    lost = late.mode.learner.suspend()
+    late.mode.learner.suspend()
     late.mode.learner.suspend()
     assert late.mode.prepare(late.mode.state.epoch)[0] == 0.0, "it takes part in rounds at weight 0 meanwhile"
     late.mode.failed("round")
     late.mode.state.load(donor.mode.state.snapshot().blob)
-    return lost + late.mode.learner.resume()
+    return int(late.mode.learner.resume())
 
 
 def test_a_peer_that_missed_a_round_downloads_the_base_and_keeps_its_progress() -> None:
@@ -159,15 +160,15 @@ def test_a_peer_that_missed_a_round_downloads_the_base_and_keeps_its_progress() 
 
 
 def test_progress_on_an_old_base_is_dropped() -> None:
-    seats = [seat(Diloco(carried_epochs_max=1)) for _ in range(2)]
+    seats = [seat(Diloco()) for _ in range(2)]
     for one in seats:
         one.step(1, 4)
     hold(seats)
-    for _ in range(2):
+    for _ in range(CARRIED_EPOCHS_MAX + 1):
         for one in seats:
             one.step(2, 4)
         hold(seats[:1])
-    assert fetch(seats[1], seats[0]) == 8
+    assert fetch(seats[1], seats[0]) == 4 * (CARRIED_EPOCHS_MAX + 1)
     assert torch.equal(seats[1].theta, seats[0].theta)
 
 
@@ -373,3 +374,112 @@ def test_a_delayed_round_that_failed_gives_its_gradients_back() -> None:
     hold([one])
     hold([other])
     torch.testing.assert_close(one.theta, other.theta, **CLOSE)
+
+
+GRADIENTS = pytest.mark.parametrize("settings", [Gradients(), Gradients(delayed=True)], ids=["", "delayed"])
+
+
+def after_one_epoch(settings: Gradients, peers: int) -> list[Seat]:
+    seats = [seat(settings) for _ in range(peers)]
+    for worker, one in enumerate(seats):
+        one.step(worker, 4)
+    hold(seats)
+    return seats
+
+
+@GRADIENTS
+def test_gradients_that_missed_a_round_count_in_the_next(settings: Gradients) -> None:
+    late, *others = seats = after_one_epoch(settings, 3)
+    late.step(10, 6)
+    gradient = [p.grad.clone() for p in late.net.parameters() if p.grad is not None]
+    for worker, one in enumerate(others):
+        one.step(20 + worker, 4)
+    hold(others)
+    assert fetch(late, others[0]) == 0
+    assert late.mode.learner.samples == 6
+    assert late.mode.learner.has_late_samples
+    assert torch.equal(late.theta, others[0].theta)
+    others[0].step(30, 4)
+    [(own_weight, _), (weight, _), _] = prepare(seats)
+    assert (own_weight, weight) == (6.0, 4.0), "weighted by their samples"
+    for mean, expected in zip(late.mode.tensors(), gradient, strict=True):
+        torch.testing.assert_close(mean, expected)
+    average([one.mode for one in seats], [6.0, 4.0, 0.0])
+    for one in seats:
+        one.advance([b"\xff"])
+    assert torch.equal(late.theta, others[0].theta)
+    assert not late.mode.learner.has_late_samples
+    assert late.mode.learner.samples == 0
+
+
+@GRADIENTS
+def test_late_gradients_survive_the_rounds_that_are_captured_during_the_download(settings: Gradients) -> None:
+    late, other = seats = after_one_epoch(settings, 2)
+    late.step(10, 6)
+    donated = other.mode.state.snapshot().blob
+    other.step(20, 4)
+    learner = late.mode.learner
+    learner.suspend()
+    assert [weight for weight, _ in prepare(seats)] == [0.0, 4.0]
+    late.mode.failed("round")
+    prepare([late])
+    average([one.mode for one in seats], [0.0, 4.0])
+    captured = late.mode.capture(1, [b"\xff"])
+    other.advance([b"\xff"])
+    late.mode.state.load(donated)
+    late.mode.replay(captured)
+    late.mode.state.mark_changed(2)
+    assert learner.resume() == 0
+    torch.testing.assert_close(late.theta, other.theta)
+    assert learner.samples == 6
+    assert learner.has_late_samples
+
+
+@GRADIENTS
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_gradients_of_a_replaced_state_or_of_two_epochs_ago_are_dropped(
+    settings: Gradients, epochs: int
+) -> None:
+    late, other = after_one_epoch(settings, 2)
+    late.step(10, 6)
+    for epoch in range(epochs):
+        other.step(20 + epoch, 4)
+        hold([other])
+    assert fetch(late, other) == 6
+    assert late.mode.learner.samples == 0
+    assert not late.mode.learner.has_late_samples
+
+
+@GRADIENTS
+def test_gradients_that_missed_two_rounds_are_dropped(settings: Gradients) -> None:
+    late, other = after_one_epoch(settings, 2)
+    late.step(10, 6)
+    for expected in (0, 6 + 3):
+        other.step(20, 4)
+        hold([other])
+        assert fetch(late, other) == expected
+        if not expected:
+            restored = seat(settings)
+            restored.mode.load_state_dict(late.mode.state_dict())
+            assert restored.mode.learner.has_late_samples, "a checkpoint says so, too"
+            late.step(11, 3)
+
+
+def test_gradients_of_epoch_0_are_dropped_since_its_parameters_may_have_differed() -> None:
+    late, other = seat(Gradients(), model(7)), seat(Gradients())
+    late.step(10, 6)
+    other.step(20, 4)
+    hold([other])
+    assert fetch(late, other) == 6
+
+
+@GRADIENTS
+def test_gradients_are_kept_when_no_state_could_be_loaded(settings: Gradients) -> None:
+    [late] = after_one_epoch(settings, 1)
+    late.step(10, 6)
+    late.mode.learner.suspend()
+    assert prepare([late])[0][0] == 0.0
+    late.mode.failed("round")
+    assert late.mode.learner.resume() == 0
+    assert late.mode.learner.samples == 6
+    assert not late.mode.learner.has_late_samples

@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 
-from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport
+from averaging.optim.progress.logic.reports import (
+    EXTRAPOLATION_S_MAX,
+    PEERS_MAX,
+    REFRESH_S_MIN,
+    REPORT_TTL_S,
+    SLACK_S,
+    STALLED_S_MAX,
+    EpochProgress,
+    ProgressReport,
+)
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
-
-CONFIG = ProgressConfig()
+from swarm.core.presets import WAN
 
 
 def peer(number: int) -> PeerId:
@@ -21,13 +29,21 @@ def peer(number: int) -> PeerId:
 
 
 def report(
-    samples: int, *, epoch: int = 0, rate: float = 10.0, at_s: float = 100.0, since_s: float = 0.0
+    samples: int,
+    *,
+    epoch: int = 0,
+    rate: float = 10.0,
+    at_s: float = 100.0,
+    since_s: float = 0.0,
+    joining: bool = False,
 ) -> ProgressReport:
-    return ProgressReport(epoch=epoch, samples=samples, rate=rate, at_s=at_s, since_s=since_s)
+    return ProgressReport(
+        epoch=epoch, samples=samples, rate=rate, at_s=at_s, since_s=since_s, joining=joining
+    )
 
 
-def machine(target: int = 1000, **config: Any) -> EpochProgress:
-    return EpochProgress(peer(0), target, ProgressConfig(**config), 0.0)
+def machine(target: int = 1000) -> EpochProgress:
+    return EpochProgress(peer(0), target, 0.0)
 
 
 def test_a_lone_peers_epoch_is_full_exactly_at_the_target() -> None:
@@ -48,13 +64,7 @@ def test_reports_add_up_and_are_extrapolated_for_a_while() -> None:
     progress.on_report(peer(2), report(390), 100.0)
     assert not progress.is_full(100.0)
     assert progress.is_full(101.0), "two others at 10 samples/s for a second"
-    assert sum(progress.counted(110.0).values()) == 990 + 2 * 10 * CONFIG.extrapolation_s_max
-
-
-def test_without_extrapolation_only_reports_count() -> None:
-    progress = machine(1000, extrapolation_s_max=0.0)
-    progress.on_report(peer(1), report(999), 100.0)
-    assert sum(progress.counted(109.0).values()) == 999
+    assert sum(progress.counted(110.0).values()) == 990 + 2 * 10 * EXTRAPOLATION_S_MAX
 
 
 def test_entries_of_another_epoch_are_live_but_do_not_count() -> None:
@@ -72,12 +82,12 @@ def test_expired_withdrawn_and_unreachable_peers_do_not_count() -> None:
     progress.on_goodbye(peer(3))
     assert set(progress.others(100.5)) == {peer(1), peer(2)}
     assert set(progress.others(101.0)) == {peer(1)}
-    progress.on_unreachable(peer(1))
+    progress.on_unreachable(peer(1), refused=False)
     assert not progress.others(101.0)
     assert not progress.on_report(peer(1), report(600), 101.0), "the old claim is no sign of life"
     assert progress.on_report(peer(1), report(610, at_s=101.0), 101.5)
     assert set(progress.others(101.5)) == {peer(1)}
-    assert not progress.others(101.0 + CONFIG.report_ttl_s)
+    assert not progress.others(101.0 + REPORT_TTL_S)
     assert not progress.on_report(peer(4), report(1, at_s=10.0), 100.0), "long expired"
 
 
@@ -95,7 +105,7 @@ def test_a_liar_cannot_fill_the_epoch() -> None:
     progress.on_report(peer(1), report(100, at_s=10.0), 10.0)
     progress.on_report(peer(2), report(1 << 40, rate=1e12, at_s=10.0), 10.0)
     counted = progress.counted(10.0)
-    assert counted[peer(2)] == pytest.approx(3 * 10.0 * (10.0 + CONFIG.slack_s))
+    assert counted[peer(2)] == pytest.approx(3 * 10.0 * (10.0 + SLACK_S))
     assert not progress.is_full(10.0)
     assert not progress.is_plausibly_full(0, 10.0)
     assert counted[peer(1)] == 100
@@ -105,7 +115,7 @@ def test_a_late_joiner_counts_samples_from_before_it_came() -> None:
     progress = machine(1000)
     for number in (1, 2):
         progress.on_report(peer(number), report(480, epoch=3, rate=5.0, at_s=100.0, since_s=4.0), 100.0)
-    progress.begin_epoch(3, 100.0, joining=True)
+    progress.begin_epoch(3, 100.0, late=True)
     progress.update_own(8, 5.0, 101.0)
     assert progress.counted(101.0)[peer(1)] == 485
     assert progress.is_plausibly_full(3, 101.0)
@@ -128,17 +138,65 @@ def test_one_of_several_peers_cannot_move_the_swarm_epoch() -> None:
     assert progress.swarm_epoch(100.0) == 7
 
 
+@pytest.mark.parametrize(("trainers", "newcomers"), [(1, 3), (2, 6), (1, 31)])
+def test_peers_that_are_joining_do_not_vote_on_the_swarm_epoch(trainers: int, newcomers: int) -> None:
+    """Newcomers once outvoted the peers that they had come to: all saw epoch 0, and none loaded a state."""
+    progress = machine()
+    for number in range(1, trainers + 1):
+        progress.on_report(peer(number), report(10, epoch=8), 100.0)
+    for number in range(trainers + 1, trainers + newcomers):
+        progress.on_report(peer(number), report(0, joining=True), 100.0)
+    assert progress.swarm_epoch(100.0) == 8
+    progress.begin_epoch(8, 101.0, late=True, joining=True)
+    for number in range(trainers + 1, trainers + newcomers):
+        progress.on_report(peer(number), report(0, epoch=8, joining=True, at_s=101.0), 101.0)
+    for number in range(1, trainers + 1):
+        progress.on_report(peer(number), report(0, epoch=9, at_s=101.0), 101.0)
+    assert progress.swarm_epoch(101.0) == 9, "and those that still wait do not hold it back"
+
+
+def test_a_peer_that_is_busy_still_takes_part_in_the_run() -> None:
+    """Regression test: a newcomer whose only trainer did not answer within 2 s founded the run once more."""
+    progress = machine()
+    assert progress.is_alone(100.0)
+    progress.on_report(peer(1), report(10, epoch=8), 100.0)
+    progress.on_unreachable(peer(1), refused=False)
+    for number in range(2, 9):
+        progress.on_report(peer(number), report(0, joining=True), 100.0)
+    assert not progress.is_alone(100.0)
+    assert progress.has_begun(100.0)
+    assert progress.swarm_epoch(100.0) == 0, "its report does not count while it does not answer"
+    progress.on_unreachable(peer(1), refused=True)
+    assert not progress.has_begun(100.0)
+    for number in range(2, 9):
+        progress.on_goodbye(peer(number))
+    assert progress.is_alone(100.0)
+
+
+def test_a_peer_joins_until_it_has_a_state_or_trains() -> None:
+    progress = machine()
+    assert progress.own_report.joining
+    progress.update_own(0, 0.0, 1.0)
+    assert progress.own_report.joining
+    progress.update_own(4, 1.0, 2.0)
+    assert not progress.own_report.joining
+    progress.begin_epoch(8, 3.0, late=True, joining=True)
+    assert progress.own_report.joining
+    progress.begin_epoch(8, 4.0, late=True)
+    assert not progress.own_report.joining
+
+
 def test_reports_are_bounded_in_number() -> None:
-    progress = machine(peers_max=4)
-    for number in range(1, 10):
-        progress.on_report(peer(number), report(1, at_s=100.0 + number), 110.0)
-    assert set(progress.others(110.0)) == {peer(number) for number in (6, 7, 8, 9)}
+    progress = machine()
+    for number in range(1, PEERS_MAX + 6):
+        progress.on_report(peer(number), report(1, at_s=100.0 + number / 100), 110.0)
+    assert set(progress.others(110.0)) == {peer(number) for number in range(6, PEERS_MAX + 6)}
 
 
 def test_the_view_shows_totals_and_the_refresh_interval_follows_the_eta() -> None:
     progress = machine(1000)
     assert progress.view(0.0).eta_s == math.inf
-    assert progress.refresh_s(0.0) == CONFIG.refresh_s_max
+    assert progress.refresh_s(0.0) == WAN.progress_refresh_s_max
     progress.update_own(500, 100.0, 100.0)
     progress.on_report(peer(1), report(400, rate=50.0), 100.0)
     view = progress.view(100.0)
@@ -146,16 +204,18 @@ def test_the_view_shows_totals_and_the_refresh_interval_follows_the_eta() -> Non
     assert view.eta_s == pytest.approx(100 / 150)
     assert view.peers[peer(1)].samples == 400
     assert set(view.peers) == {peer(0), peer(1)}
-    assert progress.refresh_s(100.0) == CONFIG.refresh_s_min
+    assert progress.refresh_s(100.0) == REFRESH_S_MIN
 
 
 GOOD = {"epoch": 1, "samples": 2, "rate": 3.0, "at": 99.0, "since": 90.0}
 
 
 def test_an_encoded_report_decodes_to_the_same() -> None:
-    decoded = ProgressReport.decode(GOOD, 100.0, CONFIG)
+    decoded = ProgressReport.decode(GOOD, 100.0)
     assert decoded == ProgressReport(epoch=1, samples=2, rate=3.0, at_s=99.0, since_s=90.0)
     assert decoded.encode() == GOOD
+    joining = ProgressReport.decode({**GOOD, "joining": True}, 100.0)
+    assert joining.encode() == {**GOOD, "joining": True}
 
 
 @pytest.mark.parametrize(
@@ -175,32 +235,30 @@ def test_an_encoded_report_decodes_to_the_same() -> None:
         {"at": None},
         {"since": 99.5},
         {"since": math.nan},
+        {"joining": "yes"},
     ],
 )
 def test_malformed_reports_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(PeerError):
-        ProgressReport.decode({**GOOD, **change}, 100.0, CONFIG)
+        ProgressReport.decode({**GOOD, **change}, 100.0)
     with pytest.raises(PeerError):
-        ProgressReport.decode([1, 2], 100.0, CONFIG)
+        ProgressReport.decode([1, 2], 100.0)
 
 
-def test_invalid_settings_are_refused() -> None:
-    with pytest.raises(UsageError):
-        ProgressConfig(rate_ratio_max=0.5)
-    with pytest.raises(UsageError):
-        ProgressConfig(report_ttl_s=1.0)
+def test_a_target_of_no_samples_is_refused() -> None:
     with pytest.raises(UsageError):
         machine(0)
 
 
 def test_a_peer_that_reports_without_progress_stops_counting() -> None:
-    progress = machine(1000, stalled_s_max=60.0)
-    for at_s in range(100, 161, 5):
+    progress = machine(1000)
+    end_s = 100.0 + STALLED_S_MAX
+    for at_s in range(100, int(end_s) + 1, 5):
         progress.on_report(peer(1), report(10, at_s=float(at_s)), float(at_s))
         progress.on_report(peer(2), report(at_s, at_s=float(at_s)), float(at_s))
-    assert set(progress.others(160.0)) == {peer(2)}
-    progress.on_report(peer(1), report(11, at_s=161.0), 161.0)
-    assert set(progress.others(161.0)) == {peer(1), peer(2)}
+    assert set(progress.others(end_s)) == {peer(2)}
+    progress.on_report(peer(1), report(11, at_s=end_s + 1.0), end_s + 1.0)
+    assert set(progress.others(end_s + 1.0)) == {peer(1), peer(2)}
 
 
 def test_a_peer_that_completed_a_round_is_in_the_next_epoch_before_it_reports_so() -> None:

@@ -6,67 +6,21 @@ import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
-from averaging.optim.admission import Blocklist
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
+import pytest
+
+from averaging.blocklist import PeerBlocklist
+from averaging.optim.progress.logic.reports import ProgressReport
 from averaging.optim.progress.records import ProgressRecords
 from averaging.optim.progress.tree import Tree
-from swarm.core.errors import NetworkError
-from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.core.ids import Key
 from swarm.dht.logic.records import Entry
 from swarm.dht.service.dht_service import DhtService
-
-CONFIG = ProgressConfig(report_ttl_s=15.0, peers_max=2)
-REPORTED = ProgressReport(epoch=3, samples=100, rate=10.0, at_s=1000.0, since_s=990.0)
-
-
-def contact(number: int) -> Contact:
-    return Contact(PeerId(bytes([number]) * 32), (Address("127.0.0.1", 4000 + number),))
-
-
-def entry(number: int, **changes: Any) -> Entry:
-    value = {
-        **REPORTED.encode(),
-        "addresses": [address.multiaddr for address in contact(number).addresses],
-        **changes,
-    }
-    return Entry(
-        value=value, subkey=str(number), writer=contact(number).peer_id, issued_at=1000.0, expiration=1015.0
-    )
-
-
-class Dht:
-    """A DHT that keeps stored values with their time."""
-
-    def __init__(self) -> None:
-        self.stored: list[tuple[float, dict[str, Any]]] = []
-        self.deleted = 0
-        self.found: dict[str, Entry] | None = {}
-        self.works = True
-        self.now_s = 1000.0
-
-    def swarm_s(self) -> float:
-        return self.now_s
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    async def store(self, key: Key, value: dict[str, Any], **how: Any) -> None:
-        if not self.works:
-            raise NetworkError("nobody answers")
-        self.stored.append((self.now_s, value))
-
-    async def delete(self, key: Key, **how: Any) -> None:
-        self.deleted += 1
-
-    async def get(self, key: Key, **how: Any) -> dict[str, Entry] | None:
-        return self.found
+from tests.averaging.optim.progress_dht import REPORTED, Dht, contact, entry
 
 
 def records_of(dht: Dht) -> ProgressRecords:
     service = cast(DhtService, dht)
-    return ProgressRecords(
-        lambda: contact(1), service, dht, Tree(service, "run", contact(1).peer_id, CONFIG, 1000.0), CONFIG
-    )
+    return ProgressRecords(lambda: contact(1), service, dht, Tree(service, "run", contact(1).peer_id, 1000.0))
 
 
 def test_a_record_is_written_when_it_is_new_or_a_third_of_its_ttl_is_over() -> None:
@@ -118,10 +72,12 @@ def test_records_of_banned_peers_are_not_read() -> None:
 
     async def scenario() -> None:
         dht.found = {str(number): entry(number) for number in (2, 3)}
-        found = await records.read(Blocklist(peers=frozenset({contact(3).peer_id})))
+        blocklist = PeerBlocklist(contact(1).peer_id, dht)
+        blocklist.ban({contact(3).peer_id})
+        found = await records.read(blocklist)
         assert [one.writer for one in found or ()] == [contact(2).peer_id]
         dht.found = None
-        assert await records.read(Blocklist()) == []
+        assert await records.read(blocklist) == []
 
     asyncio.run(scenario())
 
@@ -144,10 +100,33 @@ def test_only_well_formed_reports_are_read() -> None:
     assert newcomers == [contact(6).peer_id]
 
 
-def test_contacts_of_peers_that_left_are_kept_while_there_is_room() -> None:
+def test_contacts_of_peers_that_left_are_kept_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.optim.progress.records.PEERS_MAX", 2)
     records = records_of(Dht())
     records.reports([entry(2), entry(3)])
     records.reports([entry(2)])
     assert records.contacts.keys() == {contact(2).peer_id, contact(3).peer_id}
     records.reports([entry(2), entry(4)])
     assert records.contacts.keys() == {contact(2).peer_id, contact(4).peer_id}
+
+
+def test_a_newcomer_asks_more_peers_when_the_replicas_know_nobody() -> None:
+    """Regression test: fresh replicas lacked the records, and a newcomer founded the run again."""
+
+    class FreshReplicas(Dht):
+        asked = 0
+
+        async def get(self, key: Key, *, latest: bool = False, **how: Any) -> dict[str, Entry] | None:
+            self.asked += 1
+            return {"2": entry(2)} if latest else None
+
+    async def scenario() -> None:
+        dht, nobody = FreshReplicas(), PeerBlocklist(contact(1).peer_id, cast(Any, Dht()))
+        records = records_of(dht)
+        assert await records.read(nobody) == []
+        found = await records.read(nobody, thorough=True)
+        assert found is not None
+        assert [one.writer for one in found] == [contact(2).peer_id]
+        assert dht.asked == 3
+
+    asyncio.run(scenario())

@@ -9,17 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport
+from averaging.optim.progress.logic.epoch_reached import epoch_of
+from averaging.optim.progress.logic.reports import (
+    SLACK_S,
+    EpochProgress,
+    ProgressReport,
+    ProgressTotal,
+)
 from averaging.optim.progress.logic.shards import (
     AGGREGATORS,
     FANOUT_BITS,
     PERIOD_S,
-    ProgressTotal,
     TreeNode,
     aggregators,
     bits_for,
     children_of,
-    epoch_of,
     median_of,
     place_of,
     shard_of,
@@ -31,7 +35,6 @@ from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 
 RUN, NOW_S = "a" * 20, 1_000.0
-CONFIG = ProgressConfig()
 PEERS = [Identity.generate().peer_id for _ in range(300)]
 
 
@@ -98,9 +101,9 @@ def test_a_shard_counts_as_a_small_run_does(count: int, rng: random.Random) -> N
         peer: report(rng.randint(0, 400), rng.choice([5.0, 10.0, 40.0]), at_s=NOW_S - rng.random())
         for peer in PEERS[:count]
     }
-    total = sum_of_reports(reports, NOW_S, CONFIG)
+    total = sum_of_reports(reports, NOW_S)
     own = PEERS[299]
-    progress = EpochProgress(own, 10**9, CONFIG, NOW_S - 10)
+    progress = EpochProgress(own, 10**9, NOW_S - 10)
     progress.begin_epoch(3, NOW_S - 10)
     for peer, one in reports.items():
         progress.on_report(peer, one, NOW_S)
@@ -110,11 +113,11 @@ def test_a_shard_counts_as_a_small_run_does(count: int, rng: random.Random) -> N
 
 def test_a_lying_member_counts_three_times_an_honest_one() -> None:
     reports = {peer: report() for peer in PEERS[:31]}
-    honest = sum_of_reports(reports, NOW_S, CONFIG)
+    honest = sum_of_reports(reports, NOW_S)
     for lie in (report(samples=10**9, rate=1e9), report(samples=10**9, rate=10.0, since_s=0.0)):
-        total = sum_of_reports({**reports, PEERS[31]: lie}, NOW_S, CONFIG)
-        assert total.samples - honest.samples <= 3 * 10.0 * (10 + CONFIG.slack_s) + 1e-6
-    ahead = sum_of_reports({**reports, PEERS[31]: report(epoch=10**6)}, NOW_S, CONFIG)
+        total = sum_of_reports({**reports, PEERS[31]: lie}, NOW_S)
+        assert total.samples - honest.samples <= 3 * 10.0 * (10 + SLACK_S) + 1e-6
+    ahead = sum_of_reports({**reports, PEERS[31]: report(epoch=10**6)}, NOW_S)
     assert ahead.epoch == 3
 
 
@@ -151,7 +154,7 @@ def test_one_lying_aggregator_of_three_changes_nothing(lie: ProgressTotal, place
     assert middle is not None
     assert (middle.epoch, middle.peers, middle.bits) == (3, 32, 0)
     assert 3190.0 <= middle.samples <= 3210.0
-    assert 3190.0 <= middle.samples_at(NOW_S, CONFIG) <= 3210.0
+    assert 3190.0 <= middle.samples_at(NOW_S) <= 3210.0
 
 
 def test_of_two_totals_the_lower_counts_and_a_single_one_as_two_peers() -> None:
@@ -168,12 +171,12 @@ def test_a_whole_shard_of_liars_does_not_close_the_epoch(lie: ProgressTotal) -> 
     its epoch is one voice.
     """
     children = {prefix: [total()] * 3 for prefix in range(31)}
-    honest = sum_of_children(children, 1, NOW_S, CONFIG)
+    honest = sum_of_children(children, 1, NOW_S)
     assert honest.samples == 31 * 3200.0
-    lied = sum_of_children({**children, 31: [lie] * 3}, 1, NOW_S, CONFIG)
+    lied = sum_of_children({**children, 31: [lie] * 3}, 1, NOW_S)
     assert lied.epoch == 3
     # 128 members at most, three times the median rate each, since the epoch began
-    assert lied.samples - honest.samples <= 128 * 3 * 10.0 * (10 + CONFIG.slack_s) + 1e-6
+    assert lied.samples - honest.samples <= 128 * 3 * 10.0 * (10 + SLACK_S) + 1e-6
 
 
 def test_a_third_of_all_peers_moves_the_epoch() -> None:
@@ -196,21 +199,21 @@ def test_only_sums_of_a_childs_own_members_count() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(70, 300), st.randoms(use_true_random=False))
-def test_a_tree_gives_the_sum_of_one_dictionary(count: int, rng: random.Random) -> None:
+def test_a_tree_of_shards_gives_the_same_sum_as_one_dictionary(count: int, rng: random.Random) -> None:
     reports = {peer: report(rng.randint(50, 150), rng.uniform(8, 12)) for peer in PEERS[:count]}
     bits = bits_for(count, 0)
     shards: dict[int, dict[PeerId, ProgressReport]] = {}
     for peer, one in reports.items():
         shards.setdefault(shard_of(RUN, peer, bits).prefix, {})[peer] = one
-    children = {prefix: [sum_of_reports(members, NOW_S, CONFIG)] * 3 for prefix, members in shards.items()}
-    added = sum_of_children(children, 1, NOW_S, CONFIG)
+    children = {prefix: [sum_of_reports(members, NOW_S)] * 3 for prefix, members in shards.items()}
+    added = sum_of_children(children, 1, NOW_S)
     assert added.samples == pytest.approx(sum(one.samples for one in reports.values()))
     assert added.peers == count
     assert FANOUT_BITS == 5
 
 
 def test_an_encoded_total_decodes_to_the_same_and_malformed_ones_are_refused() -> None:
-    assert ProgressTotal.decode(total().encode(), NOW_S, CONFIG) == total()
+    assert ProgressTotal.decode(total().encode(), NOW_S) == total()
     good = total().encode()
     for place, wrong in [
         (0, -1),
@@ -223,14 +226,14 @@ def test_an_encoded_total_decodes_to_the_same_and_malformed_ones_are_refused() -
         (7, 99),
     ]:
         with pytest.raises(PeerError):
-            ProgressTotal.decode([*good[:place], wrong, *good[place + 1 :]], NOW_S, CONFIG)
+            ProgressTotal.decode([*good[:place], wrong, *good[place + 1 :]], NOW_S)
     for nonsense in (None, "12345678", b"12345678", good[:7], 5):
         with pytest.raises(PeerError):
-            ProgressTotal.decode(nonsense, NOW_S, CONFIG)
+            ProgressTotal.decode(nonsense, NOW_S)
 
 
 def test_a_known_total_decides_about_the_epoch() -> None:
-    progress = EpochProgress(PEERS[0], 100_000, CONFIG, NOW_S - 10)
+    progress = EpochProgress(PEERS[0], 100_000, NOW_S - 10)
     progress.begin_epoch(3, NOW_S - 10)
     progress.update_own(100, 10.0, NOW_S)
     assert not progress.is_full(NOW_S)

@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from averaging.optim.state.encoding import encode_view
 from averaging.optim.state.probe import probe, probe_shapes
 from averaging.optim.state.snapshot import CHUNK_BYTES, chunk_digest, is_finite, merge, plain, snapshot_digest
 from averaging.optim.state.training_state import TrainingState
+from averaging.optim.state.view import StateView
 from averaging.reduction.staging import Staging
 from swarm.core.errors import PeerError, UsageError
 
@@ -248,6 +250,64 @@ def test_bfloat16_frozen_and_scalar_parameters() -> None:
     assert state.snapshot().digest == donor.snapshot().digest
 
 
+def test_the_frozen_digest_changes_exactly_when_a_frozen_parameter_does() -> None:
+    def build(frozen: float) -> TrainingState:
+        torch.manual_seed(0)
+        ps = [
+            torch.nn.Parameter(torch.full((4, 3), frozen).t(), requires_grad=False),
+            torch.nn.Parameter(torch.randn(2)),
+            torch.nn.Parameter(torch.full((3,), frozen).bfloat16(), requires_grad=False),
+        ]
+        return TrainingState(torch.optim.SGD(ps, lr=0.1))
+
+    donor, state = build(1.0), build(2.0)
+    assert donor.frozen_digest() == build(1.0).frozen_digest() != state.frozen_digest()
+    state.load(donor.snapshot().blob)
+    assert state.frozen_digest() == donor.frozen_digest()
+    with torch.no_grad():
+        state.parameters[1].add_(1.0)
+        assert state.frozen_digest() == donor.frozen_digest()
+        state.parameters[2][0] = 3.0
+    assert state.frozen_digest() != donor.frozen_digest()
+    trained = TrainingState(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
+    assert trained.frozen_digest() == b""
+
+
+@pytest.mark.parametrize("codec", ["float16", "bfloat16"])
+def test_encoded_states_of_equal_donors_are_equal(codec: str) -> None:
+    def encoded(seed: int) -> StateView:
+        return encode_view(donors[seed].view(), codec)
+
+    donors = []
+    for _ in range(2):
+        net, state = made(1)
+        train(net, state, 3)
+        state.agree_extras()
+        with torch.no_grad():
+            state.parameters[0][0, 0] = 1e5  # more than float16 holds
+        state.inner.state[state.parameters[1]]["exp_avg_sq"].fill_(1e-9)  # less than float16 holds
+        donors.append(state)
+    first, second = encoded(0), encoded(1)
+    for view in (first, second):
+        view.compute_digests()
+    assert first.digest == second.digest != donors[0].snapshot().digest
+    assert bytes(first.blob) == b"".join(first.chunk(index) for index in range(first.chunks))
+    loader = made(2)[1]
+    loader.load(first.blob, codec)
+    assert loader.epoch == 3
+    for own, theirs in zip(loader.averaged_tensors(), donors[0].averaged_tensors(), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=2**-8, atol=1e-7)
+    assert loader.inner.state[loader.parameters[1]]["exp_avg_sq"].min() > 0
+    if codec == "float16":
+        assert loader.parameters[0][0, 0] == 1e5
+    other = made(2)[1]
+    before = other.snapshot().digest
+    for asked in {"float32", "float16", "bfloat16"} - {codec}:
+        with pytest.raises(PeerError, match="is encoded by"):
+            other.load(first.blob, asked)
+    assert other.snapshot().digest == before
+
+
 def test_an_optimizer_whose_state_is_not_tensors_is_refused() -> None:
     p = torch.nn.Parameter(torch.ones(2))
     inner = torch.optim.LBFGS([p])
@@ -318,8 +378,8 @@ def test_present_statistics_stay_when_others_are_missing() -> None:
     del state.inner.state[thawed]
     fourth = state.inner.state[state.parameters[1]]["step"].clone()
     assert state.bytes_max() >= len(donor.blob)
-    assert torch.equal(state._structure()[1]["step"], fourth)
-    assert state._structure()[0]["exp_avg"].is_meta
+    assert torch.equal(state.structure()[1]["step"], fourth)
+    assert state.structure()[0]["exp_avg"].is_meta
     state.load(donor.blob)
     assert state.snapshot().digest == donor.digest
 
@@ -333,7 +393,7 @@ def test_loading_without_memory_for_statistics_changes_nothing(monkeypatch: pyte
     def full(*arguments: object, **options: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("averaging.optim.state.training_state._materialized", full)
+    monkeypatch.setattr("averaging.optim.state.training_state.materialized", full)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         state.load(donor[1].snapshot().blob)
     assert same(before, weights(net))
@@ -344,10 +404,11 @@ class TestDTensor:
     @pytest.fixture
     def sharded(self) -> Iterator[torch.nn.Parameter]:
         distributed = pytest.importorskip("torch.distributed.tensor")
+        device_mesh = pytest.importorskip("torch.distributed.device_mesh")
         fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
         torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
         try:
-            mesh = torch.distributed.init_device_mesh("cpu", (2,))
+            mesh = device_mesh.init_device_mesh("cpu", (2,))
             yield torch.nn.Parameter(
                 distributed.distribute_tensor(torch.ones(4, 4), mesh, [distributed.Shard(0)])
             )

@@ -5,18 +5,18 @@ learns that an epoch is full.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import pytest
 
-from averaging.optim.admission import Blocklist
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
+from averaging.blocklist import PeerBlocklist
+from averaging.optim.progress.logic.reports import ProgressReport
 from averaging.optim.progress.tracker import Tracker
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.testing.simulated_node import SimulatedNode
 from swarm.wire import state_pb2
-from tests.averaging.optim.test_progress_records import Dht, contact, entry
+from tests.averaging.optim.progress_dht import Dht, contact, entry
 
 ONE, TWO, THREE = (contact(number).peer_id for number in (1, 2, 3))
 
@@ -44,11 +44,13 @@ def wire_report(epoch: int = 0, samples: int = 10) -> state_pb2.Claim:
 class Bench:
     """Peer 1 in epoch 0 of a run of 100 samples. In the DHT are peers 2 and 3, with 10 samples each."""
 
-    def __init__(self, banned: Blocklist | None = None) -> None:
+    def __init__(self, banned: Iterable[PeerId] = ()) -> None:
         self.dht, self.calls = Dht(), Calls()
         self.dht.found = {str(number): entry(number, epoch=0, samples=10) for number in (2, 3)}
         node = SimulatedNode(lambda: contact(1), self.dht, self.dht, channels=self.calls)
-        self.tracker = Tracker(node, "run", 100, ProgressConfig(extrapolation_s_max=0.0), banned)
+        blocklist = PeerBlocklist(ONE, self.dht)
+        blocklist.ban(banned)
+        self.tracker = Tracker(node, "run", 100, blocklist)
         self.dht.now_s += 10.0  # in which it may have computed what it reports
 
     async def receives(
@@ -98,7 +100,7 @@ def test_a_peer_that_says_goodbye_is_removed_at_once() -> None:
 
 def test_reports_of_a_banned_peer_are_refused() -> None:
     async def scenario() -> None:
-        bench = Bench(Blocklist(peers=frozenset({TWO})))
+        bench = Bench({TWO})
         await bench.tracker._refresh()
         assert bench.tracker.others().keys() == {THREE}
         with pytest.raises(PeerError, match="banned"):
@@ -114,14 +116,14 @@ def test_an_announced_full_epoch_is_believed_only_when_the_own_view_is_close() -
     async def scenario() -> None:
         bench = Bench()
         await bench.tracker._refresh()
-        # of the others' claims, made when our epoch began, 7.5 each count: what they may have computed in the
-        # slack
-        assert not bench.tracker.update_own(80, 8.0), "nobody says that 95 are enough"
-        assert not bench.tracker.update_own(59, 5.9)
+        # of the others' claims, made when our epoch began, 15 each count: what they may have computed in the
+        # slack, and as much again since
+        assert not bench.tracker.update_own(65, 6.5), "nobody says that 95 are enough"
+        assert not bench.tracker.update_own(44, 4.4)
         assert not await bench.receives(TWO, full=True), "74 of 100 are in sight"
         assert bench.tracker.full_announcements == 1
-        assert not bench.tracker.update_own(59, 5.9)
-        assert bench.tracker.update_own(60, 6.0), "the word still stands"
+        assert not bench.tracker.update_own(44, 4.4)
+        assert bench.tracker.update_own(45, 4.5), "the word still stands"
         assert await bench.receives(THREE, full=True)
 
     play(scenario)

@@ -8,7 +8,6 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from averaging.optim.progress.logic.reports import ProgressConfig
 from averaging.optim.progress.tracker import Tracker
 from swarm.core.clock import SystemClock
 from swarm.core.ids import Contact
@@ -29,7 +28,7 @@ def test_a_waiting_thread_is_woken_when_its_own_condition_is_met() -> None:
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         own = Contact(SimulatedNetwork(1).peer().peer_id)
         node = SimulatedNode(lambda: own, SystemClock(), UNUSED, loop=loop)
-        tracker = Tracker(node, "run", 100, ProgressConfig())
+        tracker = Tracker(node, "run", 100)
         waiting = threading.Thread(
             target=lambda: begun.append(tracker.wait_full(0, 60.0, until)), daemon=True
         )

@@ -44,12 +44,12 @@ def test_an_undisturbed_view_is_never_copied() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 100])
-def test_a_view_shows_its_moment_whenever_the_write_comes(ahead: int) -> None:
+def test_a_view_keeps_the_state_of_its_creation_whenever_a_write_comes(ahead: int) -> None:
     state = made()
     expected, digest = bytes(state.snapshot().blob), state.snapshot().digest
     view = state.view()
     first = bytes(view.chunk(0))
-    with state._reading:
+    with state.reading:
         view.complete_copy_locked(ahead)
     move(state)
     move(state)
@@ -128,7 +128,7 @@ def test_a_read_without_waiting_uses_live_memory_unless_a_writer_has_the_lock() 
     held, done = threading.Event(), threading.Event()
 
     def write() -> None:
-        with state._reading:
+        with state.reading:
             held.set()
             done.wait(10)
 
@@ -146,7 +146,7 @@ def test_a_read_without_waiting_uses_live_memory_unless_a_writer_has_the_lock() 
 def test_a_prefix_is_prepended_to_a_chunk(copied: int) -> None:
     state = made()
     view = state.view()
-    with state._reading:
+    with state.reading:
         view.complete_copy_locked(copied)
     for index in range(view.chunks):
         wanted = b"head" + view.chunk(index)

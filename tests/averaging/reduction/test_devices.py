@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.allreduce.assembly import encode_places
-from averaging.allreduce.commit import Version
-from averaging.allreduce.work import Averaged, ReductionKernels
+from averaging.allreduce.kernels import Averaged, ReductionKernels
+from averaging.allreduce.logic.versions import Version, encode_places
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.devices import CudaQueue, PlainQueue, Queues, queue_of
 from averaging.reduction.feedback import Feedback

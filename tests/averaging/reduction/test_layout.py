@@ -42,7 +42,7 @@ def test_finds_the_tensor_of_an_element() -> None:
         layout.find_tensor(32)
 
 
-def test_refuses() -> None:
+def test_tensors_that_cannot_be_averaged_are_refused() -> None:
     with pytest.raises(UsageError, match=r"tensor 1 is of torch\.int64"):
         TensorLayout.of([torch.zeros(2), torch.zeros(2, dtype=torch.int64)])
     with pytest.raises(UsageError, match="tensor 0 is torch"):
@@ -54,7 +54,7 @@ def test_refuses() -> None:
         layout.check([torch.zeros(3)])
 
 
-def test_schema_hash() -> None:
+def test_the_schema_hash_follows_shapes_codec_and_settings() -> None:
     base = TensorLayout.of([torch.zeros(2, 3), torch.zeros(4)])
     codec = find("float32")
     same = schema_hash(TensorLayout.of([torch.ones(2, 3), torch.ones(4)]), codec)

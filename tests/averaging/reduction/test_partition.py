@@ -48,7 +48,7 @@ def test_chunks_cover_the_vector_exactly(
 
 @given(numels, share_lists)
 @settings(max_examples=200, deadline=None)
-def test_shards_follow_shares(numel: int, shares: list[float]) -> None:
+def test_shard_sizes_are_proportional_to_shares(numel: int, shares: list[float]) -> None:
     cut = cut_shards(numel, shares)
     assert [start for start, _ in cut] == [0, *(stop for _, stop in cut)][:-1]
     assert cut[-1][1] == numel
@@ -90,7 +90,7 @@ def test_the_same_cut_among_others_is_another_plan() -> None:
     assert two.digest(codec) != three.digest(codec)
 
 
-def test_refuses() -> None:
+def test_a_cut_without_reducers_or_with_too_many_chunks_is_refused() -> None:
     for shares in ([0.0, 0.0], []):
         with pytest.raises(UsageError, match="nobody in this group can reduce"):
             cut_shards(10, shares)
@@ -110,7 +110,7 @@ def test_there_are_never_more_chunks_than_allowed(monkeypatch: pytest.MonkeyPatc
         plan_chunks(2 * ALIGNMENT_ELEMENTS + 1, [1.0, 1.0], codec, least)
 
 
-def test_equal_shares_are_equal() -> None:
+def test_equal_shares_give_equal_shards_without_gaps() -> None:
     sizes = {stop - start for start, stop in cut_shards(1024 * 40, [0.3] * 10)}
     assert sizes == {4096}
     assert all(

@@ -49,6 +49,7 @@ def every_kind() -> list[torch.Tensor]:
         torch.randn(5, dtype=torch.bfloat16),
         torch.empty(0, 7),
         torch.tensor(2.5),
+        torch.tensor(1.5).expand(1, 1),
         torch.nn.Parameter(torch.randn(4)),
     ]
 
@@ -84,6 +85,16 @@ def test_unchanging_tensors_are_read_in_place_and_written_without_a_buffer(codec
     for start, stop in [(0, 7), (3, 9), (0, vector.numel), (2007, 2008), (2006, 2009), (5008, 5008)]:
         assert torch.equal(vector.read(start, stop), expected[start:stop])
     assert vector.element(2007) == tensors[2].item()
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16", "int8"])
+def test_single_element_with_a_stride_of_zero_is_sent_as_any_other(codec: str) -> None:
+    tensor = torch.tensor(1.5).expand(1, 1)
+    assert tensor.stride() == (0, 0)
+    [(_, values)] = Staging([tensor]).take(read_in_place=True).pieces(0, 1)
+    scratch = torch.empty(find(codec).encoded_bytes(1), dtype=torch.uint8)
+    find(codec).encode(values, scratch)
+    assert values.data_ptr() == tensor.data_ptr()
 
 
 def test_a_copy_does_not_follow_the_tensors_and_a_view_does() -> None:

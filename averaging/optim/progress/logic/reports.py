@@ -14,11 +14,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
+from averaging.history.certificate import DIGEST_BYTES
+from averaging.optim.progress.logic.epoch_reached import epoch_of
+from averaging.optim.progress.logic.view import PeerProgress, ProgressView
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
+from swarm.core.presets import WAN
 
 EPOCH_MAX = 1 << 40
 SAMPLES_MAX = 1 << 40
@@ -27,41 +31,29 @@ BITS_MAX = 24  # bits of the number of shards of a run
 _PEERS_MAX = 1 << 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressConfig:
-    """How reports are counted and how often they are exchanged."""
-
-    # a peer counts at most this many times the median rate; from three peers on, since two have no majority
-    rate_ratio_max: float = 3.0
-    # a peer may have begun the epoch this much earlier than this peer thinks; larger lets liars claim more in
-    # short epochs
-    slack_s: ClassVar[float] = 0.25
-    # how long a report is extrapolated at its rate, at most to twice its samples; 0: never
-    extrapolation_s_max: float = 3.0
-    # fraction of the target, in this peer's own view, from which an announcement of a full epoch is believed
-    begin_fraction: ClassVar[float] = 0.75
-    report_ttl_s: float = 15.0  # a peer that is silent for this long is considered gone
-    refresh_s_min: float = 0.25  # between two reads of the DHT when the epoch is about to be full
-    refresh_s_max: float = 3.0  # between two reads when the epoch is far from full
-    # reports kept; beyond it the oldest is dropped. Well above the size of one dictionary, so that an
-    # overfull one is noticed
-    peers_max: int = 256
-    # instead of refresh_s_min in a run of several shards, where totals take longer than that anyway
-    refresh_s_large: ClassVar[float] = 1.0
-    # a peer that reports without any progress for this long does not count: its trainer hangs. Must exceed
-    # the longest step
-    stalled_s_max: float = 300.0
-    clock_ahead_s_max: ClassVar[float] = 10.0  # a report from further in the future is refused
-
-    def __post_init__(self) -> None:
-        if self.rate_ratio_max < 1 or not 0 < self.refresh_s_min <= self.refresh_s_max:
-            raise UsageError(
-                "a ProgressConfig needs rate_ratio_max >= 1 and 0 < refresh_s_min <= refresh_s_max"
-            )
-        if self.report_ttl_s <= self.refresh_s_max:
-            raise UsageError(
-                "report_ttl_s must exceed refresh_s_max, or live peers would expire between two reports"
-            )
+# A peer counts at most this many times the median rate; from three peers on, since two have no majority.
+RATE_RATIO_MAX = 3.0
+# A peer may have begun the epoch this much earlier than this peer thinks; larger lets liars claim more in
+# short epochs.
+SLACK_S = 0.25
+# How long a report is extrapolated at its rate, at most to twice its samples. Larger: a failed peer's samples
+# are counted that were never computed.
+EXTRAPOLATION_S_MAX = 3.0
+# Fraction of the target, in this peer's own view, from which an announcement of a full epoch is believed.
+BEGIN_FRACTION = 0.75
+# A peer that is silent for this long is considered gone. It exceeds the longest time between two reads of the
+# others' reports, or live peers would expire between two reads.
+REPORT_TTL_S = 15.0
+REFRESH_S_MIN = 0.25  # between two reads of the DHT when the epoch is about to be full
+# Instead of it in a run of several shards, where totals take longer than that anyway.
+REFRESH_S_LARGE = 1.0
+# Reports kept; beyond it the oldest is dropped. Well above the size of one dictionary, so that an overfull
+# one is noticed.
+PEERS_MAX = 256
+# A peer that reports without any progress for this long does not count: its trainer hangs. Must exceed the
+# longest step.
+STALLED_S_MAX = 300.0
+CLOCK_AHEAD_S_MAX = 10.0  # a report from further in the future is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +65,15 @@ class ProgressReport:
     rate: float  # samples/s while it trains; 0: not known yet
     at_s: float  # time of these values
     since_s: float  # beginning of the epoch
+    # the peer has not got the state of the swarm's epoch (it has just come, or it is downloading it), so that
+    # it does not say which epoch that is
+    joining: bool = False
+    head: bytes = b""  # of the history of its state, 32 bytes; empty in modes without a common state
+    # it takes no part in decisions on this head, since it was restored and may have voted on it before
+    abstains: bool = False
 
     @classmethod
-    def decode(cls, value: Any, now_s: float, config: ProgressConfig) -> ProgressReport:
+    def decode(cls, value: Any, now_s: float) -> ProgressReport:
         """Parse and check a report. Raise PeerError with the reason when it is invalid."""
         if not isinstance(value, Mapping):
             raise PeerError("a progress record is a map")
@@ -85,11 +83,30 @@ class ProgressReport:
         rate, at_s, since_s = value.get("rate"), value.get("at"), value.get("since")
         if (
             not is_number(rate, 0.0, RATE_MAX)
-            or not is_number(at_s, 0.0, now_s + config.clock_ahead_s_max)
+            or not is_number(at_s, 0.0, now_s + CLOCK_AHEAD_S_MAX)
             or not is_number(since_s, 0.0, at_s)
         ):
             raise PeerError("rate, at and since are finite numbers, since <= at <= now")
-        return cls(epoch=epoch, samples=samples, rate=float(rate), at_s=float(at_s), since_s=float(since_s))
+        joining = value.get("joining", False)
+        if not isinstance(joining, bool):
+            raise PeerError("joining is true or false")
+        head, abstains = value.get("head", b""), value.get("abstains", False)
+        if (
+            not isinstance(head, bytes)
+            or len(head) not in (0, DIGEST_BYTES)
+            or not isinstance(abstains, bool)
+        ):
+            raise PeerError(f"a head has {DIGEST_BYTES} bytes, abstains is true or false")
+        return cls(
+            epoch=epoch,
+            samples=samples,
+            rate=float(rate),
+            at_s=float(at_s),
+            since_s=float(since_s),
+            joining=joining,
+            head=head,
+            abstains=abstains,
+        )
 
     def encode(self) -> dict[str, Any]:
         """Return the report as a dictionary for a DHT record."""
@@ -99,42 +116,10 @@ class ProgressReport:
             "rate": self.rate,
             "at": self.at_s,
             "since": self.since_s,
+            **({"joining": True} if self.joining else {}),
+            **({"head": self.head} if self.head else {}),
+            **({"abstains": True} if self.abstains else {}),
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerProgress:
-    """One peer in a snapshot: its own report, and how much of it counts."""
-
-    epoch: int
-    samples: int
-    samples_per_s: float
-    counted: float  # samples that count towards this epoch now; 0 for a peer in another epoch
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressView:
-    """A snapshot of the progress for people and programs: `opt.progress`."""
-
-    epoch: int
-    swarm_epoch: int
-    samples: float  # counted over the swarm
-    target: int
-    samples_per_s: float
-    peers: dict[PeerId, PeerProgress]  # this peer included; in a run of several shards those of its own
-    peers_total: int = 0  # in the whole run
-
-    @property
-    def fraction(self) -> float:
-        """Return the reached fraction of the target, at most 1."""
-        return min(1.0, self.samples / self.target)
-
-    @property
-    def eta_s(self) -> float:
-        """Return the seconds until the epoch is full; infinity while nobody trains."""
-        missing = max(0.0, self.target - self.samples)
-        return missing / self.samples_per_s if self.samples_per_s > 0 else (math.inf if missing else 0.0)
 
 
 @dataclass(slots=True)
@@ -144,6 +129,7 @@ class _Entry:
     expires_s: float
     changed_s: float  # when its epoch or samples changed last
     suspect: bool = False  # did not answer; counts again after a newer report
+    is_refused: bool = False  # nothing listens at its addresses
     epoch_min: int = 0  # epoch whose beginning it took part in, even if its reports do not say so yet
 
 
@@ -174,7 +160,7 @@ class ProgressTotal:
         ]
 
     @classmethod
-    def decode(cls, value: Any, now_s: float, config: ProgressConfig) -> ProgressTotal:
+    def decode(cls, value: Any, now_s: float) -> ProgressTotal:
         """Parse and check a total. Raise PeerError with the reason when it is invalid."""
         if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 8:
             raise PeerError("a sum is a list of eight numbers")
@@ -188,7 +174,7 @@ class ProgressTotal:
         if (
             not whole
             or not amounts
-            or not is_number(at_s, 0.0, now_s + config.clock_ahead_s_max)
+            or not is_number(at_s, 0.0, now_s + CLOCK_AHEAD_S_MAX)
             or not is_number(since_s, 0.0, at_s)
         ):
             raise PeerError("a sum is of numbers within bounds, since <= at <= now")
@@ -203,25 +189,35 @@ class ProgressTotal:
             bits=bits,
         )
 
-    def samples_at(self, now_s: float, config: ProgressConfig) -> float:
+    def samples_at(self, now_s: float) -> float:
         """Return the samples extrapolated to `now_s` at the total's rate: for a limited time, and at most
         to twice the reported samples.
         """
-        silent_s = min(max(0.0, now_s - self.at_s), config.extrapolation_s_max)
+        silent_s = min(max(0.0, now_s - self.at_s), EXTRAPOLATION_S_MAX)
         return self.samples + min(self.rate * silent_s, self.samples)
 
 
 class EpochProgress:
     """State machine of the epoch's progress. `own` is this peer; its report never expires."""
 
-    def __init__(self, own: PeerId, target: int, config: ProgressConfig, now_s: float) -> None:
+    def __init__(
+        self, own: PeerId, target: int, now_s: float, refresh_s_max: float = WAN.progress_refresh_s_max
+    ) -> None:
         if not 1 <= target <= SAMPLES_MAX:
             raise UsageError(f"target_batch_size is a positive number of samples, not {target}")
-        self.own, self.target, self.config = own, target, config
-        self._own_report = ProgressReport(epoch=0, samples=0, rate=0.0, at_s=now_s, since_s=now_s)
+        self.own, self.target, self._refresh_s_max = own, target, refresh_s_max
+        self._own_report = ProgressReport(
+            epoch=0, samples=0, rate=0.0, at_s=now_s, since_s=now_s, joining=True
+        )
         self._others: dict[PeerId, _Entry] = {}
         # total of a run of several shards; the reports are then those of this peer's shard
         self.total: ProgressTotal | None = None
+        self.head = b""  # of this peer's history; empty without one
+        self.abstains = False  # from decisions on that head
+        self._members = frozenset[PeerId]()  # of the round that led to the head `_members_head`
+        self._members_head = b""
+        # the epoch that certificates prove; None: it follows from the reports
+        self.certified_epoch: int | None = None
 
     # --- this peer
 
@@ -232,34 +228,44 @@ class EpochProgress:
     @property
     def own_report(self) -> ProgressReport:
         """Return this peer's own report."""
-        return self._own_report
+        return replace(self._own_report, head=self.head, abstains=self.abstains)
 
     def begin_epoch(
-        self, epoch: int, now_s: float, *, joining: bool = False, began_ago_s: float = 0.0
+        self,
+        epoch: int,
+        now_s: float,
+        *,
+        late: bool = False,
+        joining: bool = False,
+        began_ago_s: float = 0.0,
     ) -> None:
         """Enter `epoch` with no samples in it.
 
-        `joining`: this peer was absent when the others began, and takes the beginning of the epoch from
-        their reports. `began_ago_s`: the time that it has trained in the epoch already, while the previous
-        round was running.
+        `late`: this peer was absent when the others began, and takes the beginning of the epoch from their
+        reports. `joining`: it has not got the state of the epoch. `began_ago_s`: the time that it has trained
+        in the epoch already, while the previous round was running.
         """
-        began_s = [
-            report.since_s for report in self.others(now_s).values() if joining and report.epoch == epoch
-        ]
+        began_s = [report.since_s for report in self.others(now_s).values() if late and report.epoch == epoch]
         since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
         self._own_report = ProgressReport(
-            epoch=epoch, samples=0, rate=self._own_report.rate, at_s=now_s, since_s=since_s
+            epoch=epoch,
+            samples=0,
+            rate=self._own_report.rate,
+            at_s=now_s,
+            since_s=since_s,
+            joining=joining,
         )
 
     def update_own(self, samples: int, rate: float, now_s: float) -> None:
-        """Update this peer's own report: `samples` accumulated in its epoch, at `rate` samples/s."""
-        now_s = max(now_s, self._own_report.since_s)  # a clock correction may move time backwards
-        self._own_report = ProgressReport(
-            epoch=self._own_report.epoch,
+        """Update this peer's own report: `samples` accumulated in its epoch, at `rate` samples/s. A peer that
+        accumulates samples has a state.
+        """
+        self._own_report = replace(
+            self._own_report,
             samples=samples,
             rate=min(rate, RATE_MAX),
-            at_s=now_s,
-            since_s=self._own_report.since_s,
+            at_s=max(now_s, self._own_report.since_s),  # a clock correction may move time backwards
+            joining=self._own_report.joining and samples == 0,
         )
 
     # --- other peers
@@ -270,21 +276,17 @@ class EpochProgress:
         """Take a report, from a record or from the peer itself. Return False when it is not new: older than
         the known one, expired, or this peer's own.
         """
-        expires_s = min(
-            expires_s if expires_s is not None else math.inf, report.at_s + self.config.report_ttl_s
-        )
+        expires_s = min(expires_s if expires_s is not None else math.inf, report.at_s + REPORT_TTL_S)
         known = self._others.get(peer)
         if peer == self.own or expires_s <= now_s or (known is not None and known.issued_s >= report.at_s):
             return False
-        if known is None and len(self._others) >= self.config.peers_max:
+        if known is None and len(self._others) >= PEERS_MAX:
             oldest = min(self._others, key=lambda other: self._others[other].issued_s)
             del self._others[oldest]
         epoch_min = known.epoch_min if known is not None else 0
         # sent before the end of that round: the peer must not appear to be in an earlier epoch
         if report.epoch < epoch_min:
-            report = ProgressReport(
-                epoch=epoch_min, samples=0, rate=report.rate, at_s=report.at_s, since_s=report.at_s
-            )
+            report = replace(report, epoch=epoch_min, samples=0, since_s=report.at_s)
         moved = known is None or (known.report.epoch, known.report.samples) != (report.epoch, report.samples)
         self._others[peer] = _Entry(
             report,
@@ -299,25 +301,27 @@ class EpochProgress:
         """Record that these peers completed a round with this one: they are in `epoch` now, even if they
         have not reported it yet.
         """
-        for peer in peers:
+        self._members, self._members_head = frozenset(peers), self.head
+        for peer in self._members:
             entry = self._others.get(peer)
             if entry is not None:
                 entry.epoch_min = max(entry.epoch_min, epoch)
             if entry is not None and entry.report.epoch < epoch:
-                entry.report = ProgressReport(
-                    epoch=epoch, samples=0, rate=entry.report.rate, at_s=now_s, since_s=now_s
-                )
+                entry.report = replace(entry.report, epoch=epoch, samples=0, at_s=now_s, since_s=now_s)
                 entry.changed_s, entry.suspect = now_s, False
-                entry.expires_s = max(entry.expires_s, now_s + self.config.report_ttl_s)
+                entry.expires_s = max(entry.expires_s, now_s + REPORT_TTL_S)
 
     def on_goodbye(self, peer: PeerId) -> None:
         """Remove a peer that withdrew its record."""
         self._others.pop(peer, None)
 
-    def on_unreachable(self, peer: PeerId) -> None:
-        """Mark a peer that did not answer: it does not count until it sends a newer report."""
+    def on_unreachable(self, peer: PeerId, *, refused: bool) -> None:
+        """Mark a peer that did not answer: it does not count until it sends a newer report. `refused`: it
+        cannot be there; otherwise it may be busy.
+        """
         if peer in self._others:
             self._others[peer].suspect = True
+            self._others[peer].is_refused = refused
 
     def on_resumed(self, now_s: float) -> None:
         """Clear the hang detection of all peers: the run's owner had paused them."""
@@ -326,33 +330,70 @@ class EpochProgress:
 
     # --- results
 
+    def company(self, now_s: float) -> dict[PeerId, ProgressReport]:
+        """Return the reports of the live peers with this peer's history: those that report its head, and
+        members of the round that led to it whose reports do not say so yet.
+        """
+        together = self._members if self._members_head == self.head else frozenset[PeerId]()
+        return {
+            peer: report
+            for peer, report in self.others(now_s).items()
+            if report.head == self.head or (peer in together and report.epoch <= self.epoch)
+        }
+
     def others(self, now_s: float) -> dict[PeerId, ProgressReport]:
         """Return the reports of the live peers, without this one."""
         self._others = {peer: entry for peer, entry in self._others.items() if entry.expires_s > now_s}
-        oldest_s = now_s - self.config.stalled_s_max
         return {
             peer: entry.report
             for peer, entry in self._others.items()
-            if not entry.suspect and entry.changed_s > oldest_s
+            if not entry.suspect and not self._hangs(entry, now_s)
         }
+
+    def is_alone(self, now_s: float) -> bool:
+        """Return whether no other peer takes part in the run, as far as is known. A peer that does not answer
+        in time may be busy.
+        """
+        return not self._present(now_s)
+
+    def has_begun(self, now_s: float) -> bool:
+        """Return whether the run has completed an epoch, by the reports of the others; those that do not
+        answer in time count, too.
+        """
+        present = self._present(now_s)
+        return (
+            self.swarm_epoch(now_s) > 0 or epoch_of((one.epoch, 1) for one in present if not one.joining) > 0
+        )
+
+    def _present(self, now_s: float) -> list[ProgressReport]:
+        """Return the latest reports of the others that may be there, busy ones included."""
+        return [
+            entry.report
+            for entry in self._others.values()
+            if entry.expires_s > now_s and not entry.is_refused and not self._hangs(entry, now_s)
+        ]
+
+    def _hangs(self, entry: _Entry, now_s: float) -> bool:
+        return entry.changed_s <= now_s - STALLED_S_MAX
 
     def counted(self, now_s: float) -> dict[PeerId, float]:
         """Return how many samples of each live peer count towards this peer's epoch now."""
         live = {self.own: self._own_report, **self.others(now_s)}
         # in any epoch: at the start of one no other peer has reported yet
         rates = [report.rate for report in live.values() if report.rate > 0]
-        rate_max = self.config.rate_ratio_max * statistics.median_low(rates) if len(rates) >= 3 else math.inf
+        rate_max = RATE_RATIO_MAX * statistics.median_low(rates) if len(rates) >= 3 else math.inf
         return {
             peer: self._count(peer, report, rate_max, now_s)
             for peer, report in live.items()
-            if report.epoch == self._own_report.epoch
+            # samples on another history are of another model
+            if report.epoch == self._own_report.epoch and (peer == self.own or report.head == self.head)
         }
 
     def _count(self, peer: PeerId, report: ProgressReport, rate_max: float, now_s: float) -> float:
-        training_s = max(0.0, report.at_s - self._own_report.since_s) + self.config.slack_s
+        training_s = max(0.0, report.at_s - self._own_report.since_s) + SLACK_S
         counted = min(float(report.samples), rate_max * training_s, float(self.target))
         if peer != self.own:  # this peer's own number is exact
-            silent_s = min(max(0.0, now_s - report.at_s), self.config.extrapolation_s_max)
+            silent_s = min(max(0.0, now_s - report.at_s), EXTRAPOLATION_S_MAX)
             # in short epochs rates do not show how long a round takes
             counted += min(min(report.rate, rate_max) * silent_s, counted)
         return counted
@@ -365,30 +406,27 @@ class EpochProgress:
         """Return the samples of the whole swarm that count towards this peer's epoch."""
         if self.total is None:
             return sum(self.counted(now_s).values())
-        return (
-            self.total.samples_at(now_s, self.config) if self.total.epoch == self._own_report.epoch else 0.0
-        )
+        return self.total.samples_at(now_s) if self.total.epoch == self._own_report.epoch else 0.0
 
     def is_plausibly_full(self, epoch: int, now_s: float) -> bool:
         """Return whether another peer's announcement that `epoch` is full is plausible in this peer's view.
         If not, ask again after a fresh read of the reports.
         """
-        return (
-            epoch == self._own_report.epoch
-            and self.samples_counted(now_s) >= self.target * self.config.begin_fraction
-        )
+        return epoch == self._own_report.epoch and self.samples_counted(now_s) >= self.target * BEGIN_FRACTION
 
     def swarm_epoch(self, now_s: float) -> int:
         """Return the epoch that the swarm has reached: the highest reported by enough other peers that a
-        single liar cannot move it, and never below this peer's own.
+        single liar cannot move it, and never below this peer's own. Peers that are joining are not counted:
+        they only repeat what they have heard. Where states have a history, only certificates count.
         """
-        if self.total is not None:
-            return max(self._own_report.epoch, self.total.epoch)
-        epochs = sorted((report.epoch for report in self.others(now_s).values()), reverse=True)
-        if not epochs:
-            return self._own_report.epoch
-        enough = 1 if len(epochs) <= 2 else max(2, math.ceil(len(epochs) / 3))
-        return max(self._own_report.epoch, epochs[enough - 1])
+        if self.certified_epoch is not None:
+            return max(self._own_report.epoch, self.certified_epoch)
+        reached = (
+            self.total.epoch
+            if self.total is not None
+            else epoch_of((report.epoch, 1) for report in self.others(now_s).values() if not report.joining)
+        )
+        return max(self._own_report.epoch, reached)
 
     def view(self, now_s: float) -> ProgressView:
         """Return a snapshot of the progress."""
@@ -418,8 +456,8 @@ class EpochProgress:
     def refresh_s(self, now_s: float) -> float:
         """Return how long to wait before the others' reports are read again."""
         eta_s = self.view(now_s).eta_s
-        shortest_s = self.config.refresh_s_min if self.total is None else self.config.refresh_s_large
-        return min(max(eta_s / 4, shortest_s), self.config.refresh_s_max)
+        shortest_s = REFRESH_S_MIN if self.total is None else REFRESH_S_LARGE
+        return min(max(eta_s / 4, shortest_s), self._refresh_s_max)
 
 
 def is_count(value: Any, maximum: int) -> TypeGuard[int]:

@@ -10,7 +10,7 @@ among three changes nothing.
 
 Members and aggregators of a shard follow from hashes and the dictionary alone; aggregators change with
 every period, so that a majority of liars among them does not last. Their influence is bounded even then: a
-shard counts at most its maximum of members, and at most `rate_ratio_max` times the median rate of all
+shard counts at most its maximum of members, and at most `RATE_RATIO_MAX` times the median rate of all
 shards. Pure; times are seconds of the swarm's clock.
 """
 
@@ -22,10 +22,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from averaging.optim.progress.logic.epoch_reached import epoch_of
 from averaging.optim.progress.logic.reports import (
     BITS_MAX,
+    EXTRAPOLATION_S_MAX,
+    RATE_RATIO_MAX,
     SAMPLES_MAX,
-    ProgressConfig,
+    SLACK_S,
     ProgressReport,
     ProgressTotal,
 )
@@ -115,43 +118,21 @@ def aggregators(node: TreeNode, run: str, writers: Iterable[PeerId], now_s: floa
     return sorted(writers, key=lambda peer: hashlib.sha256(context + peer.to_bytes()).digest())[:AGGREGATORS]
 
 
-def enough_of(peers: int) -> int:
-    """Return how many peers must report an epoch for it to count as reached: a third of them, and at least
-    two where there are more than two.
-    """
-    return 1 if peers <= 2 else max(2, math.ceil(peers / 3))
-
-
-def epoch_of(reported: Iterable[tuple[int, int]]) -> int:
-    """Return the highest epoch that enough peers report to have reached. `reported` yields (epoch, number of
-    peers in it).
-    """
-    ordered = sorted(reported, reverse=True)
-    wanted, count_so_far = enough_of(sum(count for _, count in ordered)), 0
-    for epoch, count in ordered:
-        count_so_far += count
-        if count_so_far >= wanted:
-            return epoch
-    return 0
-
-
-def sum_of_reports(
-    reports: Mapping[PeerId, ProgressReport], now_s: float, config: ProgressConfig
-) -> ProgressTotal:
-    """Return the sum of a shard's reports. Each counts with at most `rate_ratio_max` times the median rate
+def sum_of_reports(reports: Mapping[PeerId, ProgressReport], now_s: float) -> ProgressTotal:
+    """Return the sum of a shard's reports. Each counts with at most `RATE_RATIO_MAX` times the median rate
     since the epoch began.
     """
-    epoch = epoch_of((report.epoch, 1) for report in reports.values())
+    epoch = epoch_of((report.epoch, 1) for report in reports.values() if not report.joining)
     there = [report for report in reports.values() if report.epoch == epoch]
     since_s = statistics.median_low([report.since_s for report in there]) if there else now_s
     rates = [report.rate for report in reports.values() if report.rate > 0]
     median_rate = statistics.median_low(rates) if rates else 0.0
-    rate_max = config.rate_ratio_max * median_rate if len(rates) >= 3 else math.inf
+    rate_max = RATE_RATIO_MAX * median_rate if len(rates) >= 3 else math.inf
     samples = 0.0
     for report in there:
-        training_s = max(0.0, report.at_s - since_s) + config.slack_s
+        training_s = max(0.0, report.at_s - since_s) + SLACK_S
         counted = min(float(report.samples), rate_max * training_s)
-        silent_s = min(max(0.0, now_s - report.at_s), config.extrapolation_s_max)
+        silent_s = min(max(0.0, now_s - report.at_s), EXTRAPOLATION_S_MAX)
         samples += counted + min(min(report.rate, rate_max) * silent_s, counted)
     rate = sum(min(report.rate, rate_max) for report in reports.values())
     return ProgressTotal(
@@ -199,7 +180,7 @@ def median_of(sums: Sequence[ProgressTotal]) -> ProgressTotal | None:
 
 
 def sum_of_children(
-    children: Mapping[int, Sequence[ProgressTotal]], level: int, now_s: float, config: ProgressConfig
+    children: Mapping[int, Sequence[ProgressTotal]], level: int, now_s: float
 ) -> ProgressTotal:
     """Return the sum of a node's children: for each the median of its three totals, limited by the rates of
     the others.
@@ -214,15 +195,15 @@ def sum_of_children(
     since_s = statistics.median_low([one.since_s for one in there]) if there else now_s
     rates = [one.median_rate for one in found if one.median_rate > 0]
     median_rate = statistics.median_low(rates) if rates else 0.0
-    rate_max = config.rate_ratio_max * median_rate if len(rates) >= 3 else math.inf
+    rate_max = RATE_RATIO_MAX * median_rate if len(rates) >= 3 else math.inf
     samples = rate = 0.0
     for one in found:
         limit = rate_max * one.peers if one.peers else 0.0  # a shard without members has no rate
         rate += min(one.rate, limit)
         if one.epoch == epoch:
-            training_s = max(0.0, one.at_s - since_s) + config.slack_s
+            training_s = max(0.0, one.at_s - since_s) + SLACK_S
             counted = min(one.samples, limit * training_s)
-            silent_s = min(max(0.0, now_s - one.at_s), config.extrapolation_s_max)
+            silent_s = min(max(0.0, now_s - one.at_s), EXTRAPOLATION_S_MAX)
             samples += counted + min(min(one.rate, limit) * silent_s, counted)
     return ProgressTotal(
         epoch=epoch,

@@ -1,0 +1,426 @@
+"""The driver of one running round: it performs the effects of the round's machine, and feeds what comes of
+them back as events.
+
+Tensor work goes to `ReductionKernels`, in a thread of the node's pool. Values and averages that are on their
+way through this member are kept here; the machine knows them by chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from averaging.allreduce import wire
+from averaging.allreduce.auditing import Auditor
+from averaging.allreduce.calls import RoundCalls
+from averaging.allreduce.finished import payload_of
+from averaging.allreduce.kernels import Arrived, ReductionKernels
+from averaging.allreduce.logic import effects as do
+from averaging.allreduce.logic import events as on
+from averaging.allreduce.logic.effects import Effect
+from averaging.allreduce.logic.machine import RoundMachine
+from averaging.allreduce.logic.values import Statement
+from averaging.allreduce.logic.versions import Version
+from averaging.allreduce.network import RoundNetwork
+from averaging.allreduce.offload import ComputeOffload, OutOfMemory
+from averaging.allreduce.streams import ReducerStream, SenderStream, first_error
+from averaging.allreduce.voter import Voter
+from averaging.allreduce.work import ChunkWork
+from averaging.history.certificate import Vote
+from averaging.reduction.framing import unpack
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import Contact, PeerId
+from swarm.net.rpc import Stream
+from swarm.wire.reduce_pb2 import (
+    ExchangeOpen,
+    FetchReply,
+    FetchRequest,
+    InventoryReply,
+    InventoryRequest,
+)
+
+_FAREWELL_S = 1.0  # how long members are told how the round ended, in the background
+
+
+class RoundDriver:
+    """One round of this member. `conduct` runs it; `ended` is set when no tensor is touched any more."""
+
+    def __init__(
+        self,
+        machine: RoundMachine,
+        kernels: ReductionKernels,
+        network: RoundNetwork,
+        offload: ComputeOffload,
+        voter: Voter,
+        auditor: Auditor | None,
+    ) -> None:
+        self.machine, self.kernels, self.network, self.offload = machine, kernels, network, offload
+        self.auditor = auditor
+        self.group_id = machine.setup.group.group_id
+        self.plan_digest = kernels.plan.digest(kernels.codec)
+        self.own_chunks = machine.shard.chunks
+        self.bytes_sent = self.bytes_received = 0
+        self.ended: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
+        self.averages: list[bytes] = []  # messages, as they were reduced; b"" once every member has one
+        self.refusals: dict[int, str] = {}  # senders that were left out: to be told on their streams
+        self.voter = voter
+        self._calls = RoundCalls(self)
+        members = machine.setup.group.members
+        takers = sum(not member.auxiliary for member in members) - (not machine.setup.own_auxiliary)
+        self._takers = [takers] * len(self.own_chunks)
+        self._served: set[int] = set()  # members that opened a stream
+        self._serving = 0  # streams that stand
+        self.work = ChunkWork(self)
+        self._events: deque[on.Event] = deque()
+        self._stepping = False
+        self._exchanges: dict[int, tuple[ReducerStream, asyncio.Task[None]]] = {}
+        self._reducing: asyncio.Task[None] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._changed = asyncio.Event()
+        self._halted = False
+        self._replies: dict[int, asyncio.Future[do.AnswerVotes | do.AnswerInventory]] = {}
+        self._asked = 0
+
+    # ---- the whole
+
+    async def conduct(self) -> None:
+        """Run the round to its end, then tell members how it ended."""
+        try:
+            async with asyncio.TaskGroup() as calls:
+                self._calls.begin(calls)
+                await self._run()
+                await self.offload.finish()
+                finish = self.machine.finished
+                assert finish is not None
+                self._drop_tensors()
+                self.ended.set_result(finish)
+                await self._say_goodbye()
+        except asyncio.CancelledError:
+            self.ended.cancel()
+            raise
+        except BaseException as error:  # a bug here
+            if not self.ended.done():
+                self.ended.set_exception(error)
+            raise
+        finally:
+            self._calls.close()
+
+    async def _run(self) -> None:
+        """Run until the machine has finished."""
+        name = self.machine.setup.name(self.machine.setup.own)
+        try:
+            async with asyncio.TaskGroup() as work:
+                self._tasks = work
+                work.create_task(self.work.check(), name="check")
+                self._reducing = work.create_task(self.work.reduce(), name="reduce")
+                work.create_task(self._tick(), name="tick")
+                self._perform(self.machine.begin())
+                # beside the tasks, which answer members and send heartbeats
+                await self.offload.prepare(self.kernels.prepare, not self.machine.setup.own_auxiliary)
+                self.feed(on.MemoryPrepared())
+                while self.running:
+                    await self.change()
+                raise _RoundOver
+        except* _RoundOver:
+            pass
+        except* UsageError as errors:  # the node was closed under our feet
+            self.feed(on.GiveUp(f"{name} cannot go on: {first_error(errors)}"))
+        except* OutOfMemory:
+            self.feed(on.GiveUp(f"{name} {self.offload.out_of_memory}"))
+        finally:
+            self._tasks = None
+
+    async def _say_goodbye(self) -> None:
+        self._perform(self.machine.farewell())
+        await self._calls.finish(_FAREWELL_S)
+
+    async def _tick(self) -> None:
+        while self.running:
+            await asyncio.sleep(max(self.machine.deadline_s() - self.network.now_s, 0.0))
+            self._perform(self.machine.tick(self.network.now_s))
+
+    @property
+    def running(self) -> bool:
+        """Return whether the round has not ended for this member."""
+        return self.machine.finished is None
+
+    def _drop_tensors(self) -> None:
+        """Keep nothing but averages that are still being given to slower members."""
+        self.work.drop()
+        if not self._serving:
+            self.averages = []
+
+    # ---- events and effects
+
+    def feed(self, event: on.Event) -> None:
+        """Give the machine an event, and perform what it wants done. Raises PeerError for what a member must
+        not do.
+        """
+        self._events.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._events:
+                self._perform_each(self.machine.step(self._events.popleft(), self.network.now_s))
+        finally:
+            self._stepping = False
+
+    def _perform(self, effects: list[Effect]) -> None:
+        self._stepping = True
+        try:
+            self._perform_each(effects)
+            while self._events:
+                self._perform_each(self.machine.step(self._events.popleft(), self.network.now_s))
+        finally:
+            self._stepping = False
+
+    def _perform_each(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            self._perform_one(effect)
+            if isinstance(effect, do.CheckAverage | do.Reduce | do.RefuseSender | do.Finish):
+                self._changed.set()
+
+    def _perform_one(self, effect: Effect) -> None:
+        match effect:
+            case do.AnswerVotes() | do.AnswerInventory():
+                reply = self._replies.pop(effect.call, None)
+                if reply is not None and not reply.done():
+                    reply.set_result(effect)
+            case do.CheckAverage() | do.Reduce():
+                self.work.perform(effect)
+            case do.OpenStream():
+                stream = ReducerStream(self, effect.reducer)
+                task = self._spawn(stream.run)
+                if task is not None:
+                    self._exchanges[effect.reducer] = stream, task
+            case do.CloseStream():
+                if effect.reducer in self._exchanges:
+                    self._exchanges[effect.reducer][1].cancel()
+            case do.StopSending():
+                if effect.reducer in self._exchanges:
+                    self._exchanges[effect.reducer][0].refused = True
+            case do.RefuseSender():
+                self.refusals.setdefault(effect.sender, effect.reason)
+            case do.Sign():
+                vote = self.voter.vote(effect.result)
+                self._events.append(
+                    on.VoteSigned(vote) if isinstance(vote, Vote) else on.SigningRefused(vote)
+                )
+            case do.Audit():
+                self._spawn(self._audit)
+            case do.HaltReduction():
+                self._halt()
+            case do.Finish():
+                pass  # `running` says so
+            case _:
+                self._calls.perform(effect)
+
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None] | None:
+        return self._tasks.create_task(work()) if self._tasks is not None else None
+
+    def _halt(self) -> None:
+        self._halted = True
+        self.work.halt()
+        if self._reducing is not None:
+            self._reducing.cancel()
+
+    async def change(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is something to check, reduce or give, or the round is over (True), at most
+        `timeout_s`; look again then. There is no await between a look and this, so no change is missed.
+        """
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ---- our own work
+
+    async def find_elector(self, elector: PeerId) -> Contact | None:
+        """Return the contact of an elector outside of the group; None when it is not known."""
+        return await self.voter.find_contact(elector)
+
+    async def exclude_self(self, element: int) -> None:
+        """Stop contributing because of this element of the vector."""
+        await self.offload.work(self.kernels.exclude_self, element)
+        self.feed(on.OwnValuesExcluded(str(self.kernels.excluded_reason)))
+
+    async def _audit(self) -> None:
+        assert self.auditor is not None
+        finding = await self.auditor.audit(self.network, self.offload.work)
+        self.feed(on.Audited(finding.reason if finding is not None else ""))
+
+    async def keep_fetched(self, chunk: int, payload: memoryview, version: Version) -> bool:
+        """Check and keep an average that was fetched; return whether it is the version that was asked for."""
+        if self._halted:
+            await self.offload.finish()  # nothing else must write to the averages now
+        arrived = Arrived(
+            self.kernels.plan.chunks[chunk], payload, version.contributors, version.clipped, version.digest
+        )
+        (digest,) = await self.offload.work(self.kernels.settle, [arrived])
+        return digest is not None
+
+    async def encoded(self, chunk: int) -> bytes:
+        """Return our encoded values of a chunk. Raises PeerError when there are none to give."""
+        if not self.running:
+            raise PeerError("the round is over")
+        if not self.machine.contributes:
+            raise PeerError(
+                f"this peer contributes nothing: {self.kernels.excluded_reason or 'its weight is 0'}"
+            )
+        try:
+            (message,) = await self.offload.work(self.kernels.encode, [self.kernels.plan.chunks[chunk]])
+            if isinstance(message, int):
+                await self.exclude_self(message)
+                raise PeerError(f"this peer contributes nothing: {self.kernels.excluded_reason}")
+        except OutOfMemory as error:  # this may be a member's call, whose errors end no round
+            self.feed(on.GiveUp(f"{self.machine.setup.name(self.kernels.own)} {error}"))
+            raise PeerError(f"this peer {error}") from None
+        return bytes(unpack(message)[1])
+
+    # ---- for the streams
+
+    def contact(self, place: int) -> Contact:
+        """Return how to reach a member."""
+        return self.machine.setup.group.members[place].contact
+
+    async def send(self, stream: Stream, message: bytes) -> None:
+        """Send and count."""
+        self.bytes_sent += len(message)
+        await stream.send(message)
+
+    def on_bytes(self, place: int, averages: bool, size_bytes: int) -> None:
+        """Something came on a stream; `averages`: on one that we opened."""
+        self.feed(on.BytesArrived(place, size_bytes, averages))
+
+    def on_sent(self, place: int) -> None:
+        """Something was sent on a stream."""
+        self.feed(on.BytesSent(place))
+
+    def on_average(
+        self, place: int, chunk: int, payload: memoryview, contributors: bytes, clipped: bytes
+    ) -> None:
+        """A reducer's average came. Raises PeerError when it cannot be what it says."""
+        self.work.on_average(on.AverageArrived(place, chunk, contributors, clipped, len(payload)), payload)
+
+    def on_contribution(self, place: int, chunk: int, payload: memoryview, signature: bytes) -> None:
+        """A member's values came. Raises PeerError when they are not signed where they must be."""
+        if self.auditor is not None:
+            self.auditor.accept(place, chunk, payload, signature)
+        if chunk == self.machine.shard.expected(place):
+            self.work.keep_value(place, chunk, payload)
+        self.feed(on.ContributionArrived(place, chunk, len(payload)))
+
+    def give(self, message: bytes) -> None:
+        """Give another average of our shard to everybody that takes averages."""
+        self.averages.append(message)
+        self._changed.set()
+
+    def given(self, nth: int) -> None:
+        """A member has been given the average number `nth`."""
+        self._takers[nth] -= 1
+        if not self._takers[nth]:
+            self.averages[nth] = b""  # frees memory that the next one uses
+
+    async def refuse_when_over(self) -> None:
+        """End a stream that would otherwise outlive the round. One that still gives averages of a committed
+        round to a slower member goes on, for as long as the round might have taken.
+        """
+        while self.running:
+            await self.change()
+        finish = self.machine.finished
+        assert finish is not None
+        if finish.failure is not None:
+            raise PeerError(f"the round failed: {finish.failure}")
+        if len(self.averages) == len(self.own_chunks):
+            await asyncio.sleep(max(self.machine.setup.deadline_s - self.network.now_s, 0.0))
+        raise PeerError("the round is over; the others ended it without this peer")
+
+    # ---- for the service, when members call
+
+    async def serve(self, place: int, opening: ExchangeOpen, stream: Stream) -> None:
+        """Serve a stream that a member opened."""
+        wire.check_opening(opening, self.kernels.codec, self.plan_digest)
+        if place in self._served:
+            raise PeerError("a second stream in one round")
+        self._served.add(place)
+        self._serving += 1
+        try:
+            await SenderStream(self, place).serve(stream)
+        finally:
+            self._serving -= 1
+            if not self.running:
+                self._drop_tensors()
+
+    async def _ask(self, event: Callable[[int], on.Event]) -> do.AnswerVotes | do.AnswerInventory:
+        """Give the machine a member's question, and wait for its answer. `event` makes it of a number."""
+        self._asked += 1
+        number = self._asked
+        reply: asyncio.Future[do.AnswerVotes | do.AnswerInventory]
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.feed(event(number))
+            return await reply
+        finally:
+            if self._replies.pop(number, None) is not None:
+                self.feed(on.CallEnded(number))
+
+    async def answer_votes(self, place: int, statement: Statement) -> Statement:
+        """A member says what it knows, and asks for what we know."""
+        answer = await self._ask(lambda number: on.VotesAsked(number, place, statement))
+        assert isinstance(answer, do.AnswerVotes)
+        return answer.statement
+
+    async def answer_inventory(self, place: int, request: InventoryRequest) -> InventoryReply:
+        """A member asks what we hold."""
+        setup = self.machine.setup
+        question = wire.question_from_wire(request, len(setup.members))
+        answer = await self._ask(lambda number: on.InventoryAsked(number, place, question))
+        assert isinstance(answer, do.AnswerInventory)
+        reply = wire.inventory_to_wire(request, setup.plan, self.machine.assembly.held)
+        reply.sealed = answer.sealed
+        reply.wanted.extend(answer.wanted)
+        return reply
+
+    async def answer_fetch(self, request: FetchRequest) -> FetchReply:
+        """A member asks for an average, or for our values of a chunk that it takes over."""
+        if request.digest:
+            reply = FetchReply(payload=payload_of(self.machine, self.kernels.averages, request))
+        else:
+            reply = FetchReply(payload=await self.encoded(request.chunk))
+        self.bytes_sent += len(reply.payload)
+        return reply
+
+    def take_offer(self, place: int, chunk: int, payload: bytes, withdrawn: str) -> None:
+        """A member that cannot be dialed gives its values of a chunk that we take over."""
+        refusal = self.machine.repairs.refusal(place, chunk)
+        if refusal:
+            raise PeerError(refusal)
+        self.keep_value(place, chunk, memoryview(payload))
+        error = "it withdrew" if withdrawn else ""
+        self.feed(on.ContributionFetched(place, chunk, len(payload), error))
+
+    def keep_value(self, place: int, chunk: int, payload: memoryview) -> None:
+        """Keep a member's values of a chunk that we take over."""
+        self.bytes_received += len(payload)
+        self.work.keep_value(place, chunk, payload)
+
+    def give_up(self) -> None:
+        """End the round here, and tell the others."""
+        own = self.machine.setup.own
+        self.feed(on.GiveUp(f"{self.machine.setup.name(own)} gave the round up"))
+
+    def close(self) -> None:
+        """Fail a round that runs, and tell nobody."""
+        if self.running:
+            self.feed(on.GiveUp(f"{self.machine.setup.name(self.machine.setup.own)} was closed"))
+        self._calls.close()
+
+
+class _RoundOver(Exception):
+    """Ends the tasks of a round that has ended."""

@@ -1,0 +1,144 @@
+"""Large messages in frames, where a link is slow or nobody knows how fast it is.
+
+A message shows at its receiver when its last byte is there. A megabyte over a slow link takes many seconds in
+which its sender looks idle; cut into small messages, it is seen to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from averaging.allreduce.config import MESSAGE_BYTES_MAX
+from averaging.reduction.framing import pack, unpack
+from averaging.reduction.speed import Speed
+from swarm.core.clock import Clock
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
+from swarm.net.rpc import Stream
+from swarm.wire.reduce_pb2 import ExchangeFrames, ExchangeHeader
+
+# with a header; a second or two of a slow home's link that six streams share
+FRAME_BYTES_MIN = (16 << 10) + 128
+# of others', but for the last of a message: crumbs would cost memory and look like work
+FRAME_BYTES_LEAST = 16 << 10
+FRAME_S = 0.02  # a frame is what the link sends in that time
+SEND_BUFFER_BYTES = (
+    512 << 10
+)  # what a stream's buffers may swallow at once: that it was taken fast says nothing
+_ANNOUNCEMENT_BYTES_MAX = 32
+
+
+@dataclass(slots=True)
+class FrameSize:
+    """How large the frames of one stream are. Pure."""
+
+    # at least so fast is the link; None: nobody knows, and what this stream sends shows it
+    bytes_per_s: float | None
+    began_s: float
+    _taken_bytes: int = 0
+
+    def taken(self, size_bytes: int) -> None:
+        """The transport has taken so much."""
+        self._taken_bytes += size_bytes
+
+    def next_bytes(self, now_s: float) -> int:
+        """How large the next frame is."""
+        rate = self.bytes_per_s
+        if rate is None:
+            rate = max(self._taken_bytes - SEND_BUFFER_BYTES, 0) / max(now_s - self.began_s, 1e-6)
+        return max(FRAME_BYTES_MIN, min(int(rate * FRAME_S), MESSAGE_BYTES_MAX))
+
+
+class FramedStream:
+    """Cuts what is large, and joins what comes in frames. Satisfies `Stream`. `came` is called with the size
+    of everything that comes, `went` whenever something was sent; `speed` learns how long that took.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        clock: Clock,
+        speed: Speed,
+        came: Callable[[int], None],
+        went: Callable[[], None],
+    ) -> None:
+        self._stream, self._clock, self._speed = stream, clock, speed
+        self._came, self._went = came, went
+        self._size = FrameSize(speed.known_bytes_per_s, clock.monotonic_s())
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._stream.peer_id
+
+    async def send(self, message: bytes) -> None:
+        size = self._size.next_bytes(self._clock.monotonic_s())
+        if len(message) <= size:
+            await self._send(message)
+            return
+        await self._stream.send(pack(ExchangeHeader(frames=ExchangeFrames(bytes=len(message)))))
+        start = 0
+        while start < len(message):
+            frame = message[start : start + self._size.next_bytes(self._clock.monotonic_s())]
+            await self._send(frame)
+            start += len(frame)
+
+    async def _send(self, message: bytes) -> None:
+        self._speed.begin(self._clock.monotonic_s())
+        try:
+            await self._stream.send(message)
+        finally:
+            self._speed.end(len(message), self._clock.monotonic_s())
+        self._size.taken(len(message))
+        self._went()
+
+    async def receive(self) -> bytes | None:
+        """As `Stream.receive`. A stream that ends within a message has ended: what was there of it is
+        dropped. PeerError: the frames are not the message that was announced.
+        """
+        message = await self._stream.receive()
+        if message is None:
+            return None
+        remaining = _announced(message)
+        if not remaining:
+            self._came(len(message))
+            return message
+        frames: list[bytes] = []
+        while remaining > 0:
+            frame = await self._stream.receive()
+            if frame is None:
+                return None
+            if len(frame) < min(remaining, FRAME_BYTES_LEAST):
+                raise PeerError(
+                    f"a frame of {len(frame)} bytes with {remaining} to come: at least {FRAME_BYTES_LEAST} "
+                    "are a frame"
+                )
+            self._came(len(frame))
+            frames.append(frame)
+            remaining -= len(frame)
+        if remaining < 0:
+            raise PeerError(f"frames of {-remaining} bytes more than the message that was announced")
+        return b"".join(frames)
+
+    async def finish(self) -> None:
+        await self._stream.finish()
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+
+def _announced(message: bytes) -> int:
+    """The size of the message that follows in frames; 0: this is a message itself."""
+    if len(message) > _ANNOUNCEMENT_BYTES_MAX:
+        return 0
+    try:
+        header, _ = unpack(message)
+    except PeerError:
+        return 0  # the receiver reports the error
+    if not header.HasField("frames"):
+        return 0
+    if not 0 < header.frames.bytes <= MESSAGE_BYTES_MAX:
+        raise PeerError(
+            f"a message of {header.frames.bytes} bytes in frames; at most {MESSAGE_BYTES_MAX} are taken"
+        )
+    return header.frames.bytes

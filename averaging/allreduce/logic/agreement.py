@@ -1,0 +1,311 @@
+"""How the members of a round come to hold the same averages and a certificate for them. Pure.
+
+A member votes once, for everything that it holds, when everything is in place. After repairs, and in audited
+rounds, members compare first what they would vote for. Once a majority is known nobody votes for anything
+else: a member that holds other averages fetches those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from averaging.allreduce.logic.assembly import Assembly
+from averaging.allreduce.logic.effects import AskInventory, Audit, Effect, FetchChunk, Sign
+from averaging.allreduce.logic.replacement import EVERYTHING, Adoption, Convergence
+from averaging.allreduce.logic.setup import RoundSetup
+from averaging.allreduce.logic.values import Inventory, InventoryQuestion
+from averaging.allreduce.logic.versions import Version
+from averaging.allreduce.logic.votes import VoteExchange
+
+# How long votes are asked for after the members that are left cannot make a majority any more: others may
+# have decided before they failed. Longer: a step waits for nothing; shorter: more rounds end without an
+# answer.
+RESOLVE_S = 2.0
+_CONVERGENCES_MAX = 3  # then a member votes for what it holds
+_INTENTS_S = 2.0  # how long intents of members that live are waited for before averages are compared
+_REASONS_S = 0.2  # to hear why a member is not in all averages, when the round is decided otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The situation of this member: what it holds, and who lives."""
+
+    complete: bool  # everything that it is to hold is in place
+    may_complete: bool  # or it will be, by what is on its way
+    repaired: bool  # a reducer was lost, here or for others
+    live: Set[int]
+    failed: Mapping[int, str]
+    left_out: Mapping[int, str]  # as this member itself found
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """There is a certificate, and what it is for is in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """This member cannot commit any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpOwnWork:
+    """A majority voted for something else: take nothing more from reducers, and reduce nothing."""
+
+
+class Agreement:
+    """Decides what this member votes for, and whether the round is committed."""
+
+    def __init__(self, setup: RoundSetup, assembly: Assembly, votes: VoteExchange) -> None:
+        self._setup, self._assembly, self._votes = setup, assembly, votes
+        self._own = setup.own
+        self._auditing = self._audited = False
+        self.signing = False  # our vote is being signed
+        self._refusal = ""  # why we voted for none, although everything was in place
+        self._convergence: Convergence | None = None
+        self._convergences = 0
+        self._intent_s: float | None = None  # since when we have said what we would vote for
+        self._adoption: Adoption | None = None
+        self._hopeless_s: float | None = None
+        self._certified_s: float | None = None  # since when the certificate is known
+
+    @property
+    def adopting(self) -> bool:
+        """Return whether this member takes what others decided."""
+        return self._adoption is not None
+
+    @property
+    def speaks(self) -> bool:
+        """Return whether there is something to tell, or to ask for, although not everything is in place."""
+        return self._hopeless_s is not None
+
+    # ---- what has happened
+
+    def on_audited(self) -> None:
+        """Others' work was looked at, and nothing is wrong with it."""
+        self._audited = True
+
+    def on_refused(self, reason: str) -> list[Sign]:
+        """The run's history does not allow our vote, perhaps not even one for none."""
+        if self._refusal:
+            return []
+        self._refusal = reason
+        return [Sign(b"")]
+
+    def on_inventory(self, place: int, inventory: Inventory) -> None:
+        """A member said what it holds of the whole vector."""
+        if self._adoption is not None:
+            self._adoption.on_inventory(place, inventory, len(self._setup.plan.chunks))
+        if self._convergence is not None:
+            self._convergence.on_inventory(place, inventory)
+
+    def on_no_inventory(self, place: int, question: InventoryQuestion, why: str) -> None:
+        """A member could not be asked."""
+        if question == EVERYTHING:
+            if self._adoption is not None:
+                self._adoption.on_no_inventory(place, f"{self._setup.name(place)}: {why}")
+            if self._convergence is not None:
+                self._convergence.on_no_inventory(place)
+
+    def on_member_failed(self, place: int) -> None:
+        """A member failed."""
+        if self._convergence is not None:
+            self._convergence.on_no_inventory(place)
+
+    def on_fetched(self, chunk: int, version: Version, ok: bool) -> bool:
+        """An average came, or could not be had. Return whether it was asked for here."""
+        for part in (self._adoption, self._convergence):
+            if part is not None and part.expects(chunk, version):
+                part.on_fetched(chunk, ok)
+                return True
+        return False
+
+    # ---- what to do now
+
+    def decide(self, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
+        """Vote, compare, adopt what was decided, commit or fail, as what is known allows."""
+        certificate, majority = self._votes.certificate, self._votes.majority
+        if self._setup.own_auxiliary:
+            if certificate is not None:
+                return [Commit()]
+        elif majority is not None:
+            if not standing.complete or self._assembly.digest() != majority:
+                return self._adopt(majority, standing)
+            if certificate is not None:
+                return [] if self._waits_for_reasons(standing) else [Commit()]
+        if self._votes.tally.is_dead():
+            return [Fail(self._why_hopeless(standing))]
+        if majority is not None:
+            return [*self._endorse(majority)]
+        hopeless = self._hope(standing)
+        if hopeless:
+            return hopeless
+        votes = self._own in self._setup.contributors and self._votes.own_vote is None
+        if not standing.complete or self._setup.own_auxiliary or self.signing or self._hopeless_s is not None:
+            return []
+        if self._assembly.covered() < self._setup.min_fraction:
+            return [
+                Fail(
+                    f"nobody is left who contributes to {1.0 - self._assembly.covered():.0%} of the vector: "
+                    f"{'; '.join(standing.left_out.values())}"
+                )
+            ]
+        return self._vote(standing) if votes else []
+
+    def _waits_for_reasons(self, standing: Standing) -> bool:
+        """Return whether to wait a moment with the commit: a member that lives is not in all averages, and
+        the one that knows why has not spoken yet.
+        """
+        if self.adopting:
+            return False
+        if self._certified_s is None:
+            self._certified_s = standing.now_s
+        if standing.now_s - self._certified_s >= _REASONS_S or not self._votes.silent(standing.live):
+            return False
+        reasons = self._votes.left_out.keys() | standing.left_out.keys() | standing.failed.keys()
+        fractions = self._assembly.fractions()
+        return any(
+            fractions.get(place, 0.0) < 1.0 and place not in reasons for place in self._setup.contributors
+        )
+
+    def _vote(self, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
+        digest = self._assembly.digest()
+        if self._setup.audited:
+            if self._audited:
+                return self._compare_audits(digest, standing)
+            started, self._auditing = self._auditing, True
+            return [] if started else [Audit()]
+        if not standing.repaired:
+            return [*self._sign(digest)]
+        return [*self._compare_intents(digest, standing)]
+
+    def _compare_audits(
+        self, digest: bytes, standing: Standing
+    ) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
+        """Vote once every contributor that lives holds the same, and found nothing wrong with it."""
+        self._intend(digest, standing.now_s)
+        live = [place for place in self._setup.contributors if place in standing.live]
+        intents = [self._votes.intent_of(place) for place in live]
+        if any(intent is not None and intent != digest for intent in intents):
+            return [Fail(f"members hold different averages ({self._votes.sides()})")]
+        return [] if None in intents else [*self._sign(digest)]
+
+    def _compare_intents(self, digest: bytes, standing: Standing) -> list[Effect]:
+        """After a repair: vote once more than half of the contributors would vote for the same."""
+        now_s, chunks = standing.now_s, len(self._setup.plan.chunks)
+        if self._convergence is not None:
+            if not self._convergence.done:
+                return [*self._convergence.next(chunks)]
+            self._convergence, self._intent_s = None, now_s
+            if self._votes.intents.get(self._own) == digest:
+                return [*self._sign(digest)]  # this member holds what most hold, and will not find better
+        self._intend(digest, now_s)
+        contributors = self._setup.contributors
+        agreeing = sum(self._votes.intent_of(place) == digest for place in contributors)
+        if 2 * agreeing > len(contributors) or self._convergences >= _CONVERGENCES_MAX:
+            return [*self._sign(digest)]
+        unknown = any(
+            self._votes.intent_of(place) is None for place in contributors if place in standing.live
+        )
+        assert self._intent_s is not None
+        if (unknown or self._convergences) and now_s - self._intent_s < _INTENTS_S:
+            return []
+        self._convergences += 1
+        members = self._setup.group.members
+        asked = [place for place in self._reachable(standing) if not members[place].auxiliary]
+        own = self._own if self._setup.can_dial(self._own) else None
+        self._convergence = Convergence(asked, self._assembly, own)
+        return [*self._convergence.next(chunks)]
+
+    def _intend(self, digest: bytes, now_s: float) -> None:
+        if self._votes.intents.get(self._own) != digest:
+            self._votes.intend(digest, now_s)
+            self._intent_s = now_s if self._intent_s is None else self._intent_s
+
+    def _sign(self, digest: bytes) -> list[Sign]:
+        self.signing = True
+        return [Sign(digest)]
+
+    def _endorse(self, majority: bytes) -> list[Sign]:
+        """As an elector, vote for what more than half of the contributors voted for."""
+        is_elector = self._setup.peer_id(self._own) in self._setup.electors
+        if not is_elector or self._votes.own_vote is not None or self.signing:
+            return []
+        self.signing = True
+        return [Sign(majority)]
+
+    # ---- a majority voted for something else
+
+    def _adopt(self, result: bytes, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
+        """Take what a majority voted for, unless what is missing is on its way."""
+        if self._adoption is None:
+            if not standing.complete and standing.may_complete:
+                return [*self._endorse(result)]
+            return self._begin_adoption(result, standing)
+        if self._adoption.failed:
+            return [
+                Fail(
+                    "others committed without this peer, and their averages cannot be had any more "
+                    f"({self._adoption.why})"
+                )
+            ]
+        return [*self._adoption.next(), *self._endorse(result)]
+
+    def _begin_adoption(
+        self, result: bytes, standing: Standing
+    ) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
+        voters = self._votes.voters_of(result)
+        candidates = [place for place in self._setup.members if place != self._own]
+        candidates = [place for place in candidates if self._setup.can_dial(place)]
+        # a member that failed for this one may live for others, and have what it needs
+        candidates.sort(key=lambda place: (place not in voters, place in standing.failed))
+        self._adoption = Adoption(result, candidates, self._assembly)
+        self._convergence = None
+        asks: list[AskInventory | FetchChunk] = self._adoption.next()
+        return [GiveUpOwnWork(), *asks, *self._endorse(result)]
+
+    # ---- nothing can be decided any more
+
+    def _hope(self, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
+        """Vote for none once the members that are left are no majority, and fail after some time: what others
+        voted for before they failed may still become known.
+        """
+        if not self._votes.is_hopeless(standing.live):
+            self._hopeless_s = None
+            return []
+        if self._hopeless_s is None:
+            self._hopeless_s = standing.now_s
+            effects: list[Effect | Commit | Fail | GiveUpOwnWork] = []
+            effects += self._votes.ask_all(self._reachable(standing))
+            if self._own in self._setup.contributors and self._votes.own_vote is None and not self.signing:
+                self.signing = True
+                effects.append(Sign(b""))  # so that others know that there will be no majority
+            return effects
+        if standing.now_s - self._hopeless_s >= RESOLVE_S:
+            return [Fail(self._why_hopeless(standing))]
+        return []
+
+    def _reachable(self, standing: Standing) -> list[int]:
+        return [
+            place for place in sorted(standing.live) if place != self._own and self._setup.can_dial(place)
+        ]
+
+    def _why_hopeless(self, standing: Standing) -> str:
+        if self._refusal:
+            return self._refusal
+        if len(self._votes.tally.results) > 1:
+            return "; ".join(
+                [f"members hold different averages ({self._votes.sides()})", *standing.failed.values()]
+            )
+        contributors = self._setup.contributors
+        live = sum(place in standing.live for place in contributors)
+        reasons = "; ".join(standing.failed.values())
+        if not live:
+            return f"nobody is left who contributes: {reasons}"
+        return (
+            f"{live} of {len(contributors)} peers that contribute are left, which is no majority: {reasons}"
+        )

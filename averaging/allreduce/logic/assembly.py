@@ -1,0 +1,146 @@
+"""Bookkeeping of the averages that a member has in a round: which ones came, who contributed to each, and the
+digest of all. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from averaging.allreduce.logic.versions import Version, check_clipped, decode_places, digest_round
+from averaging.reduction.partition import Chunk, Plan
+from swarm.compression import Codec
+from swarm.core.errors import PeerError
+
+
+class Assembly:
+    """`announce` when an average arrives on a stream, `settle` when its values are in place; complete when
+    every chunk is.
+    """
+
+    def __init__(self, plan: Plan, codec: Codec) -> None:
+        self._plan = plan
+        self._codec = codec
+        self._announced: set[int] = set()
+        self._settled: dict[int, Version] = {}
+        self._outstanding = dict.fromkeys(plan.reducers, 0)
+        for chunk in plan.chunks:
+            self._outstanding[chunk.reducer] += 1
+        self._sizes = dict(self._outstanding)
+        self._arriving = dict.fromkeys(plan.reducers, 0)
+
+    def announce(
+        self, reducer: int, chunk_index: int, contributors: bytes, payload_bytes: int, clipped: bytes = b""
+    ) -> Chunk:
+        """An average came from `reducer`: its chunk. PeerError when it cannot be what it says."""
+        if not 0 <= chunk_index < len(self._plan.chunks) or self._plan.chunks[chunk_index].reducer != reducer:
+            raise PeerError(f"an average of chunk {chunk_index}, which it does not reduce")
+        chunk = self._plan.chunks[chunk_index]
+        if chunk_index in self._announced or chunk_index in self._settled:
+            raise PeerError(f"a second average of chunk {chunk_index}")
+        self.check(chunk_index, contributors, payload_bytes)
+        check_clipped(clipped, contributors, self._plan.members)
+        self._announced.add(chunk_index)
+        self._outstanding[reducer] -= 1
+        self._arriving[reducer] += 1
+        return chunk
+
+    def check(self, chunk_index: int, contributors: bytes, payload_bytes: int) -> None:
+        """PeerError unless this many bytes, with these contributors, can be an average of this chunk:
+        nobody's has no bytes.
+        """
+        places = decode_places(contributors, self._plan.members)
+        size = self._codec.encoded_bytes(self._plan.chunks[chunk_index].numel) if places else 0
+        if payload_bytes != size:
+            raise PeerError(
+                f"an average of chunk {chunk_index} with {payload_bytes} bytes; {self._codec.name} takes "
+                f"{size}"
+            )
+
+    def settle(self, chunk_index: int, version: Version) -> None:
+        """The average of this chunk is good, and held; another version of it is not held any more."""
+        reducer = self._plan.chunks[chunk_index].reducer
+        if chunk_index in self._announced:
+            self._announced.discard(chunk_index)
+            self._arriving[reducer] -= 1
+        elif chunk_index not in self._settled:
+            self._outstanding[reducer] -= 1
+        self._settled[chunk_index] = version
+
+    def forget(self, chunk_index: int) -> None:
+        """The average that was announced is no good: another may come, though not from its
+        reducer's stream.
+        """
+        reducer = self._plan.chunks[chunk_index].reducer
+        self._announced.discard(chunk_index)
+        self._arriving[reducer] -= 1
+        self._outstanding[reducer] += 1
+
+    @property
+    def complete(self) -> bool:
+        """Is every chunk settled?"""
+        return len(self._settled) == len(self._plan.chunks)
+
+    @property
+    def held(self) -> Mapping[int, Version]:
+        """The settled chunks."""
+        return self._settled
+
+    @property
+    def taken_over(self) -> bool:
+        """Was any of them made by another member than the plan says?"""
+        return any(version.attempt for version in self._settled.values())
+
+    def arriving(self, reducer: int) -> int:
+        """How many averages came from this reducer's stream and are not settled yet."""
+        return self._arriving.get(reducer, 0)
+
+    def outstanding(self, reducer: int) -> int:
+        """How many averages of this reducer are still to come; 0 for who reduces nothing."""
+        return self._outstanding.get(reducer, 0)
+
+    def count(self, reducer: int) -> int:
+        """Return how many averages of this reducer's shard are settled."""
+        return sum(chunk.index in self._settled for chunk in self._plan.shard(reducer))
+
+    def lacking(self, reducer: int) -> list[int]:
+        """The chunks of this reducer that are neither settled nor arriving."""
+        mine = (chunk.index for chunk in self._plan.shard(reducer))
+        return [index for index in mine if index not in self._settled and index not in self._announced]
+
+    def share(self, reducer: int) -> str:
+        """For sentences: "3 of 16 chunks"."""
+        size = self._sizes.get(reducer, 0)
+        return f"{size - self.outstanding(reducer)} of {size} chunks"
+
+    def digest(self) -> bytes:
+        """Return the digest of all averages and their contributors; only when complete."""
+        return digest_round(
+            (self._settled[index].digest, self._settled[index].contributors)
+            for index in range(len(self._plan.chunks))
+        )
+
+    def fractions(self) -> dict[int, float]:
+        """For every place that is in some settled chunk: the fraction of the vector's elements
+        that it is in.
+        """
+        return self._fractions({index: version.contributors for index, version in self._settled.items()})
+
+    def clipped(self) -> dict[int, float]:
+        """For every place that was clipped: the fraction of the vector's elements in which it was."""
+        return self._fractions(
+            {index: version.clipped for index, version in self._settled.items() if version.clipped}
+        )
+
+    def _fractions(self, places: Mapping[int, bytes]) -> dict[int, float]:
+        elements: dict[int, int] = {}
+        for index, raw in places.items():
+            for place in decode_places(raw, self._plan.members):
+                elements[place] = elements.get(place, 0) + self._plan.chunks[index].numel
+        return {place: count / self._plan.numel for place, count in sorted(elements.items())}
+
+    def covered(self) -> float:
+        """The fraction of the elements that anybody contributed to; 1.0 for an empty vector."""
+        averaged = sum(
+            self._plan.chunks[index].numel for index, version in self._settled.items() if not version.empty
+        )
+        return averaged / self._plan.numel if self._plan.numel else 1.0

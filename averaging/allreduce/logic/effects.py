@@ -1,0 +1,205 @@
+"""The effects that a round asks for. Frozen values; members are places in the group, and tensors are named by
+chunk, never carried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from averaging.allreduce.logic.values import InventoryQuestion, Statement
+from averaging.allreduce.logic.versions import Version
+from averaging.history.certificate import Certificate, Vote
+from swarm.core.ids import PeerId
+
+# ---- streams
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """Open a stream to a reducer, send our values on it, take its averages."""
+
+    reducer: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """End our stream to a reducer."""
+
+    reducer: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopSending:
+    """Send a reducer no more of our values."""
+
+    reducer: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseSender:
+    """Tell a member, on the stream that it opened, that its values are not taken any more."""
+
+    sender: int
+    reason: str
+
+
+# ---- work
+
+
+@dataclass(frozen=True, slots=True)
+class CheckAverage:
+    """Check and keep the bytes of an average that came."""
+
+    chunk: int
+    contributors: bytes
+    clipped: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Average the values of these members, and our own if `own`."""
+
+    chunk: int
+    places: tuple[int, ...]
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HaltReduction:
+    """Reduce no more: others have taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Look at others' work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Sign our vote for this result, if the run's history allows it; b"": for none."""
+
+    result: bytes
+
+
+# ---- calls
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Ask a member whether it lives; `probe`: because its connection broke."""
+
+    place: int
+    timeout_s: float
+    probe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskVotes:
+    """Tell a member what we know, and ask what it knows. It replaces an earlier call to the same member."""
+
+    place: int
+    statement: Statement
+
+
+@dataclass(frozen=True, slots=True)
+class AskInventory:
+    """Ask a member what it holds."""
+
+    place: int
+    question: InventoryQuestion
+
+
+@dataclass(frozen=True, slots=True)
+class FetchChunk:
+    """Fetch an average from a member that holds it, check it and keep it."""
+
+    place: int
+    chunk: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class FetchContribution:
+    """Fetch a member's values of a chunk that we take over."""
+
+    place: int
+    chunk: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OfferContribution:
+    """Give our values of a chunk to the member that takes it over."""
+
+    place: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Endorse:
+    """Ask an elector outside of the group for its vote on this result."""
+
+    elector: PeerId
+    result: bytes
+    votes: tuple[Vote, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCalls:
+    """A member failed: end our calls to it."""
+
+    place: int
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerVotes:
+    """Answer `VotesAsked`."""
+
+    call: int
+    statement: Statement
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerInventory:
+    """Answer `InventoryAsked`; its driver adds the table."""
+
+    call: int
+    sealed: bool
+    wanted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The round has ended for this member."""
+
+    failure: str | None  # None: it is committed, and every average is in place
+    certificate: Certificate | None  # also of a failed round, when the others committed it
+    unresolved: bool = False  # others may have committed what this member voted for
+
+
+Effect: TypeAlias = (
+    OpenStream
+    | CloseStream
+    | StopSending
+    | RefuseSender
+    | CheckAverage
+    | Reduce
+    | HaltReduction
+    | Audit
+    | Sign
+    | Ping
+    | AskVotes
+    | AskInventory
+    | FetchChunk
+    | FetchContribution
+    | OfferContribution
+    | Endorse
+    | CancelCalls
+    | AnswerVotes
+    | AnswerInventory
+    | Finish
+)

@@ -1,0 +1,340 @@
+"""The events of a round. Frozen values; members are places in the group, and tensors are named by chunk,
+never carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from averaging.allreduce.logic.effects import AskInventory, AskVotes, Ping
+from averaging.allreduce.logic.values import CallFailure, Inventory, InventoryQuestion, RoundState, Statement
+from averaging.allreduce.logic.versions import Version
+from averaging.history.certificate import Vote
+from swarm.core.ids import PeerId
+
+# ---- streams that this member opened to reducers
+
+
+@dataclass(frozen=True, slots=True)
+class AverageArrived:
+    """A reducer's average of a chunk came. Its bytes are kept until they are checked."""
+
+    reducer: int
+    chunk: int
+    contributors: bytes
+    clipped: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AverageChecked:
+    """The bytes of an average were checked and kept; `digest` is None when they are no average."""
+
+    chunk: int
+    digest: bytes | None
+    flaw: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalArrived:
+    """A reducer takes no more of our values."""
+
+    reducer: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingArrived:
+    """A reducer has nothing to give because another member's values have not come."""
+
+    reducer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerStreamEnded:
+    """Our stream to a reducer ended. `why` is "" when the reducer finished it; `broken`: by the network."""
+
+    reducer: int
+    why: str = ""
+    broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionSent:
+    """A reducer's stream took a chunk of our values."""
+
+    reducer: int
+
+
+# ---- streams that others opened to this member
+
+
+@dataclass(frozen=True, slots=True)
+class SenderOpened:
+    """A member opened its stream to us."""
+
+    sender: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionArrived:
+    """A member's values of a chunk came, and are kept."""
+
+    sender: int
+    chunk: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SenderFailed:
+    """A member's stream goes on, and its values count no more: it broke the protocol, or withdrew."""
+
+    sender: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderFinished:
+    """A member has sent all that it wanted to send."""
+
+    sender: int
+
+
+@dataclass(frozen=True, slots=True)
+class SenderStreamBroke:
+    """The stream that a member had opened is gone."""
+
+    sender: int
+    why: str
+
+
+# ---- either kind of stream
+
+
+@dataclass(frozen=True, slots=True)
+class BytesArrived:
+    """A message, or a frame of one, came from a member on a stream; `averages`: on one that we opened."""
+
+    place: int
+    size_bytes: int
+    averages: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BytesSent:
+    """Something was sent to a member."""
+
+    place: int
+
+
+# ---- our own work
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPrepared:
+    """The memory that the round needs is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReduced:
+    """A chunk was averaged here."""
+
+    chunk: int
+    contributors: bytes
+    digest: bytes
+    clipped: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpoiled:
+    """A chunk could not be averaged because of the values of these members; of none: the sum overflows."""
+
+    chunk: int
+    flaws: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnValuesExcluded:
+    """Our own values cannot be sent, and count no more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """Others' work was looked at; `finding` is "" when nothing is wrong."""
+
+    finding: str
+
+
+@dataclass(frozen=True, slots=True)
+class VoteSigned:
+    """Our vote was signed, as `Sign` asked."""
+
+    vote: Vote
+
+
+@dataclass(frozen=True, slots=True)
+class SigningRefused:
+    """The run's history does not allow our vote."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """This member gives the round up."""
+
+    reason: str
+
+
+# ---- answers to our calls
+
+
+@dataclass(frozen=True, slots=True)
+class PingAnswered:
+    """A member answered a heartbeat or a probe."""
+
+    place: int
+    state: RoundState
+    reason: str
+    round_trip_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class VotesAnswered:
+    """A member answered our votes with what it knows."""
+
+    place: int
+    statement: Statement
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryAnswered:
+    """A member said what it holds."""
+
+    place: int
+    question: InventoryQuestion
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFetched:
+    """An average was fetched, checked and kept, or (`ok` False) could not be had."""
+
+    place: int
+    chunk: int
+    version: Version
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionFetched:
+    """A member's values of a chunk that we take over came, because we fetched them or it offered them;
+    `error` is not "" when they did not.
+    """
+
+    place: int
+    chunk: int
+    size_bytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferEnded:
+    """Our offer of values was taken, or not."""
+
+    place: int
+    chunk: int
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """A heartbeat, vote or question got no answer. `call` is the effect that asked for it."""
+
+    call: Ping | AskVotes | AskInventory
+    failure: CallFailure
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Endorsed:
+    """An elector outside of the group answered; its vote is None when it refuses or cannot be reached."""
+
+    elector: PeerId
+    vote: Vote | None
+
+
+# ---- calls of others
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A call of a member came."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class VotesAsked:
+    """A member tells what it knows and asks for what we know."""
+
+    call: int
+    place: int
+    statement: Statement
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryAsked:
+    """A member asks what we hold."""
+
+    call: int
+    place: int
+    question: InventoryQuestion
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """A member that asked does not wait any more."""
+
+    call: int
+
+
+Event: TypeAlias = (
+    AverageArrived
+    | AverageChecked
+    | RefusalArrived
+    | WaitingArrived
+    | ReducerStreamEnded
+    | ContributionSent
+    | SenderOpened
+    | ContributionArrived
+    | SenderFailed
+    | SenderFinished
+    | SenderStreamBroke
+    | BytesArrived
+    | BytesSent
+    | MemoryPrepared
+    | ChunkReduced
+    | ChunkSpoiled
+    | OwnValuesExcluded
+    | Audited
+    | VoteSigned
+    | SigningRefused
+    | GiveUp
+    | PingAnswered
+    | VotesAnswered
+    | InventoryAnswered
+    | ChunkFetched
+    | ContributionFetched
+    | OfferEnded
+    | CallFailed
+    | Endorsed
+    | Heard
+    | VotesAsked
+    | InventoryAsked
+    | CallEnded
+)

@@ -1,0 +1,161 @@
+"""The failure detector of a round: heartbeats for silent members, suspicion when they stay unanswered, and a
+probe before a member is marked failed.
+
+A pure state machine: events go in, and it says what to do. Three things prevent false accusations on
+overloaded machines: every message from a peer counts as a heartbeat; the clock of silence runs only while
+this process itself runs; and timeouts grow with recent observations: pauses of the peer, its round trips, and
+the delays of this process. Members that answer promptly get fewer heartbeats, which keeps long rounds cheap;
+a failure is then noticed up to `REST_S` later. A peer that only receives must still send heartbeats:
+otherwise the reducer that serves it, and cannot call back, would declare it failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_FADING = 0.9  # decay of recent observations, per sign of life or tick
+_SIGNS_MIN = 3
+_LATE_HEARTBEATS = 2  # a heartbeat may be on its way
+_ROUNDING_S = 1e-6  # sums of heartbeats are not exact
+
+
+HEARTBEAT_INTERVAL_S = (
+    0.1  # shorter: heartbeats cost more than the tensors; longer: failures are noticed late
+)
+# The interval for a member that answers promptly. Shorter: in a long round heartbeats cost more than small
+# tensors; longer: failures are noticed late.
+REST_S = 0.3
+_MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
+PROBE_S = 0.6  # for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
+# for a member that was never heard, which may still have to connect and to begin, and for one whose first
+# tensors are on their way, which show how long its pauses are
+FIRST_S = 3.0
+_SLACK = 3.0  # or this many of its longest recent pauses and round trips, if that is longer
+_OWN_DELAY_FACTOR = 8.0  # or this many of our own longest recent delay: a late process cannot judge others
+TIMEOUT_S_MAX = 10.0  # upper limit of the time to answer; a slower peer delays all others
+
+
+@dataclass(slots=True)
+class _Peer:
+    heard_s: float  # on the clock of `_awake_s`
+    calls: bool  # we send heartbeats and it answers; otherwise it sends them
+    outstanding: bool = False
+    known: bool = False  # it was heard
+    sent_s: float = 0.0  # when we last sent it something
+    # its first tensors are on their way, and its answers wait behind them in the queues of a slow link
+    starting: bool = False
+    signs: int = 0  # how often it answered us, or was heard where it calls
+    # the longest recent pause, decaying: between two signs of life, or from a heartbeat to its answer
+    pause_s: float = 0.0
+
+
+class FailureDetector:
+    """The state of all members, by place in the group. `ours`: members that get heartbeats from this one.
+    `theirs`: members that send heartbeats to this one, and are only probed when they are silent.
+    """
+
+    def __init__(self, ours: Iterable[int], theirs: Iterable[int], now_s: float) -> None:
+        self._peers = {place: _Peer(0.0, True) for place in ours} | {
+            place: _Peer(0.0, False) for place in theirs
+        }
+        self._ticked_s = now_s
+        self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
+        self._late_s = 0.0  # recent delay of ticks, decaying
+
+    def heard(self, place: int) -> None:
+        """Record that a message came from this member."""
+        peer = self._peers.get(place)
+        if peer is not None:
+            silent_s = self._awake_s - peer.heard_s
+            if silent_s <= REST_S + _LATE_HEARTBEATS * HEARTBEAT_INTERVAL_S:
+                silent_s -= self._rest_s(peer)
+            peer.pause_s = max(_FADING * peer.pause_s, silent_s if peer.known else 0.0)
+            peer.signs += not peer.calls
+            peer.heard_s = self._awake_s
+            peer.known = True
+
+    def answered(self, place: int, round_trip_s: float) -> None:
+        """Record that this member answered a heartbeat or a probe."""
+        self.heard(place)
+        peer = self._peers.get(place)
+        if peer is not None:
+            peer.outstanding = False
+            peer.pause_s = max(peer.pause_s, round_trip_s)
+            peer.signs += peer.calls
+
+    def sent(self, place: int) -> None:
+        """Record that a message was sent to this member, which shows it that this one lives."""
+        peer = self._peers.get(place)
+        if peer is not None:
+            peer.sent_s = self._awake_s
+
+    def starting(self, place: int, starting: bool) -> None:
+        """Set whether the member's first tensors are on their way."""
+        peer = self._peers.get(place)
+        if peer is not None:
+            peer.starting = starting
+
+    def unanswered(self, place: int) -> None:
+        """Record that a heartbeat or a probe got no answer, so that another may be sent."""
+        peer = self._peers.get(place)
+        if peer is not None:
+            peer.outstanding = False
+
+    def forget(self, place: int) -> None:
+        """Stop watching a member."""
+        self._peers.pop(place, None)
+
+    def tick(self, now_s: float) -> tuple[list[int], list[tuple[int, float]]]:
+        """Advance the clock; call it every `HEARTBEAT_INTERVAL_S`. Returns the members to send a heartbeat or
+        a probe to, and the failed members with their silence in seconds, which are forgotten.
+        """
+        elapsed_s = now_s - self._ticked_s
+        self._late_s = max(_FADING * self._late_s, elapsed_s - HEARTBEAT_INTERVAL_S)
+        self._awake_s += min(elapsed_s, HEARTBEAT_INTERVAL_S)
+        self._ticked_s = now_s
+        heartbeats: list[int] = []
+        dead: list[tuple[int, float]] = []
+        for place, peer in list(self._peers.items()):
+            silent_s = self._awake_s - peer.heard_s
+            if silent_s > self.timeout_s(place) - _ROUNDING_S:
+                dead.append((place, silent_s))
+                del self._peers[place]
+            elif not peer.outstanding and self._quiet_s(peer) > self._silence_s(peer) - _ROUNDING_S:
+                peer.outstanding, peer.sent_s = True, self._awake_s
+                heartbeats.append(place)
+        return heartbeats, dead
+
+    def _rests(self, peer: _Peer) -> bool:
+        """Return whether the member has answered, or sent heartbeats, promptly, so that it gets fewer
+        heartbeats.
+        """
+        return peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S
+
+    def _quiet_s(self, peer: _Peer) -> float:
+        """Return how long this member or this process has been silent to the other. A member that only sends
+        may get nothing else from here than heartbeats.
+        """
+        since_s = min(peer.heard_s, peer.sent_s) if peer.calls else peer.heard_s
+        return self._awake_s - since_s
+
+    def _rest_s(self, peer: _Peer) -> float:
+        """Return by how much the interval between heartbeats is extended."""
+        return REST_S - HEARTBEAT_INTERVAL_S if self._rests(peer) else 0.0
+
+    def _silence_s(self, peer: _Peer) -> float:
+        """Return the silence after which a member gets a heartbeat, or a probe when it should
+        have sent one.
+        """
+        return (HEARTBEAT_INTERVAL_S if peer.calls else _MISSED_MAX * HEARTBEAT_INTERVAL_S) + self._rest_s(
+            peer
+        )
+
+    def timeout_s(self, place: int) -> float:
+        """Return the silence after which this member is marked failed."""
+        peer = self._peers.get(place)
+        slack_s = max(_SLACK * (peer.pause_s if peer is not None else 0.0), _OWN_DELAY_FACTOR * self._late_s)
+        if peer is not None and (peer.starting or not peer.known):
+            slack_s = max(slack_s, FIRST_S)
+        rest_s = self._rest_s(peer) if peer is not None else 0.0
+        return _MISSED_MAX * HEARTBEAT_INTERVAL_S + rest_s + min(max(PROBE_S, slack_s), TIMEOUT_S_MAX)

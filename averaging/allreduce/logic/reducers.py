@@ -1,0 +1,99 @@
+"""Our streams to the reducers of a round, and the averages that come on them. Pure."""
+
+from __future__ import annotations
+
+from averaging.allreduce.logic.assembly import Assembly
+from averaging.allreduce.logic.effects import CheckAverage, CloseStream, OpenStream
+from averaging.allreduce.logic.setup import RoundSetup
+from averaging.allreduce.logic.stragglers import REDUCER_S, REDUCER_SHARE, StragglerDetector, TransferEta
+from averaging.allreduce.logic.versions import Version
+
+
+class ReducerStreams:
+    """The reducers that this member takes averages from. Members are places in the group."""
+
+    def __init__(self, setup: RoundSetup, assembly: Assembly) -> None:
+        self._setup, self._assembly = setup, assembly
+        owed: dict[int, int] = {}
+        for chunk in setup.plan.chunks:
+            if chunk.reducer != setup.own:
+                owed[chunk.reducer] = owed.get(chunk.reducer, 0) + setup.codec.encoded_bytes(chunk.numel)
+        self._stragglers = StragglerDetector(REDUCER_S, setup.begun_s)
+        self._eta = TransferEta(owed, REDUCER_S, setup.begun_s)
+        self._open: set[int] = set()
+        self._unchecked: dict[int, tuple[bytes, bytes]] = {}  # chunk: contributors and clipped
+
+    def begin(self) -> list[OpenStream]:
+        """Return the streams to open. An auxiliary member takes no averages."""
+        if not self._setup.own_auxiliary:
+            self._open = {place for place in self._setup.plan.reducers if place != self._setup.own}
+        return [OpenStream(place) for place in sorted(self._open)]
+
+    def outstanding(self, reducer: int) -> bool:
+        """Return whether averages of this reducer are still to come to this member."""
+        return not self._setup.own_auxiliary and self._assembly.outstanding(reducer) > 0
+
+    def on_average(
+        self, reducer: int, chunk: int, contributors: bytes, clipped: bytes, size_bytes: int
+    ) -> CheckAverage:
+        """An average came. Raise PeerError when it cannot be what it says."""
+        self._assembly.announce(reducer, chunk, contributors, size_bytes, clipped)
+        self._unchecked[chunk] = contributors, clipped
+        return CheckAverage(chunk, contributors, clipped)
+
+    def on_checked(self, chunk: int, digest: bytes | None) -> bool:
+        """The bytes of an average were checked. Return whether they are good."""
+        contributors, clipped = self._unchecked.pop(chunk)
+        if digest is None:
+            self._assembly.forget(chunk)
+            return False
+        self._assembly.settle(chunk, Version(0, contributors, digest, clipped))
+        return True
+
+    def on_bytes(self, reducer: int, size_bytes: int) -> None:
+        """A message of a reducer came, or a frame of one."""
+        self._stragglers.worked(reducer)
+        self._eta.came(reducer, size_bytes)
+
+    def on_sent(self, reducer: int) -> None:
+        """A reducer took a chunk of our values."""
+        self._stragglers.worked(reducer)
+
+    def on_waiting(self, reducer: int, now_s: float) -> None:
+        """A reducer waits for another member."""
+        self._eta.excused(reducer, now_s)
+
+    def on_ended(self, reducer: int) -> None:
+        """A stream has ended."""
+        self._open.discard(reducer)
+
+    def close(self, reducer: int) -> list[CloseStream]:
+        """End a stream, if it stands."""
+        if reducer not in self._open:
+            return []
+        self._open.discard(reducer)
+        return [CloseStream(reducer)]
+
+    def close_all(self) -> list[CloseStream]:
+        """End all streams."""
+        return [effect for reducer in sorted(self._open) for effect in self.close(reducer)]
+
+    def pace(self, now_s: float) -> list[tuple[int, str]]:
+        """Return the reducers to go on without, and why."""
+        waited_for = [place for place in self._open if self.outstanding(place)]
+        found = [
+            (
+                place,
+                f"it took and gave nothing for {idle_s:.1f} s, with {self._assembly.share(place)} given",
+            )
+            for place, idle_s in self._stragglers.tick(waited_for, now_s)
+        ]
+        self._eta.due_s = self._setup.due_s(REDUCER_SHARE)
+        lost = {place for place, _ in found}
+        for place, more_s in self._eta.late([one for one in waited_for if one not in lost], now_s):
+            why = (
+                f"at its pace its averages would take {more_s:.0f} s more; the round has "
+                f"{self._setup.deadline_s - now_s:.0f} s"
+            )
+            found.append((place, why))
+        return found

@@ -1,0 +1,224 @@
+"""The decisions about the shard of a reducer that this member has lost: a pure state machine.
+
+Missing chunks are downloaded from members that hold them. A chunk that nobody holds, and nobody can still get
+from the lost reducer, is reduced again by the successor: the first member after it in group order that is
+alive and can be dialed. A successor that lives and makes nothing of the chunks is passed over after some
+time: the next one takes over too. Each member determines the successor by its own view; when two members take
+the role, votes decide between their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from averaging.allreduce.logic.versions import Version
+
+FETCHES_MAX = 6  # averages asked for at once, per shard; each is a chunk in memory
+FAILURES_MAX = 32  # averages that a member said it holds and could not give; then nothing it says is believed
+# chunks reduced again at once, per shard; each needs a contribution of every member in memory
+REDUCTIONS_MAX = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask this member what it holds of the shard; `wait`: it may take its time to say something new."""
+
+    place: int
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Fetch this average from this member."""
+
+    chunk: int
+    place: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Reduce this chunk again."""
+
+    chunk: int
+
+
+@dataclass(slots=True)
+class _Report:
+    """The last report of a member."""
+
+    held: dict[int, Version] = field(default_factory=dict)
+    count: int = 0
+    sealed: bool = False
+    heard: bool = False
+    asking: bool = False
+    failures: int = 0
+
+
+def successor(reducer: int, living: Collection[int], dialable: Collection[int], members: int) -> int | None:
+    """Return the member that takes over the shard of `reducer`: the first after it in group order that is
+    alive and can be dialed. None: there is none.
+    """
+    for distance in range(1, members):
+        place = (reducer + distance) % members
+        if place in living and place in dialable:
+            return place
+    return None
+
+
+def attempt(reducer: int, place: int, members: int) -> int:
+    """The attempt of an average of `reducer`'s shard that the member at `place` made."""
+    return (place - reducer) % members
+
+
+class Repair:
+    """One lost shard. Told of what others hold and what succeeded; `poll` says what to do now, each thing
+    once until it is answered for.
+    """
+
+    def __init__(
+        self, reducer: int, *, own: int, dialable: Iterable[int], members: int, trusted: bool
+    ) -> None:
+        """`trusted`: the reducer lives, only the way to it broke: it may still be asked for what it has."""
+        self.reducer = reducer
+        self._own = own
+        self._dialable = frozenset(dialable)
+        self._members = members
+        self._living = set(range(members)) if trusted else set(range(members)) - {reducer}
+        self.trusted = trusted
+        # the successor cannot ask us: we ask it, whether we lack anything or not
+        self._helping = own not in self._dialable
+        self._reports = {place: _Report() for place in self._dialable if place != own}
+        self._passed_over: set[int] = set()  # successors that live and were waited for in vain
+        self._lacking: set[int] = set()
+        self._busy: set[int] = set()
+        self._redoing: set[int] = set()
+        self._failed: set[tuple[int, int, bytes]] = set()  # (chunk, place, digest): it could not give it
+
+    @property
+    def owner(self) -> int | None:
+        """Return the member that takes over."""
+        candidates = self._living - self._passed_over - {self.reducer}
+        return successor(self.reducer, candidates, self._dialable, self._members)
+
+    @property
+    def owned(self) -> bool:
+        """Return whether this member takes over."""
+        return self.owner == self._own
+
+    @property
+    def lacking(self) -> frozenset[int]:
+        """The chunks that are still to come."""
+        return frozenset(self._lacking)
+
+    @property
+    def needs_successor(self) -> bool:
+        """Return whether this member lacks chunks, or may have to give a successor its values of them."""
+        return bool(self._lacking) or self._helping
+
+    def known(self, place: int) -> tuple[int, bool]:
+        """Return this member's last report: how many averages it holds, and whether it is sealed."""
+        report = self._reports[place]
+        return report.count, report.sealed
+
+    # ---- events
+
+    def lack(self, chunks: Iterable[int]) -> None:
+        """These chunks are wanted."""
+        self._lacking |= set(chunks)
+
+    def mark_failed(self, place: int) -> None:
+        """This member is dead, or gave up."""
+        self._living.discard(place)
+
+    def distrust(self) -> None:
+        """Nothing more is expected of the lost reducer."""
+        self.trusted = False
+        self._living.discard(self.reducer)
+
+    def pass_over(self) -> None:
+        """The successor has made nothing for too long: the next member takes over too."""
+        if self.owner is not None:
+            self._passed_over.add(self.owner)
+
+    def on_report(self, place: int, held: Mapping[int, Version], sealed: bool) -> None:
+        """A member said what it holds."""
+        report = self._reports[place]
+        # that nobody contributes is believed of who found it out alone
+        made = attempt(self.reducer, place, self._members)
+        report.held = {
+            chunk: version
+            for chunk, version in held.items()
+            if not version.empty or version.attempt == made != 0
+        }
+        report.count, report.sealed, report.heard, report.asking = len(held), sealed, True, False
+        if report.failures >= FAILURES_MAX:
+            report.held, report.sealed = {}, True
+
+    def on_silence(self, place: int) -> None:
+        """A member could not be asked, or refused: it is asked again."""
+        self._reports[place].asking = False
+
+    def on_held(self, chunk: int) -> None:
+        """This chunk is in place, however it came."""
+        self._lacking.discard(chunk)
+        self._busy.discard(chunk)
+        self._redoing.discard(chunk)
+
+    def on_failed(self, take: Take) -> None:
+        """That member could not give that average."""
+        self._failed.add((take.chunk, take.place, take.version.digest))
+        self._reports[take.place].failures += 1
+        self._busy.discard(take.chunk)
+
+    # ---- what to do
+
+    def poll(self) -> list[Ask | Take | Redo]:
+        """Return the actions to take now."""
+        if not self.needs_successor:
+            return []
+        todo: list[Ask | Take | Redo] = list(self._asks())
+        asked = [place for place in sorted(self._reports) if place in self._living]
+        everybody = self.owned and all(
+            self._reports[place].heard and self._reports[place].sealed for place in asked
+        )
+        for chunk in sorted(self._lacking - self._busy):
+            take = self._source(chunk, asked)
+            if take is not None:
+                if len(self._busy) - len(self._redoing) < FETCHES_MAX:
+                    self._busy.add(chunk)
+                    todo.append(take)
+            elif everybody and len(self._redoing) < REDUCTIONS_MAX:
+                self._busy.add(chunk)
+                self._redoing.add(chunk)
+                todo.append(Redo(chunk))
+        return todo
+
+    def _asks(self) -> Iterable[Ask]:
+        owner = self.owner
+        for place, report in sorted(self._reports.items()):
+            if place not in self._living or report.asking:
+                continue
+            # a successor that was passed over may still make the chunks
+            again = place == owner or place in self._passed_over
+            if place == self.reducer or (owner == self._own and not report.sealed):
+                again = again or bool(self._lacking)
+            if again or (self._lacking and not report.heard):
+                report.asking = True
+                yield Ask(place, wait=report.heard)
+
+    def _source(self, chunk: int, asked: list[int]) -> Take | None:
+        """Return the member to download from: those that hold the lowest attempt take turns, so that none
+        gets all requests.
+        """
+        found = []
+        for place in asked:
+            version = self._reports[place].held.get(chunk)
+            if version is not None and (chunk, place, version.digest) not in self._failed:
+                found.append(Take(chunk, place, version))
+        if not found:
+            return None
+        lowest = min((take.version.empty, take.version.attempt) for take in found)
+        best = [take for take in found if (take.version.empty, take.version.attempt) == lowest]
+        return best[chunk % len(best)]

@@ -1,0 +1,91 @@
+"""The facts that are fixed when a round begins: the group, this member's place in it, the cut, and what is
+voted on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from averaging.history.certificate import (
+    NO_HEAD,
+    Proposal,
+    RoundKind,
+    electors_after,
+)
+from averaging.history.round_lineage import RoundLineage
+from averaging.matchmaking.logic.group import Group, can_dial
+from averaging.reduction.partition import Plan
+from swarm.compression import Codec
+from swarm.core.ids import PeerId
+
+
+def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
+    """Return what the members of this group vote on, apart from the result."""
+    contributors = tuple(member.peer_id for member in group.members if member.weight > 0.0)
+    electors = history.electors if history is not None else ()
+    return Proposal(
+        run=history.run if history is not None else "",
+        head=history.head if history is not None else NO_HEAD,
+        epoch=history.epoch if history is not None else 0,
+        kind=history.kind if history is not None else RoundKind.EPOCH,
+        group_id=group.group_id,
+        contributors=contributors,
+        electors=electors_after(electors, contributors),
+        is_break=history is not None and history.is_break,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSetup:
+    """A round as one member begins it. Members are places in the group."""
+
+    group: Group
+    own: int
+    plan: Plan
+    codec: Codec
+    weights: tuple[float, ...]  # relative
+    proposal: Proposal
+    electors: tuple[PeerId, ...]  # of the head that the round extends
+    goodbyes: Mapping[PeerId, bytes]  # signatures of those of them that have left
+    audited: bool
+    min_fraction: float  # of the elements that somebody must have contributed to
+    begun_s: float
+    deadline_s: float
+
+    @property
+    def members(self) -> range:
+        """Return all places."""
+        return range(len(self.group.members))
+
+    @property
+    def contributors(self) -> list[int]:
+        """Return the members whose weight is above 0: they vote."""
+        return [place for place, member in enumerate(self.group.members) if member.weight > 0.0]
+
+    @property
+    def own_auxiliary(self) -> bool:
+        """Return whether this member takes no averages."""
+        return self.group.members[self.own].auxiliary
+
+    def peer_id(self, place: int) -> PeerId:
+        """Return the identity of a member."""
+        return self.group.members[place].peer_id
+
+    def name(self, place: int) -> str:
+        """Return a member's name for sentences."""
+        return f"peer {self.group.members[place].peer_id}"
+
+    def can_dial(self, place: int) -> bool:
+        """Return whether others can call this member."""
+        return can_dial(self.group.members[place])
+
+    def calls(self, caller: int, called: int) -> bool:
+        """Return whether `caller` sends votes and heartbeats to `called`: of two members that can be dialed
+        the one earlier in group order calls; a member that cannot be dialed always calls.
+        """
+        return caller != called and self.can_dial(called) and (caller < called or not self.can_dial(caller))
+
+    def due_s(self, share: float) -> float:
+        """Return when this share of the round's time is over."""
+        return self.begun_s + share * (self.deadline_s - self.begun_s)

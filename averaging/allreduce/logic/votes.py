@@ -1,0 +1,283 @@
+"""The votes at the end of a round as one member knows them: what it tells other members, when it
+answers, and what the votes amount to. Pure.
+
+Of two members that can be dialed the one earlier in group order asks, with its own vote; the answer waits
+until the other one knows a certificate, or something that the asker does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+from averaging.allreduce.logic.assembly import Assembly
+from averaging.allreduce.logic.effects import AnswerVotes, AskVotes, Endorse
+from averaging.allreduce.logic.setup import RoundSetup
+from averaging.allreduce.logic.values import Statement
+from averaging.history.certificate import Certificate, Vote, is_quorum
+from averaging.history.tally import Tally
+from swarm.core.ids import PeerId
+
+# News are held back for this long, because a certificate mostly follows: then one answer has it all.
+_HOLD_S = 0.1
+_ENDORSE_AGAIN_S = 2.0
+_ENDORSE_NEXT_S = 0.5  # the next member in group order asks electors outside of the group this much later
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A call of a member that waits for an answer."""
+
+    place: int
+    statement: Statement
+
+
+class VoteExchange:
+    """Votes, intents and reasons of one round."""
+
+    def __init__(self, setup: RoundSetup) -> None:
+        self._setup = setup
+        self.tally = Tally(setup.proposal, setup.electors)
+        for elector, signature in setup.goodbyes.items():
+            self.tally.add_goodbye(elector, signature)
+        self.intents: dict[int, bytes] = {}  # what members would vote for, after repairs and audits
+        self.left_out: dict[int, str] = {}  # as this member and those that it heard say
+        self.gave_up = ""  # why this member gave up
+        self.over = False  # the round has ended here
+        self._places = {member.peer_id: place for place, member in enumerate(setup.group.members)}
+        self._targets = [place for place in setup.members if setup.calls(setup.own, place)]
+        self._own_version = 0  # how often what we say ourselves has changed
+        # members that were told, or answered, at least once: they are told everything from then on
+        self._asked: set[int] = set()
+        self._answered: set[int] = set()
+        self._asking: dict[int, int] = {}  # calls in progress: which version they carry
+        self._questions: dict[int, _Question] = {}
+        self._changed_s = setup.begun_s  # when something new became known
+        self._endorsing: dict[PeerId, float] = {}  # when electors outside of the group were asked
+        self._majority_s: float | None = None  # since when there is a majority
+
+    # ---- what is known
+
+    @property
+    def own_vote(self) -> Vote | None:
+        """Return this member's vote."""
+        return self.tally.votes.get(self._setup.peer_id(self._setup.own))
+
+    @property
+    def has_spoken(self) -> bool:
+        """Return whether this member has voted, or said what it would vote for."""
+        return self._own_version > 0
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return the certificate, once there is one."""
+        return self.tally.certificate
+
+    @property
+    def majority(self) -> bytes | None:
+        """Return the result that more than half of the contributors voted for."""
+        return self.tally.majority
+
+    def intent_of(self, place: int) -> bytes | None:
+        """Return the result that a contributor voted for, or would; None: it is not known. b"": none."""
+        vote = self.tally.votes.get(self._setup.peer_id(place))
+        return vote.result if vote is not None else self.intents.get(place)
+
+    def is_hopeless(self, live: Set[int]) -> bool:
+        """Return whether the members that live cannot make a majority any more."""
+        tally, contributors = self.tally, self._setup.contributors
+        free = sum(
+            (self._setup.peer_id(place) not in tally.votes and place in live)
+            or self._setup.peer_id(place) in tally.liars
+            for place in contributors
+        )
+        return 2 * (max(tally.results.values(), default=0) + free) <= len(contributors)
+
+    def voters_of(self, result: bytes) -> list[int]:
+        """Return the members that voted for this result, this one aside."""
+        own = self._setup.own
+        places = [self._places[peer] for peer in self.tally.supporters(result) if peer in self._places]
+        return sorted(place for place in places if place != own)
+
+    def missing(self, assembly: Assembly) -> str:
+        """Return what is still to come, and from which members, for the message about a missed deadline."""
+        setup = self._setup
+        lacking = [
+            f"{setup.name(place)} has sent {assembly.share(place)}"
+            for place in setup.plan.reducers
+            if place != setup.own and assembly.outstanding(place) and not setup.own_auxiliary
+        ]
+        waiting = [
+            f"the vote of {setup.name(place)}"
+            for place in setup.contributors
+            if place != setup.own and setup.peer_id(place) not in self.tally.votes
+        ]
+        return "; ".join(lacking) or (
+            "waiting for " + ", ".join(waiting) if waiting else "the last averages were being reduced"
+        )
+
+    def sides(self) -> str:
+        """Return which members hold what, for sentences."""
+        found: dict[bytes, list[str]] = {}
+        for place in self._setup.contributors:
+            intended = self.intent_of(place)
+            if intended:
+                found.setdefault(intended, []).append(self._setup.name(place))
+        return "; ".join(f"{digest.hex()[:12]}: {', '.join(names)}" for digest, names in found.items())
+
+    # ---- what this member says
+
+    def intend(self, result: bytes, now_s: float) -> None:
+        """Say what this member would vote for."""
+        self.intents[self._setup.own] = result
+        self._own_version += 1
+        self._changed_s = now_s
+
+    def add_own(self, vote: Vote, now_s: float) -> None:
+        """Take this member's vote."""
+        self.tally.add(vote)
+        self._own_version += 1
+        self._changed_s = now_s
+
+    def silent(self, live: Set[int]) -> list[int]:
+        """Return the contributors that live and whose votes are not known."""
+        votes = self.tally.votes
+        return [p for p in self._setup.contributors if p in live and self._setup.peer_id(p) not in votes]
+
+    def statement(self, *, own_vote_only: bool = False) -> Statement:
+        """Return what to tell a member. `own_vote_only`: it hears the votes of the others from themselves."""
+        votes = self.tally.votes
+        own = self.own_vote
+        told = (own,) if own_vote_only and own is not None else tuple(votes[peer] for peer in sorted(votes))
+        return Statement(told, dict(self.intents), dict(self.left_out), self.gave_up)
+
+    def asks(self, live: Set[int]) -> list[AskVotes]:
+        """Return the calls to make now, by which this member tells what it has not told yet, or asks on."""
+        if self.over or self.certificate is not None:
+            return []
+        found = []
+        for place in self._targets:
+            if place in live and self._asking.get(place) != self._own_version:
+                both = self._setup.can_dial(place) and self._setup.can_dial(self._setup.own)
+                found.append(self._ask(place, own_vote_only=both and place not in self._asked))
+        return found
+
+    def ask_all(self, places: Iterable[int]) -> list[AskVotes]:
+        """Ask these members, also those that would ask this one in an ordinary round."""
+        return [self._ask(place) for place in places if place not in self._asking]
+
+    def farewell(self, live: Set[int]) -> list[AskVotes]:
+        """Return the calls by which members learn how the round ended here, unless they are about to."""
+        places = self._setup.members if self.gave_up else self._targets
+        return [
+            AskVotes(place, self.statement())
+            for place in places
+            if place in live
+            and place != self._setup.own
+            and self._setup.can_dial(place)
+            and (self.gave_up or self._asking.get(place) != self._own_version)
+        ]
+
+    # ---- what others say
+
+    def on_statement(self, place: int, statement: Statement, now_s: float) -> bool:
+        """A member told what it knows. Return whether any of it is new. Raise PeerError when it is invalid:
+        nothing of it counts that comes after the invalid vote.
+        """
+        new = False
+        try:
+            for vote in statement.votes:
+                new |= self.tally.add(vote)
+        finally:
+            for other, intent in statement.intents.items():
+                told = other == place or not (
+                    self._setup.can_dial(other) or self._setup.can_dial(self._setup.own)
+                )
+                if told and other != self._setup.own and self.intents.get(other) != intent:
+                    self.intents[other] = intent
+                    new = True
+            for other, reason in statement.left_out.items():
+                self.left_out.setdefault(other, reason)
+            if new:
+                self._changed_s = now_s
+        if self._majority_s is None and self.majority is not None:
+            self._majority_s = now_s
+        return new
+
+    def on_answer(self, place: int) -> None:
+        """A call has ended."""
+        self._asking.pop(place, None)
+
+    def on_question(self, call: int, place: int, statement: Statement) -> None:
+        """A member waits for an answer."""
+        self._questions[call] = _Question(place, statement)
+
+    def on_call_ended(self, call: int) -> None:
+        """A member does not wait any more."""
+        self._questions.pop(call, None)
+
+    def answers(self, ready: bool, now_s: float) -> list[AnswerVotes]:
+        """Return the answers to give now. `ready`: this member has everything that it can have."""
+        found = []
+        decided = self.over or self.certificate is not None
+        for call, question in list(self._questions.items()):
+            if decided or question.statement.gave_up or self._has_news(question, ready, now_s):
+                del self._questions[call]
+                first = question.place not in self._answered and not question.statement.gave_up
+                both = self._setup.can_dial(question.place) and self._setup.can_dial(self._setup.own)
+                self._answered.add(question.place)
+                found.append(AnswerVotes(call, self.statement(own_vote_only=decided and first and both)))
+        return found
+
+    def _has_news(self, question: _Question, ready: bool, now_s: float) -> bool:
+        own, told = self._setup.own, question.statement
+        if question.place in told.intents and self.intents.get(own) != told.intents.get(own):
+            return True  # it compares intents, and does not know ours
+        if not ready and self._setup.can_dial(question.place):
+            return False
+        if now_s - self._changed_s < _HOLD_S:
+            return False
+        known = {(vote.voter, vote.result) for vote in told.votes}
+        return any((vote.voter, vote.result) not in known for vote in self.tally.votes.values()) or any(
+            told.intents.get(place) != intent
+            for place, intent in self.intents.items()
+            if place != question.place
+            and not self._setup.can_dial(place)
+            and not self._setup.can_dial(question.place)
+        )
+
+    def _ask(self, place: int, *, own_vote_only: bool = False) -> AskVotes:
+        self._asking[place] = self._own_version
+        self._asked.add(place)
+        return AskVotes(place, self.statement(own_vote_only=own_vote_only))
+
+    # ---- electors outside of the group
+
+    def endorsements(self, live: Set[int], now_s: float) -> list[Endorse]:
+        """Return the electors to ask for their votes, once a majority of the contributors has voted and the
+        group's own votes are no quorum.
+        """
+        result = self.majority
+        if result is None or self.certificate is not None or self.over:
+            return []
+        if self._majority_s is None:
+            self._majority_s = now_s
+        inside = {self._setup.peer_id(place) for place in live}
+        supporters, missing = self.tally.supporters(result), self.tally.electors_missing
+        waited_s = now_s - self._majority_s
+        if waited_s < _ENDORSE_AGAIN_S and is_quorum(
+            self._setup.electors, supporters | (inside & set(missing)), self.tally.goodbyes
+        ):
+            return []
+        voters = [place for place in self._setup.contributors if place in live]
+        rank = voters.index(self._setup.own) if self._setup.own in voters else len(voters)
+        if waited_s < _ENDORSE_NEXT_S * rank:
+            return []
+        found = []
+        for elector in missing:
+            asked_s = self._endorsing.get(elector)
+            if elector not in self._places and (asked_s is None or now_s - asked_s > _ENDORSE_AGAIN_S):
+                self._endorsing[elector] = now_s
+                votes = tuple(self.tally.votes[peer] for peer in sorted(supporters))
+                found.append(Endorse(elector, result, votes))
+        return found

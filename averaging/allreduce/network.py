@@ -1,0 +1,47 @@
+"""The network as a round uses it: calls, and streams that are cut into frames and timed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from averaging.allreduce.config import EXCHANGE, Dialer
+from averaging.allreduce.frames import FramedStream
+from averaging.reduction.speed import Speed
+from swarm.core.clock import Clock
+from swarm.core.ids import Contact
+from swarm.net.rpc import Method, ReplyT, RequestT, Stream
+
+
+class RoundNetwork:
+    """The network of one node. `speed` learns what its link can do."""
+
+    def __init__(self, dialer: Dialer, clock: Clock) -> None:
+        self.speed = Speed()
+        self._dialer, self._clock = dialer, clock
+
+    @property
+    def now_s(self) -> float:
+        """Return the time on the clock of all rounds."""
+        return self._clock.monotonic_s()
+
+    async def call(
+        self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
+    ) -> ReplyT:
+        """Make a unary call; see `Caller`."""
+        return await self._dialer.call(contact, method, request, timeout_s=timeout_s)
+
+    def framed(self, stream: Stream, came: Callable[[int], None], went: Callable[[], None]) -> Stream:
+        """Return the stream with its large messages in frames. `came` is called with the size of everything
+        that arrives, `went` whenever something was sent.
+        """
+        return FramedStream(stream, self._clock, self.speed, came, went)
+
+    @asynccontextmanager
+    async def open_stream(
+        self, contact: Contact, came: Callable[[int], None], went: Callable[[], None]
+    ) -> AsyncIterator[Stream]:
+        """Open a stream to a reducer, with its large messages in frames."""
+        # a connection of its own, so that heartbeats and votes do not wait behind megabytes
+        async with self._dialer.open_stream(contact, EXCHANGE, timeout_s=None, connection=1) as stream:
+            yield self.framed(stream, came, went)

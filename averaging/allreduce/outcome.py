@@ -1,0 +1,120 @@
+"""How a round ended for one member."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from averaging.allreduce.logic.machine import RoundMachine
+from averaging.history.certificate import Certificate
+from averaging.reduction.averages import Averages
+from swarm.core.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOutcome:
+    """How a round ended for this member."""
+
+    failed: bool
+    reason: str | None  # of a failure; names the peer, and what it was doing. "deadline: …" when time ran out
+    # the result, the same bytes on all members. None when failed, and for an auxiliary member
+    averages: Averages | None
+    # members in the average, with the fraction of the vector's elements that each is in; {} when failed
+    contributions: Mapping[PeerId, float]
+    # members that lied as reducers according to this member's own audit, and in what
+    accused: Mapping[PeerId, str]
+    # members that were left out somewhere or failed, and why; our own id when it was us
+    left_out: Mapping[PeerId, str]
+    # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
+    digest: str
+    # members whose values were shortened, and in what fraction of the elements; {} when failed
+    clipped: Mapping[PeerId, float]
+    bytes_sent: int  # of tensors, framing included
+    bytes_received: int
+    # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
+    seconds: Mapping[str, float]
+    out_of_memory: bool = False  # it failed because this member had no memory left: `reason` says where
+    # The proof that the round was committed. Also of a failed round, when the others committed it and this
+    # member could not: then its state is behind theirs.
+    certificate: Certificate | None = None
+    unresolved: bool = False  # it failed here, and others may have committed what this member voted for
+
+    @classmethod
+    def broken(cls, reason: str, *, out_of_memory: bool = False) -> RoundOutcome:
+        """Return the outcome of a round that failed before anything was sent."""
+        return cls(
+            failed=True,
+            reason=reason,
+            averages=None,
+            contributions={},
+            accused={},
+            left_out={},
+            digest="",
+            clipped={},
+            bytes_sent=0,
+            bytes_received=0,
+            seconds={},
+            out_of_memory=out_of_memory,
+        )
+
+    def without_memory(self, reason: str) -> RoundOutcome:
+        """Return the outcome of a committed round that this member had no memory to end."""
+        return replace(
+            self,
+            failed=True,
+            reason=reason,
+            averages=None,
+            contributions={},
+            digest="",
+            clipped={},
+            out_of_memory=True,
+        )
+
+    @property
+    def vector(self) -> torch.Tensor | None:
+        """Return the decoded result, flat float32, as a new tensor each time; None without averages."""
+        return self.averages.decoded() if self.averages is not None else None
+
+
+def outcome_of(
+    machine: RoundMachine, averages: Averages, accused: Mapping[int, str], seconds: Mapping[str, float]
+) -> RoundOutcome:
+    """Return how a round ended, from its machine. `accused`: by place; `seconds`: per phase."""
+    finish, setup, assembly = machine.finished, machine.setup, machine.assembly
+    assert finish is not None
+    whole = finish.failure is None and not setup.own_auxiliary
+    fractions = assembly.fractions() if finish.failure is None else {}
+    clipped = assembly.clipped() if finish.failure is None else {}
+    return RoundOutcome(
+        failed=finish.failure is not None,
+        reason=finish.failure,
+        averages=averages if whole else None,
+        contributions={setup.peer_id(place): fraction for place, fraction in fractions.items()},
+        accused={setup.peer_id(place): lie for place, lie in accused.items()},
+        left_out={setup.peer_id(place): reason for place, reason in sorted(left_out(machine).items())},
+        digest=assembly.digest().hex() if whole else "",
+        clipped={setup.peer_id(place): fraction for place, fraction in clipped.items()},
+        bytes_sent=0,
+        bytes_received=0,
+        seconds=seconds,
+        certificate=finish.certificate,
+        unresolved=finish.unresolved,
+    )
+
+
+def left_out(machine: RoundMachine) -> dict[int, str]:
+    """Return the members that were left out somewhere, were lost or failed, with the reasons; by place."""
+    setup, assembly = machine.setup, machine.assembly
+    found = dict(machine.votes.left_out)
+    found |= machine.repairs.left_out | machine.shard.left_out | machine.repairs.lost
+    found |= machine.membership.failed
+    if machine.excluded_reason:
+        found[setup.own] = machine.excluded_reason
+    fractions = assembly.fractions()
+    if assembly.complete and setup.plan.chunks:
+        for place in setup.contributors:
+            if fractions.get(place, 0.0) < 1.0:  # by a reducer whose reasons died with it
+                found.setdefault(place, "its values are not in chunks whose reducers did not say why")
+    return found

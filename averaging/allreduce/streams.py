@@ -1,0 +1,196 @@
+"""The streams of a round: ours to reducers, on which our values go out and averages come back, and those that
+other members opened here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from averaging.allreduce import wire
+from averaging.allreduce.config import REASON_CHARACTERS_MAX
+from averaging.allreduce.logic import events as on
+from averaging.reduction.framing import unpack
+from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.net.rpc import Stream
+
+if TYPE_CHECKING:
+    from averaging.allreduce.driver import RoundDriver
+
+_STRAY_MESSAGES_MAX = 16  # beyond a stream's chunks: an opening, a withdrawal, and not much more
+_WAITING_S = 2.0  # how often a reducer that waits for values says so; below REDUCER_S
+_BATCH_CHUNKS = 2  # encoded in one hop to the pool; larger: fewer hops, later first bytes
+
+
+class ReducerStream:
+    """Our stream to one reducer."""
+
+    def __init__(self, driver: RoundDriver, reducer: int) -> None:
+        self._driver, self._reducer = driver, reducer
+        self.refused = False  # the reducer takes no more of our values
+
+    async def run(self) -> None:
+        """Send our values, and take averages, until the reducer has finished the stream."""
+        driver, place = self._driver, self._reducer
+        came = functools.partial(driver.on_bytes, place, True)
+        try:
+            async with driver.network.open_stream(
+                driver.contact(place), came, functools.partial(driver.on_sent, place)
+            ) as stream:
+                await _side_by_side(self._send(stream), self._receive(stream))
+        except NetworkError as error:
+            driver.feed(on.ReducerStreamEnded(place, str(error), broken=True))
+        except PeerError as error:
+            driver.feed(on.ReducerStreamEnded(place, str(error)))
+        else:
+            driver.feed(on.ReducerStreamEnded(place))
+
+    async def _send(self, stream: Stream) -> None:
+        driver, place = self._driver, self._reducer
+        kernels, offload = driver.kernels, driver.offload
+        await driver.send(stream, wire.opening(driver.group_id, kernels.codec, driver.plan_digest))
+        chunks = kernels.plan.shard(place) if kernels.weights[kernels.own] > 0 else ()
+        size = 1 if offload.inline else _BATCH_CHUNKS
+        batches = [chunks[nth : nth + size] for nth in range(0, len(chunks), size)]
+        ahead: asyncio.Future[list[bytes | int]] | None = None
+        for nth, batch in enumerate(batches):
+            messages = await (
+                asyncio.shield(ahead) if ahead is not None else offload.work(kernels.encode, batch)
+            )
+            pipelined = not offload.inline and nth + 1 < len(batches)
+            # while these are sent
+            ahead = offload.start(kernels.encode, batches[nth + 1]) if pipelined else None
+            for message in messages:
+                if isinstance(message, int):
+                    await driver.exclude_self(message)
+                elif kernels.excluded_reason is None and not self.refused:
+                    await driver.send(stream, message)
+                    driver.feed(on.ContributionSent(place))
+            if kernels.excluded_reason is not None or self.refused:
+                break
+        if kernels.excluded_reason is not None:
+            await driver.send(stream, wire.withdrawal(kernels.excluded_reason))
+        await stream.finish()
+
+    async def _receive(self, stream: Stream) -> None:
+        driver, place = self._driver, self._reducer
+        while (message := await stream.receive()) is not None:
+            driver.bytes_received += len(message)
+            header, payload = unpack(message)
+            if header.HasField("average"):
+                average = header.average
+                driver.on_average(place, average.chunk, payload, average.contributors, average.clipped)
+            elif header.HasField("refusal"):
+                driver.feed(on.RefusalArrived(place, header.refusal.reason[:REASON_CHARACTERS_MAX]))
+            elif header.HasField("waiting"):
+                driver.feed(on.WaitingArrived(place))
+            else:
+                raise PeerError("it sent a message that only the opener of a stream sends")
+
+
+class SenderStream:
+    """A stream that another member opened here: its values come in, our averages go out."""
+
+    def __init__(self, driver: RoundDriver, sender: int) -> None:
+        self._driver, self._sender = driver, sender
+
+    async def serve(self, stream: Stream) -> None:
+        """Serve it to its end. PeerError refuses it, or says why the round failed."""
+        driver, place = self._driver, self._sender
+        driver.feed(on.SenderOpened(place))
+        came = functools.partial(driver.on_bytes, place, False)
+        stream = driver.network.framed(stream, came, functools.partial(driver.on_sent, place))
+        try:
+            await _side_by_side(
+                self._take_contributions(stream),
+                self._give_averages(stream),
+                until=driver.refuse_when_over(),
+            )
+        except NetworkError as error:
+            driver.feed(on.SenderStreamBroke(place, str(error)))
+        except PeerError as error:
+            if driver.running:
+                driver.feed(on.SenderFailed(place, f"it broke the protocol: {error}"))
+            raise
+        except asyncio.CancelledError:  # gRPC's word for a caller that is gone
+            driver.feed(on.SenderStreamBroke(place, "its connection closed"))
+            raise
+
+    async def _take_contributions(self, stream: Stream) -> None:
+        driver, place, strays = self._driver, self._sender, 0
+        chunks = len(driver.own_chunks)
+        while (message := await stream.receive()) is not None:
+            driver.bytes_received += len(message)
+            refusal = driver.machine.shard.left_out.get(place)
+            if refusal:
+                strays += 1  # what was under way when it was left out; then it has been told
+                if strays > chunks + _STRAY_MESSAGES_MAX:
+                    raise PeerError(f"it was left out ({refusal}) and goes on sending")
+                continue
+            try:
+                header, payload = unpack(message)
+                if header.HasField("contribution"):
+                    found = header.contribution
+                    driver.on_contribution(place, found.chunk, payload, found.signature)
+                elif header.HasField("withdrawal"):
+                    reason = header.withdrawal.reason[:REASON_CHARACTERS_MAX]
+                    driver.feed(on.SenderFailed(place, f"it withdrew: {reason}"))
+                else:
+                    raise PeerError("neither a contribution nor a withdrawal")
+            except PeerError as error:
+                driver.feed(on.SenderFailed(place, f"it broke the protocol: {error}"))
+            while driver.machine.shard.is_ahead(place):
+                await driver.change()
+        driver.feed(on.SenderFinished(place))
+
+    async def _give_averages(self, stream: Stream) -> None:
+        driver, place = self._driver, self._sender
+        given = 0  # averages looked at
+        told = False
+        said_s = driver.network.now_s  # when something was sent last
+        while given < len(driver.own_chunks):
+            if place in driver.refusals and not told:
+                told = True
+                await driver.send(stream, wire.refusal(driver.refusals[place]))
+            elif given < len(driver.averages):
+                await driver.send(stream, driver.averages[given])
+                driver.given(given)
+                given += 1
+            else:
+                await driver.change(max(said_s + _WAITING_S - driver.network.now_s, 0.0))
+                if driver.network.now_s < said_s + _WAITING_S:
+                    continue
+                waited_for = driver.machine.shard.waited_for(driver.machine.contributes)
+                if waited_for:
+                    await driver.send(stream, wire.waiting(waited_for[0]))
+            said_s = driver.network.now_s
+
+
+async def _side_by_side(
+    *work: Coroutine[Any, Any, None], until: Coroutine[Any, Any, None] | None = None
+) -> None:
+    """Run all of `work`; the first error ends the rest and is raised as it is. `until` runs for as long as
+    they do.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(until) if until is not None else None
+            running = [tasks.create_task(coroutine) for coroutine in work]
+            await asyncio.wait(running)
+            if watch is not None:
+                watch.cancel()
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error to report: our own bugs first, then what peers did, then what the network did."""
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)
+    return min(
+        found,
+        key=lambda error: 2 if isinstance(error, NetworkError) else 1 if isinstance(error, SwarmError) else 0,
+    )

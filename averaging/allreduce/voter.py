@@ -1,0 +1,28 @@
+"""The signature under a member's vote, and the question to its run's history that comes before."""
+
+from __future__ import annotations
+
+from averaging.history.certificate import Proposal, Vote, vote_statement
+from averaging.history.round_lineage import RoundLineage
+from averaging.reduction.audit import Signer
+from swarm.core.ids import Contact, PeerId
+
+
+class Voter:
+    """This peer as a voter in one round."""
+
+    def __init__(self, signer: Signer, proposal: Proposal, history: RoundLineage | None) -> None:
+        self._signer, self._proposal, self._history = signer, proposal, history
+
+    def vote(self, result: bytes) -> Vote | str:
+        """Return the vote for `result` (b"": for none), or why this peer must not vote for it."""
+        if self._history is not None:
+            reason = self._history.may_vote(self._proposal, result)
+            if reason:
+                return reason
+        statement = vote_statement(self._proposal.digest(), result)
+        return Vote(voter=self._signer.peer_id, result=result, signature=self._signer.sign(statement))
+
+    async def find_contact(self, elector: PeerId) -> Contact | None:
+        """Return the contact of an elector outside of the group; None when it is not known."""
+        return await self._history.find_contact(elector) if self._history is not None else None

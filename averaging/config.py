@@ -1,0 +1,44 @@
+"""The settings of `swarm.Averager` beside its arguments, and its place in a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from averaging.matchmaking.logic.grace_period import GRACE_S_MAX
+from averaging.matchmaking.logic.messages import AveragerName
+from swarm.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragerConfig:
+    """Settings of `swarm.Averager` beside its arguments. Times that depend on the links follow from the
+    node's preset (`NodeConfig.preset`).
+    """
+
+    # Further text that peers must have in common: compared before a group forms, as shapes and codec are.
+    compatibility_tag: str = ""
+    # Upload bandwidth in bytes/s; a peer with more reduces more. None: as measured in the rounds before.
+    bandwidth: float | None = None
+    # Longest time in seconds that a group waits for a peer that is late. Peers that compute between two
+    # rounds need as long as their computations differ.
+    grace_s_max: float = GRACE_S_MAX
+
+    def __post_init__(self) -> None:
+        if self.bandwidth is not None and not 0.0 < self.bandwidth < float("inf"):
+            raise UsageError(
+                f"bandwidth must be a positive number of bytes per second, not {self.bandwidth!r}"
+            )
+        if not 0.0 <= self.grace_s_max < float("inf"):
+            raise UsageError(f"grace_s_max is a number of seconds, not {self.grace_s_max!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAverager:
+    """The place of an optimizer's averager in its run, instead of a name of the user's. Not a setting: it
+    follows from the run.
+    """
+
+    name: AveragerName
+    # Share of the time that waiting for one late peer may take on average. Too small: peers with long steps
+    # are left out of rounds.
+    waiting_share_max: float

@@ -1,0 +1,190 @@
+"""Certificates: signed votes that prove that a round was committed, chained by hashes. Pure.
+
+Every certificate names the electors of the next round, in order of seniority. The next round commits with
+the votes of a quorum of these electors, so no two groups can extend the same head: dynamic linear voting
+(Jajodia and Mutchler, ACM TODS 15(2), 1990) over a hash chain. Everybody who knows the electors of a head can
+check the certificate that extends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from blake3 import blake3
+
+from swarm.core.errors import PeerError
+from swarm.core.identity import verify
+from swarm.core.ids import PeerId
+
+DIGEST_BYTES: Final = 32
+SIGNATURE_BYTES: Final = 64
+ELECTORS_MAX: Final = 64  # of a run; a certificate carries a signature of more than half of them
+CONTRIBUTORS_MAX: Final = 256
+EPOCH_MAX: Final = 1 << 40
+NO_HEAD: Final = bytes(DIGEST_BYTES)  # what a round without a history extends
+
+_HEAD: Final = b"swarm head\0"
+_GENESIS: Final = b"swarm genesis\0"
+_PROPOSAL: Final = b"swarm proposal\0"
+_VOTE: Final = b"swarm vote\0"
+_ABSTENTION: Final = b"swarm abstention\0"
+_GOODBYE: Final = b"swarm goodbye\0"
+
+
+class RoundKind(Enum):
+    """The kind of values that a round averaged."""
+
+    EPOCH = 0  # it ended an epoch
+    STATE = 1  # the state, within an epoch
+
+
+def genesis(run: str) -> bytes:
+    """Return the head of a run before its first certificate, 32 bytes."""
+    return blake3(_GENESIS + run.encode()).digest()
+
+
+def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Collection[PeerId] = ()) -> bool:
+    """Return whether the electors that are `present` may decide: more than half of those that have not said
+    goodbye (`gone`), or exactly half including the most senior one. A head without electors, which is that
+    before the first certificate, needs none of them; where all have left there is no quorum any more.
+
+    `electors`: in order of seniority, the most senior first.
+    """
+    eligible = [elector for elector in electors if elector not in gone]
+    if not eligible:
+        return not electors
+    found = sum(elector in present for elector in eligible)
+    return 2 * found > len(eligible) or (2 * found == len(eligible) and eligible[0] in present)
+
+
+def electors_after(electors: Sequence[PeerId], contributors: Sequence[PeerId]) -> tuple[PeerId, ...]:
+    """Return the electors after a round with these contributors: electors that contributed keep their order,
+    new ones follow in group order. An elector that misses a round returns with its next contribution.
+    """
+    contributing = set(contributors)
+    stay = [elector for elector in electors if elector in contributing]
+    known = set(stay)
+    return tuple([*stay, *(peer for peer in contributors if peer not in known)][:ELECTORS_MAX])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The content that the members of one group vote on, apart from the result. All members derive it from
+    the group and from the head that they share; it is never sent before the vote.
+    """
+
+    run: str
+    head: bytes  # which this round extends
+    epoch: int  # of the state after the round
+    kind: RoundKind
+    group_id: bytes  # one attempt at this round
+    contributors: tuple[PeerId, ...]  # members whose weight is above 0, in group order
+    electors: tuple[PeerId, ...]  # of the next round, by `electors_after`
+    # it commits without a quorum of the electors: a cut-off minority goes on by itself after the grace
+    is_break: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.head) != DIGEST_BYTES or len(self.group_id) != DIGEST_BYTES:
+            raise PeerError(f"a head and the name of a group have {DIGEST_BYTES} bytes")
+        if not 0 <= self.epoch <= EPOCH_MAX:
+            raise PeerError(f"an epoch is between 0 and {EPOCH_MAX}, not {self.epoch}")
+        if len(self.contributors) > CONTRIBUTORS_MAX or len(self.electors) > ELECTORS_MAX:
+            raise PeerError(
+                f"a round has at most {CONTRIBUTORS_MAX} contributors and {ELECTORS_MAX} electors, not "
+                f"{len(self.contributors)} and {len(self.electors)}"
+            )
+        if len(set(self.contributors)) != len(self.contributors):
+            raise PeerError("a peer contributes to a round once")
+
+    def digest(self) -> bytes:
+        """Return the digest of all fields, 32 bytes."""
+        run = self.run.encode()
+        state = blake3(_PROPOSAL + len(run).to_bytes(4, "little") + run + self.head + self.group_id)
+        state.update(self.epoch.to_bytes(8, "little") + bytes([self.kind.value, self.is_break]))
+        for peers in (self.contributors, self.electors):
+            state.update(len(peers).to_bytes(4, "little"))
+            for peer in peers:
+                state.update(peer.public_key)
+        return state.digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """One peer's signed vote on a proposal. It votes once: either for a result, or for none, which is a
+    promise never to vote for one in this attempt.
+    """
+
+    voter: PeerId
+    result: bytes  # digest of all averages with their contributors, 32 bytes; b"": none
+    signature: bytes
+
+    def check(self, proposal: bytes) -> None:
+        """Raise PeerError unless `voter` signed this vote on the proposal with the digest `proposal`."""
+        if len(self.result) not in (0, DIGEST_BYTES):
+            raise PeerError(f"a vote has a digest of {DIGEST_BYTES} bytes or none, not {len(self.result)}")
+        if not verify(self.voter, vote_statement(proposal, self.result), self.signature):
+            raise PeerError(f"a vote of {self.voter} that this peer did not sign")
+
+
+def vote_statement(proposal: bytes, result: bytes) -> bytes:
+    """Return the bytes that a voter signs. `proposal`: digest of the proposal; `result`: as in `Vote`."""
+    return (_VOTE + proposal + result) if result else (_ABSTENTION + proposal)
+
+
+def goodbye_statement(run: str, head: bytes) -> bytes:
+    """Return the bytes that an elector signs when it leaves: it has not voted on this head, and will not."""
+    return _GOODBYE + head + run.encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The proof that a round was committed."""
+
+    proposal: Proposal
+    result: bytes
+    votes: Mapping[PeerId, bytes]  # signatures of those that voted for this result
+    goodbyes: Mapping[PeerId, bytes]  # signatures of electors that left, and are not counted
+
+    @property
+    def head(self) -> bytes:
+        """Return the head after this round: the hash of what was decided, which includes the previous head.
+        It does not depend on which of the votes were collected.
+        """
+        return blake3(_HEAD + self.proposal.digest() + self.result).digest()
+
+    def check(self, electors: Sequence[PeerId]) -> None:
+        """Raise PeerError unless this certificate is valid after a head with these electors."""
+        proposal = self.proposal
+        if len(self.result) != DIGEST_BYTES:
+            raise PeerError(f"a certificate has a result of {DIGEST_BYTES} bytes, not {len(self.result)}")
+        if len(self.votes) > CONTRIBUTORS_MAX + ELECTORS_MAX or len(self.goodbyes) > ELECTORS_MAX:
+            raise PeerError("a certificate with more votes than there can be voters")
+        if proposal.electors != electors_after(electors, proposal.contributors):
+            raise PeerError("a certificate names other electors than follow from its contributors")
+        statement = vote_statement(proposal.digest(), self.result)
+        for voter, signature in self.votes.items():
+            if not verify(voter, statement, signature):
+                raise PeerError(f"a certificate with a vote that {voter} did not sign")
+        statement = goodbye_statement(proposal.run, proposal.head)
+        for peer, signature in self.goodbyes.items():
+            if not verify(peer, statement, signature):
+                raise PeerError(f"a certificate with a goodbye that {peer} did not sign")
+        if not is_majority(proposal.contributors, self.votes):
+            found = sum(peer in self.votes for peer in proposal.contributors)
+            raise PeerError(
+                f"a certificate with the votes of {found} of {len(proposal.contributors)} contributors, "
+                "which is no majority"
+            )
+        if not proposal.is_break and not is_quorum(electors, self.votes, self.goodbyes):
+            raise PeerError(
+                f"a certificate with the votes of {sum(peer in self.votes for peer in electors)} of "
+                f"{len(electors)} electors, which is no quorum"
+            )
+
+
+def is_majority(contributors: Sequence[PeerId], present: Collection[PeerId]) -> bool:
+    """Return whether more than half of the contributors of a group are `present`."""
+    return 2 * sum(peer in present for peer in contributors) > len(contributors)

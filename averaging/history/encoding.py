@@ -1,0 +1,177 @@
+"""Certificates and chains as bytes: for messages, states and checkpoints. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgpack
+
+from averaging.history.certificate import (
+    CONTRIBUTORS_MAX,
+    DIGEST_BYTES,
+    ELECTORS_MAX,
+    EPOCH_MAX,
+    SIGNATURE_BYTES,
+    Certificate,
+    Proposal,
+    RoundKind,
+)
+from averaging.history.lineage import CERTIFICATES_MAX, Chain, after
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import PeerId
+
+CHAIN_BYTES_MAX: Final = 2 << 20
+ROOT_BYTES_MAX: Final = 4096  # head, line, epoch, and the keys of at most 64 electors
+_RUN_CHARACTERS_MAX: Final = 256
+_KEY_BYTES: Final = 32
+
+
+def encode_chain(chain: Chain) -> bytes:
+    """Return a chain as bytes, at most `CHAIN_BYTES_MAX`: of a longer one the last certificates."""
+    encoded = [msgpack.packb(_certificate(one)) for one in chain.certificates]
+    start, size = len(encoded), 0
+    while start and size + len(encoded[start - 1]) <= CHAIN_BYTES_MAX - (8 << 10):
+        start -= 1
+        size += len(encoded[start])
+    root = replace(chain, certificates=())
+    for certificate in chain.certificates[:start]:
+        root = after(certificate, root.root_line)
+    packed: bytes = msgpack.packb([*encode_root(root), encoded[start:]])
+    return packed
+
+
+def decode_chain(data: bytes) -> Chain:
+    """Parse a chain. Raise PeerError when it is malformed or too large. Signatures are not checked here."""
+    if len(data) > CHAIN_BYTES_MAX:
+        raise PeerError(f"a history has at most {CHAIN_BYTES_MAX} bytes, not {len(data)}")
+    try:
+        *root_values, encoded = msgpack.unpackb(data)
+        if len(encoded) > CERTIFICATES_MAX:
+            raise PeerError(f"a history has at most {CERTIFICATES_MAX} certificates, not {len(encoded)}")
+        root = decode_root(root_values)
+        return replace(root, certificates=tuple(_read(msgpack.unpackb(one)) for one in encoded))
+    except PeerError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError, UsageError, msgpack.UnpackException) as error:
+        raise PeerError(f"not a history: {error}") from None
+
+
+def encode_root(root: Chain) -> list[Any]:
+    """Return the beginning of a chain as values for msgpack: for states and checkpoints, whose history begins
+    at their head.
+    """
+    return [root.head, encode_peers(root.electors), root.root_epoch, root.root_line]
+
+
+def root_text(root: Chain) -> str:
+    """Return the values of `encode_root` as text, which a checkpoint of torch may hold."""
+    packed: bytes = msgpack.packb(encode_root(root))
+    return packed.hex()
+
+
+def read_root_text(text: object) -> Chain:
+    """Return the empty chain of `root_text`. Raise PeerError when the text is malformed."""
+    try:
+        values = msgpack.unpackb(bytes.fromhex(str(text)))
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise PeerError(f"not the beginning of a history: {error}") from None
+    return decode_root(values)
+
+
+def decode_root(values: object) -> Chain:
+    """Return the empty chain of `encode_root`. Raise PeerError when the values are malformed."""
+    if not isinstance(values, list) or len(values) != 4:
+        raise PeerError("the beginning of a history has four values")
+    head, electors, epoch, line = values
+    if not isinstance(line, bytes) or len(line) not in (0, DIGEST_BYTES):
+        raise PeerError(f"the name of a line of history has {DIGEST_BYTES} bytes or none")
+    if not isinstance(head, bytes) or len(head) != DIGEST_BYTES:
+        raise PeerError(f"a head has {DIGEST_BYTES} bytes")
+    if type(epoch) is not int or not 0 <= epoch <= EPOCH_MAX:
+        raise PeerError(f"an epoch is between 0 and {EPOCH_MAX}, not {epoch!r:.40}")
+    return Chain(
+        head=head,
+        electors=decode_peers(electors, ELECTORS_MAX),
+        certificates=(),
+        root_epoch=epoch,
+        root_line=line,
+    )
+
+
+def encode_proposal(proposal: Proposal) -> list[Any]:
+    """Return a proposal as values for msgpack."""
+    return [
+        proposal.run,
+        proposal.head,
+        proposal.epoch,
+        proposal.kind.value,
+        proposal.group_id,
+        encode_peers(proposal.contributors),
+        encode_peers(proposal.electors),
+        proposal.is_break,
+    ]
+
+
+def decode_proposal(value: Any) -> Proposal:
+    """Parse the values of a proposal. Raise PeerError, ValueError or TypeError when they are malformed."""
+    run, head, epoch, kind, group_id, contributors, electors, is_break = value
+    if not isinstance(run, str) or len(run) > _RUN_CHARACTERS_MAX or type(epoch) is not int:
+        raise PeerError("a proposal names a run and an epoch")
+    return Proposal(
+        run=run,
+        head=_bytes(head),
+        epoch=epoch,
+        kind=RoundKind(kind),
+        group_id=_bytes(group_id),
+        contributors=decode_peers(contributors, CONTRIBUTORS_MAX),
+        electors=decode_peers(electors, ELECTORS_MAX),
+        is_break=bool(is_break),
+    )
+
+
+def _certificate(certificate: Certificate) -> list[Any]:
+    return [
+        encode_proposal(certificate.proposal),
+        certificate.result,
+        {peer.public_key: signature for peer, signature in certificate.votes.items()},
+        {peer.public_key: signature for peer, signature in certificate.goodbyes.items()},
+    ]
+
+
+def _read(value: Any) -> Certificate:
+    proposal, result, votes, goodbyes = value
+    return Certificate(
+        proposal=decode_proposal(proposal),
+        result=_bytes(result),
+        votes=_signatures(votes),
+        goodbyes=_signatures(goodbyes),
+    )
+
+
+def encode_peers(peers: Sequence[PeerId]) -> bytes:
+    """Return the public keys of peers, 32 bytes each."""
+    return b"".join(peer.public_key for peer in peers)
+
+
+def decode_peers(keys: object, count_max: int) -> tuple[PeerId, ...]:
+    """Return at most `count_max` peers with these public keys. Raise PeerError for anything else."""
+    if not isinstance(keys, bytes) or len(keys) % _KEY_BYTES or len(keys) > count_max * _KEY_BYTES:
+        raise PeerError(f"a list of at most {count_max} peers is their public keys, {_KEY_BYTES} bytes each")
+    return tuple(PeerId(keys[start : start + _KEY_BYTES]) for start in range(0, len(keys), _KEY_BYTES))
+
+
+def _signatures(value: Any) -> dict[PeerId, bytes]:
+    if not isinstance(value, Mapping) or len(value) > CONTRIBUTORS_MAX + ELECTORS_MAX:
+        raise PeerError("the votes of a certificate are a map of public keys and signatures")
+    found = {PeerId(_bytes(key)): signature for key, signature in value.items()}
+    if any(not isinstance(one, bytes) or len(one) != SIGNATURE_BYTES for one in found.values()):
+        raise PeerError(f"a signature has {SIGNATURE_BYTES} bytes")
+    return found
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise PeerError(f"bytes were expected, not {type(value).__name__}")
+    return value

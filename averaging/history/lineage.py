@@ -1,0 +1,474 @@
+"""The lineage of one peer: the history that its state comes from, what it promised by its votes, and how it
+relates to the histories of others. Pure.
+
+A peer without a quorum waits for the grace before it goes on by itself with a break, so that a short cut
+costs a pause and not a fork. Histories that have parted are united by a rule that is fixed at the moment when
+they part: peers that are made later change nothing about it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Final
+
+from blake3 import blake3
+
+from averaging.history.certificate import (
+    Certificate,
+    Proposal,
+    RoundKind,
+    electors_after,
+    genesis,
+    goodbye_statement,
+    is_quorum,
+    vote_statement,
+)
+from swarm.core.errors import PeerError
+from swarm.core.identity import verify
+from swarm.core.ids import PeerId
+
+# kept: cuts that last for more rounds than these are healed by comparing breaks
+CERTIFICATES_MAX: Final = 256
+GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
+GRACE_S_MAX: Final = 60.0
+GRACE_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
+_CLOSED_MAX: Final = 1024  # attempts on one head in which a peer votes for none; in further ones it is silent
+_AWAKE_S_MAX: Final = 2.0  # of the grace that passes between two calls: a suspended machine does not wait
+
+
+class Relation(Enum):
+    """How another peer's history relates to this peer's."""
+
+    SAME = auto()  # equal heads
+    BEHIND = auto()  # its head is in our history
+    AHEAD = auto()  # our head is in its history: we fetch the state
+    LOSES = auto()  # they have parted, and ours continues
+    WINS = auto()  # they have parted, and theirs continues: we fetch the state
+    UNRELATED = auto()  # no common head is known: nothing follows from it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A part of a history: certificates, each extending the one before."""
+
+    head: bytes  # before the first certificate
+    electors: tuple[PeerId, ...]  # of that head
+    certificates: tuple[Certificate, ...]
+    root_epoch: int = 0  # of the state at `head`
+    root_line: bytes = b""  # the last break before `head`, as `Lineage.line`
+
+    @property
+    def last_head(self) -> bytes:
+        """Return the head after the last certificate."""
+        return self.certificates[-1].head if self.certificates else self.head
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch after the last certificate."""
+        return self.certificates[-1].proposal.epoch if self.certificates else self.root_epoch
+
+    def until(self, head: bytes) -> Chain | None:
+        """Return the chain up to this head; None when it does not contain the head."""
+        if head == self.head:
+            return replace(self, certificates=())
+        for place, certificate in enumerate(self.certificates, 1):
+            if certificate.head == head:
+                return replace(self, certificates=self.certificates[:place])
+        return None
+
+    def check(self, run: str) -> None:
+        """Raise PeerError unless every certificate is valid, belongs to `run`, and extends the one before."""
+        head, electors = self.head, self.electors
+        for certificate in self.certificates:
+            if certificate.proposal.run != run or certificate.proposal.head != head:
+                raise PeerError("a history whose certificates do not follow from one another")
+            certificate.check(electors)
+            head, electors = certificate.head, certificate.proposal.electors
+
+
+def after(certificate: Certificate, line: bytes) -> Chain:
+    """Return the empty chain that begins after a certificate. `line`: the last break before it."""
+    proposal = certificate.proposal
+    return Chain(
+        head=certificate.head,
+        electors=proposal.electors,
+        certificates=(),
+        root_epoch=proposal.epoch,
+        root_line=certificate.head if proposal.is_break else line,
+    )
+
+
+@dataclass(slots=True)
+class _Promise:
+    """A vote that may still become a certificate."""
+
+    proposal: bytes  # its digest: a leader may give two groups the same name
+    result: bytes
+
+
+class Lineage:
+    """The history of one peer's state in one run. `now_s` is always a monotonic clock's time in seconds."""
+
+    def __init__(self, run: str, own: PeerId) -> None:
+        self.run, self.own = run, own
+        self._root = Chain(head=genesis(run), electors=(), certificates=())
+        self._certificates: deque[Certificate] = deque(maxlen=CERTIFICATES_MAX)
+        self._places: dict[bytes, int] = {}  # number of the certificate that extends each known head
+        self._first = 0  # number of the oldest certificate that is kept
+        self._promise: _Promise | None = None
+        self._closed: frozenset[bytes] = frozenset()  # proposals on this head that it votes on no more
+        self._goodbyes: dict[PeerId, bytes] = {}  # signatures of electors of this head that have left
+        self._waited_s = 0.0  # of the grace
+        self._waiting_at_s: float | None = None  # last time when no quorum was found; None: there is one
+        # number of the first certificate of this line that this process took part in: no earlier process can
+        # have voted on a later head
+        self._new_from: int | None = None
+        # this head was loaded, and may be older than that: this peer may have voted on it before
+        self._restored = False
+
+    # ---- what it is
+
+    @property
+    def head(self) -> bytes:
+        """Return the present head, 32 bytes."""
+        return self._certificates[-1].head if self._certificates else self._root.head
+
+    @property
+    def electors(self) -> tuple[PeerId, ...]:
+        """Return the electors of the present head, the most senior first."""
+        return self._certificates[-1].proposal.electors if self._certificates else self._root.electors
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the state at the present head."""
+        return self._certificates[-1].proposal.epoch if self._certificates else self._root.root_epoch
+
+    @property
+    def line(self) -> bytes:
+        """Return what tells this history apart from those that it parted from: the head after its last break,
+        empty before the first one.
+        """
+        return self._line_before(len(self._certificates))
+
+    def _line_before(self, index: int) -> bytes:
+        for place in reversed(range(index)):
+            if self._certificates[place].proposal.is_break:
+                return self._certificates[place].head
+        return self._root.root_line
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether this peer found no quorum when it last looked for one."""
+        return self._waiting_at_s is not None
+
+    def knows(self, head: bytes) -> bool:
+        """Return whether this head is in the part of the history that is kept."""
+        return head == self.head or head in self._places
+
+    def chain(self, heads: Sequence[bytes] = (), count_max: int = CERTIFICATES_MAX) -> Chain:
+        """Return the certificates after the newest of `heads` that is in this history, at most the last
+        `count_max`; without such a head the last `count_max` certificates.
+        """
+        numbers = [self._places[head] for head in heads if head in self._places]
+        if self.head in heads:
+            numbers.append(self._first + len(self._certificates))
+        start = max(max(numbers, default=0) - self._first, len(self._certificates) - count_max, 0)
+        certificates = tuple(list(self._certificates)[start:])
+        if start == 0:
+            return replace(self._root, certificates=certificates)
+        root = after(self._certificates[start - 1], self._line_before(start - 1))
+        return replace(root, certificates=certificates)
+
+    def heads(self) -> list[bytes]:
+        """Return heads of this history, the newest first, with growing distances: at most a dozen. Another
+        peer finds among them where two histories parted, or a head not far before that.
+        """
+        known = [self._root.head, *(certificate.head for certificate in self._certificates)]
+        found, back = [], 1
+        while back <= len(known):
+            found.append(known[-back])
+            back = back * 2 if back > 1 else 2
+        return found if found[-1] == known[0] else [*found, known[0]]
+
+    # ---- what it becomes
+
+    def extend(self, certificate: Certificate) -> None:
+        """Take the certificate of a round that this process took part in. Raise PeerError when it extends
+        another head. A certificate that others have shown to this peer is adopted, with the state (`adopt`).
+        """
+        if certificate.proposal.head != self.head:
+            raise PeerError("a certificate that extends another head than this peer's")
+        self._append(certificate)
+        if self._new_from is None:
+            self._new_from = self._places[certificate.proposal.head]
+        self._moved(restored=False)
+
+    def adopt(self, chain: Chain) -> None:
+        """Continue another history from now on, because this peer loads a state of it. What both share up to
+        the newest common head is kept, and only what follows in the chain is taken: `relation` has checked
+        it. A chain without a common head replaces everything: check the whole of it before.
+        """
+        if chain.last_head == self.head:
+            return  # what this peer promised on this head stays
+        start = self._last_common(chain)
+        if start is not None:
+            self._return_to(chain.certificates[start].proposal.head)
+        elif self.knows(chain.last_head):
+            start = len(chain.certificates)
+            self._return_to(chain.last_head)
+        else:
+            start, self._new_from = 0, None
+            self._root = replace(chain, certificates=())
+            self._certificates.clear()
+            self._places.clear()
+            self._first = 0
+        for certificate in chain.certificates[start:]:
+            self._append(certificate)
+        self._moved(restored=self._new_from is None)
+
+    def _return_to(self, head: bytes) -> None:
+        """Drop the certificates after a known head. This peer may have voted before on what follows it in
+        another line, so from here on no head is known to be new.
+        """
+        if self.head != head:
+            self._new_from = None
+        while self.head != head:
+            dropped = self._certificates.pop()
+            del self._places[dropped.proposal.head]
+
+    def _append(self, certificate: Certificate) -> None:
+        if len(self._certificates) == CERTIFICATES_MAX:
+            self._root = after(self._certificates[0], self._root.root_line)
+            del self._places[self._certificates[0].proposal.head]
+            self._first += 1
+        self._places[certificate.proposal.head] = self._first + len(self._certificates)
+        self._certificates.append(certificate)
+
+    def _moved(self, *, restored: bool) -> None:
+        self._promise, self._waited_s, self._waiting_at_s, self._restored = None, 0.0, None, restored
+        self._closed, self._goodbyes = frozenset(), {}
+
+    # ---- rounds
+
+    def propose(
+        self, *, epoch: int, kind: RoundKind, group_id: bytes, contributors: Sequence[PeerId], is_break: bool
+    ) -> Proposal:
+        """Return the proposal of a round of this group on the present head."""
+        return Proposal(
+            run=self.run,
+            head=self.head,
+            epoch=epoch,
+            kind=kind,
+            group_id=group_id,
+            contributors=tuple(contributors),
+            electors=electors_after(self.electors, contributors),
+            is_break=is_break,
+        )
+
+    def alone(
+        self,
+        *,
+        epoch: int,
+        kind: RoundKind,
+        group_id: bytes,
+        is_break: bool,
+        sign: Callable[[bytes], bytes],
+    ) -> Certificate:
+        """Return the certificate of a round of this peer alone. The caller has made sure that it is a quorum,
+        or that the grace is over.
+
+        `group_id`: 32 random bytes. A process that starts again from an old checkpoint would otherwise come
+        to the head of an earlier process, with another state, and could have voted there before.
+        """
+        proposal = self.propose(
+            epoch=epoch, kind=kind, group_id=group_id, contributors=(self.own,), is_break=is_break
+        )
+        result = blake3(b"swarm alone\0" + proposal.digest()).digest()
+        signature = sign(vote_statement(proposal.digest(), result))
+        return Certificate(
+            proposal=proposal, result=result, votes={self.own: signature}, goodbyes=dict(self._goodbyes)
+        )
+
+    def refusal(self, proposal: Proposal, result: bytes) -> str:
+        """Return why this peer must not vote for `result` of this proposal; "" when it may. Call `promise`
+        before the vote is sent.
+
+        Somebody may hold a certificate for what it voted for before on this head, so it waits until that can
+        no longer be (`release`), or goes on with a break after the grace.
+
+        `result`: b"" for none. An elector that is asked for its vote from outside the group, and has voted in
+        another attempt, votes for none: otherwise nobody could tell that the attempts have failed.
+        """
+        if proposal.run != self.run or proposal.head != self.head:
+            return "this peer's history has another head"
+        if proposal.electors != electors_after(self.electors, proposal.contributors):
+            return "it names other electors than follow from its contributors"
+        promise = self._promise
+        if promise is not None or self._closed:
+            digest = proposal.digest()
+            if digest in self._closed:
+                return "this peer has voted for none in this attempt, or has found that it failed"
+            if not result and (len(self._closed) == _CLOSED_MAX or (promise and promise.proposal == digest)):
+                return "this peer has voted for a result in this attempt, or in too many others"
+            if result and promise not in (None, _Promise(digest, result)) and not proposal.is_break:
+                return "this peer has voted in another attempt on this head, which may have been committed"
+        if self.abstains and not proposal.is_break and (result or self.own not in proposal.contributors):
+            return "this peer has restored its state, and may have voted on this head before"
+        return ""
+
+    def promise(self, proposal: Proposal, result: bytes) -> None:
+        """Remember the vote that is about to be sent. One for none (b"") binds in this attempt only."""
+        if not result:
+            self._closed |= {proposal.digest()}
+        elif not proposal.is_break:
+            self._promise = _Promise(proposal.digest(), result)
+
+    def release(self, proposal: Proposal) -> None:
+        """Take note that nobody can commit this attempt any more (`Tally.is_dead`)."""
+        if self._promise is not None and self._promise.proposal == proposal.digest():
+            self._closed |= {self._promise.proposal}
+            self._promise = None
+
+    @property
+    def is_promised(self) -> bool:
+        """Return whether a vote of this peer on this head may still become a certificate."""
+        return self._promise is not None
+
+    @property
+    def abstains(self) -> bool:
+        """Return whether this peer takes no part in decisions on this head: it is one of its electors, and
+        restored the state from a checkpoint or a donor, so that it does not know how it voted before.
+        """
+        return self._restored and self.own in self.electors
+
+    # ---- quorums and the grace
+
+    def has_quorum(self, present: Collection[PeerId]) -> bool:
+        """Return whether these peers, this one included if it may vote, can commit on the present head."""
+        voting = set(present) - {self.own}
+        if not (self.abstains or self.is_promised):
+            voting.add(self.own)
+        return is_quorum(self.electors, voting, self._goodbyes)
+
+    @property
+    def goodbyes(self) -> Mapping[PeerId, bytes]:
+        """Return the signatures of electors of the present head that have left."""
+        return self._goodbyes
+
+    def take_goodbye(self, peer: PeerId, signature: bytes) -> None:
+        """Count an elector as gone. Raise PeerError when it did not sign this for the present head."""
+        if not verify(peer, goodbye_statement(self.run, self.head), signature):
+            raise PeerError(f"a goodbye that {peer} did not sign for this head")
+        if peer in self.electors:
+            self._goodbyes[peer] = signature
+
+    def may_say_goodbye(self) -> bool:
+        """Return whether this peer may sign that it does not vote on the present head: it has not voted there
+        yet, not even for none. Others may have found that an attempt failed because of its vote; without this
+        elector that attempt could have a quorum after all.
+        """
+        return self.own in self.electors and not (self.is_promised or self._closed or self._restored)
+
+    def found_quorum(self) -> None:
+        """Record that a quorum can be reached: the grace begins again."""
+        self._waited_s, self._waiting_at_s = 0.0, None
+
+    def may_break(self, now_s: float, epoch_s: float, *, refused: bool = False) -> bool:
+        """Record that there is no quorum, and return whether the grace is over.
+
+        `epoch_s`: how long an epoch takes. `refused`: the hosts of all missing electors refuse connections.
+        Call it every second or so while looking for them: longer pauses between two calls do not count.
+        """
+        if self._waiting_at_s is not None:
+            self._waited_s += min(max(now_s - self._waiting_at_s, 0.0), _AWAKE_S_MAX)
+        self._waiting_at_s = now_s
+        return self._waited_s >= self.grace_s(epoch_s, refused=refused)
+
+    @property
+    def waited_s(self) -> float:
+        """Return how long this peer has waited for a quorum, in seconds."""
+        return self._waited_s
+
+    @staticmethod
+    def grace_s(epoch_s: float, *, refused: bool = False) -> float:
+        """Return how long a peer without a quorum waits before it goes on with a break, in seconds."""
+        return GRACE_REFUSED_S if refused else min(max(GRACE_S_MIN, epoch_s), GRACE_S_MAX)
+
+    # ---- other histories
+
+    def relation(self, chain: Chain) -> Relation:
+        """Return how the history that ends with this chain relates to this one. Raise PeerError when it is
+        not valid. A certificate with a break after this peer's own head counts only when one of the electors
+        made it, and while this peer has no quorum: nobody else may lead it away.
+        """
+        if chain.last_head == self.head:
+            return Relation.SAME
+        if self.knows(chain.last_head):
+            return Relation.BEHIND
+        start = self._last_common(chain)
+        if start is None:
+            return Relation.UNRELATED
+        theirs = chain.certificates[start:]
+        common = theirs[0].proposal.head
+        electors = self._electors_of(common)
+        Chain(head=common, electors=electors, certificates=theirs).check(self.run)
+        if common == self.head:
+            follows = not theirs[0].proposal.is_break or (
+                (self.is_waiting or self.own not in electors)
+                and any(peer in electors for peer in theirs[0].proposal.contributors)
+            )
+            return Relation.AHEAD if follows else Relation.LOSES
+        ours = self._certificates[self._places[common] - self._first]
+        return Relation.WINS if self._yields(ours, theirs[0], electors, chain.epoch) else Relation.LOSES
+
+    def epochs_after(self, chain: Chain) -> int:
+        """Return how many epochs of this history are not part of the one that ends with this chain; 0 where
+        no common head is known.
+        """
+        start = self._last_common(chain)
+        if start is None:
+            return 0
+        common = chain.certificates[start].proposal.head
+        if common == self.head:
+            return 0
+        place = self._places[common] - self._first
+        before = self._certificates[place - 1].proposal.epoch if place else self._root.root_epoch
+        return max(self.epoch - before, 0)
+
+    def _last_common(self, chain: Chain) -> int | None:
+        """Return the index of the first certificate of the chain after the newest common head."""
+        for index in reversed(range(len(chain.certificates))):
+            if self.knows(chain.certificates[index].proposal.head):
+                return index
+        return None
+
+    def _electors_of(self, head: bytes) -> tuple[PeerId, ...]:
+        if head == self.head:
+            return self.electors
+        place = self._places[head] - self._first
+        return self._certificates[place - 1].proposal.electors if place else self._root.electors
+
+    def _yields(
+        self, ours: Certificate, theirs: Certificate, electors: Sequence[PeerId], their_epoch: int
+    ) -> bool:
+        """Return whether their history continues, from the certificates with which the two parted.
+
+        The one without a break continues; if both broke, the one with more of the electors, then the one with
+        the most senior. Without electors (both are the first of their run) the one that is further continues.
+        """
+        if ours.proposal.is_break != theirs.proposal.is_break:
+            return ours.proposal.is_break
+        if electors:
+            return self._seats(theirs, electors) > self._seats(ours, electors)
+        return (their_epoch, ours.head) > (self.epoch, theirs.head)
+
+    @staticmethod
+    def _seats(certificate: Certificate, electors: Sequence[PeerId]) -> tuple[int, list[bool], bytes]:
+        """Return how many electors contributed, then which of them in order of seniority; the hash decides
+        between liars that signed both.
+        """
+        seats = [elector in certificate.proposal.contributors for elector in electors]
+        return sum(seats), seats, certificate.head

@@ -1,0 +1,32 @@
+"""The link from a round to the history of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from averaging.history.certificate import Proposal, RoundKind
+from swarm.core.ids import Contact, PeerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLineage:
+    """The place of a round in the history of its run."""
+
+    run: str
+    key: str = ""  # only peers with equal keys meet for the round
+    head: bytes  # which the round extends
+    epoch: int  # of the state after the round
+    kind: RoundKind
+    electors: tuple[PeerId, ...]  # of the head, in order of seniority
+    goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
+    is_break: bool = False  # it commits without a quorum of the electors
+    # Given the contributors of a group, it returns why that group cannot commit, or "".
+    may_begin: Callable[[Sequence[PeerId]], Awaitable[str]]
+    # Given a proposal and a result (b"": none), it returns why this peer must not vote so, or "". A peer that
+    # votes as an elector does so once per head, so a "" is remembered.
+    may_vote: Callable[[Proposal, bytes], str]
+    # Told that this attempt can no longer be committed by anybody.
+    release: Callable[[Proposal], None]
+    # the contact of an elector that is not in the group, to ask it for its vote; None: it is not known
+    find_contact: Callable[[PeerId], Awaitable[Contact | None]]

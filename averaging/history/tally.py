@@ -1,0 +1,143 @@
+"""The tally of one attempt at a round: which votes are known, whether they make a certificate, and whether
+they still can. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from averaging.history.certificate import (
+    Certificate,
+    Proposal,
+    Vote,
+    goodbye_statement,
+    is_majority,
+    is_quorum,
+)
+from swarm.core.errors import PeerError
+from swarm.core.identity import verify
+from swarm.core.ids import PeerId
+
+
+class Tally:
+    """The known votes of one attempt.
+
+    A certificate needs votes for one result from more than half of the contributors, who hold the bytes, and
+    from a quorum of the electors of the head, so that no other group commits on it.
+    """
+
+    def __init__(self, proposal: Proposal, electors: Sequence[PeerId]) -> None:
+        """`electors`: of the head that the proposal extends, in order of seniority; none for a round without
+        a history, and for the first round of a run.
+        """
+        self.proposal = proposal
+        self.electors = tuple(electors)
+        self.votes: dict[PeerId, Vote] = {}
+        # peers that signed two different votes in this attempt, with both: their votes count for nothing
+        self.liars: dict[PeerId, tuple[Vote, Vote]] = {}
+        self.goodbyes: dict[PeerId, bytes] = {}
+        self._digest = proposal.digest()
+        self._voters = {*proposal.contributors, *self.electors}
+
+    def add(self, vote: Vote) -> bool:
+        """Count a vote, no matter which peer relayed it. Return whether it is new. A voter that signed two
+        different votes is remembered as a liar. Raise PeerError for a vote that its voter did not sign, or of
+        a peer that has no vote here.
+        """
+        if vote.voter not in self._voters:
+            raise PeerError(f"a vote of {vote.voter}, which is neither a contributor nor an elector")
+        known = self.votes.get(vote.voter)
+        if known is not None and known.result == vote.result:
+            return False
+        if vote.voter in self.liars:
+            return False
+        vote.check(self._digest)
+        if known is not None:
+            self.liars[vote.voter] = (known, vote)
+            del self.votes[vote.voter]
+            return True
+        self.votes[vote.voter] = vote
+        return True
+
+    def add_goodbye(self, peer: PeerId, signature: bytes) -> bool:
+        """Count an elector as gone. Return whether this is new. Raise PeerError when it did not sign it."""
+        if peer in self.goodbyes or peer not in self.electors:
+            return False
+        if not verify(peer, goodbye_statement(self.proposal.run, self.proposal.head), signature):
+            raise PeerError(f"a goodbye that {peer} did not sign")
+        self.goodbyes[peer] = signature
+        return True
+
+    def supporters(self, result: bytes) -> set[PeerId]:
+        """Return the peers that voted for this result."""
+        return {voter for voter, vote in self.votes.items() if vote.result == result}
+
+    @property
+    def results(self) -> dict[bytes, int]:
+        """Return the results that contributors voted for, with the number of their votes."""
+        return dict(
+            Counter(
+                self.votes[peer].result
+                for peer in self.proposal.contributors
+                if peer in self.votes and self.votes[peer].result
+            )
+        )
+
+    @property
+    def majority(self) -> bytes | None:
+        """Return the result that more than half of the contributors voted for; None while there is none."""
+        for result, count in self.results.items():
+            if 2 * count > len(self.proposal.contributors):
+                return result
+        return None
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return the certificate, once the known votes make one."""
+        result = self.majority
+        if result is None:
+            return None
+        supporters = self.supporters(result)
+        if not self.proposal.is_break and not is_quorum(self.electors, supporters, self.goodbyes):
+            return None
+        return Certificate(
+            proposal=self.proposal,
+            result=result,
+            votes={peer: self.votes[peer].signature for peer in sorted(supporters)},
+            goodbyes=dict(self.goodbyes),
+        )
+
+    @property
+    def electors_missing(self) -> list[PeerId]:
+        """Return the electors that have not voted, nor said goodbye."""
+        return [
+            peer
+            for peer in self.electors
+            if peer not in self.votes and peer not in self.goodbyes and peer not in self.liars
+        ]
+
+    def is_dead(self) -> bool:
+        """Return whether no result can be certified any more, whatever the votes that are unknown are: then a
+        voter is free to vote on another attempt at this head.
+        """
+        candidates = {vote.result for vote in self.votes.values() if vote.result}
+        return not any(self._is_possible(result) for result in (*candidates, None))
+
+    def _is_possible(self, result: bytes | None) -> bool:
+        """Return whether further votes can certify this result. None: one that nobody has voted for yet."""
+        # who has not voted may vote for it, unless it has left, and a liar may have voted for it elsewhere
+        supporters = {
+            peer
+            for peer in self._voters
+            if (
+                result is not None and self.votes[peer].result == result
+                if peer in self.votes
+                else peer not in self.goodbyes
+            )
+        }
+        if not is_majority(self.proposal.contributors, supporters):
+            return False
+        return self.proposal.is_break or is_quorum(
+            self.electors, supporters - self.goodbyes.keys(), self.goodbyes
+        )

@@ -1,0 +1,44 @@
+"""Checks of the arguments of `swarm.Optimizer`."""
+
+from __future__ import annotations
+
+import torch
+
+from averaging.optim.delegating import DelegatingOptimizer
+from averaging.optim.modes import ModeSettings
+from averaging.optim.modes.settings import ModeName, settings_of
+from averaging.optim.progress.logic.reports import SAMPLES_MAX
+from swarm.core.errors import UsageError
+
+
+def check_arguments(
+    inner: torch.optim.Optimizer,
+    mode: ModeName | ModeSettings,
+    batch_size_per_step: int | None,
+    state_sync_epochs: int | None,
+) -> ModeSettings:
+    """Return the settings of a mode. Raise UsageError for wrong arguments of `swarm.Optimizer`."""
+    if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, DelegatingOptimizer):
+        raise UsageError(
+            "the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), "
+            f"not {inner!r:.60}"
+        )
+    if batch_size_per_step is not None:
+        check_samples(batch_size_per_step)
+    if state_sync_epochs is not None and (not isinstance(state_sync_epochs, int) or state_sync_epochs < 0):
+        raise UsageError(
+            f"state_sync_epochs is a whole number of epochs, 0 for never, not {state_sync_epochs!r}"
+        )
+    return settings_of(mode)
+
+
+def check_samples(value: int | None) -> int:
+    """Return a number of samples. Raise UsageError when it is none, or not given."""
+    if value is None:
+        raise UsageError(
+            "say how many samples are behind the gradients: "
+            "step(batch_size) or Optimizer(batch_size_per_step=…)"
+        )
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= SAMPLES_MAX:
+        raise UsageError(f"a number of samples is a positive whole number, not {value!r:.60}")
+    return value

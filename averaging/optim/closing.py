@@ -1,0 +1,228 @@
+"""The end of an epoch: its round with the other peers, or a step alone, and the round over the state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from averaging.history.certificate import RoundKind
+from averaging.optim.catchup import CatchUp
+from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager, StateRound
+from averaging.optim.modes import Mode
+from averaging.optim.progress.tracker import Tracker
+from averaging.optim.state.donor import Donor
+from averaging.result import RoundResult
+from swarm.core.errors import NetworkError
+from swarm.core.ids import PeerId
+
+_log = logging.getLogger(__name__)
+
+ROUNDS_MAX = 3  # attempts within one call of step; after that the next call tries again
+STATE_ROUNDS_MAX = 3  # attempts at averaging the state in its epoch
+# a peer steps alone only if its latest read of the others' progress is not older than this
+ALONE_CHECK_AGE_S_MAX = 4.0
+
+_PROBE_TIMEOUT_S = 10.0
+_REFRESH_TIMEOUT_S = 2.0
+_QUORUM_POLL_S = 0.5  # between two looks for a quorum
+# in modes where peers differ anyway: a peer at most this far behind keeps its own state
+_TOLERATED_LAG_EPOCHS_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CloseOutcome:
+    """How an attempt at closing the epoch ended."""
+
+    stepped: bool
+    reason: str = ""
+    alone: bool = False
+    behind: bool = False
+    round: RoundResult | None = None
+    rounds_failed: int = 0
+
+
+class EpochCloser:
+    """Closes epochs together with the other peers. Runs on the trainer's thread."""
+
+    def __init__(
+        self, mode: Mode, tracker: Tracker, donor: Donor, averager: EpochAverager, catch_up: CatchUp
+    ) -> None:
+        self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
+        self._averager, self._catch_up, self._history = averager, catch_up, tracker.history
+        self._traits = mode.traits
+        self._epoch_began_s = time.monotonic()
+        self._epoch_s = 0.0  # running estimate of how long an epoch takes
+
+    def is_behind(self) -> bool:
+        """Return whether the swarm went on without this peer. In modes where peers proceed alone, a few
+        epochs of difference are tolerated.
+        """
+        if self._history is not None and self._history.covers_swarm:
+            return self._history.ahead is not None
+        return self._tracker.swarm_epoch() > self._state.epoch + (
+            _TOLERATED_LAG_EPOCHS_MAX if self._traits.proceeds_alone else 0
+        )
+
+    def run_rounds(self, *, again: bool) -> CloseOutcome:
+        """Run rounds until one is committed, this peer turns out to be alone, the swarm is ahead, or
+        `rounds_max` rounds have failed.
+        """
+        result: RoundResult | None = None
+        failed, epoch = 0, self._state.epoch
+        while failed < (1 if self._traits.keeps_progress else ROUNDS_MAX):
+            waiting = self.wait_for_quorum(failed)
+            if waiting is not None:
+                return waiting
+            if not self.has_peers():
+                return self.step_alone(result, failed)
+            if failed or again:
+                self._tracker.announce_full(epoch)
+            try:
+                result = self._averager.average(epoch, self.is_behind, OBSOLETE_ROUND_GRACE_S)
+            except BaseException:
+                self._mode.failed("cancelled")
+                raise
+            if not result.failed:
+                return self.committed(result, failed)
+            failed += 1
+            outcome = self.failed(result, failed)
+            if outcome is not None:
+                return outcome
+        assert result is not None
+        return CloseOutcome(
+            stepped=False,
+            reason=f"round failed: {result.detail or result.reason}",
+            round=result,
+            rounds_failed=failed,
+        )
+
+    def wait_for_quorum(self, failed: int) -> CloseOutcome | None:
+        """Wait until this peer may try to commit: with a majority of the peers that decide, or after the
+        grace. Return None then, or the outcome of an attempt that ends here: others went on meanwhile, or the
+        mode trains on while it waits.
+        """
+        history = self._history
+        if history is None or not history.covers_swarm:
+            return None
+        waited = False
+        while not history.seek_quorum(self._tracker.voters(), time.monotonic(), self._epoch_s):
+            if not waited:
+                _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
+            waited = True
+            if self.is_behind():
+                reason = f"the swarm completed epoch {self._state.epoch} without this peer"
+                return CloseOutcome(stepped=False, behind=True, reason=reason, rounds_failed=failed)
+            if self._traits.keeps_progress and not history.waits_briefly:
+                return CloseOutcome(stepped=False, reason=history.quorum_text(), rounds_failed=failed)
+            self._tracker.wait_refresh(_QUORUM_POLL_S)
+        if history.is_break:
+            _log.warning("going on without a majority of the peers that decide about this run")
+        return None
+
+    def step_alone(self, result: RoundResult | None, failed: int) -> CloseOutcome:
+        """Step without a round: no other peer is live, or the mode allows it."""
+        self._mode.prepare(self._state.epoch)
+        if self._history is not None and self._history.covers_swarm:
+            self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
+        self._advance([], ())
+        return CloseOutcome(stepped=True, alone=True, round=result, rounds_failed=failed)
+
+    def committed(self, result: RoundResult, failed: int, began_ago_s: float = 0.0) -> CloseOutcome:
+        if self._history is not None and result.certificate is not None:
+            self._history.commit(result.certificate)
+        self._advance(
+            list(result.gathered.values()),
+            [peer for peer in result.peers if peer not in result.left_out],
+            began_ago_s,
+        )
+        return CloseOutcome(stepped=True, round=result, rounds_failed=failed)
+
+    def failed(self, result: RoundResult, failed: int) -> CloseOutcome | None:
+        """Return the outcome of a failed round, or None when it may be tried again."""
+        self._mode.failed(result.reason)
+        epoch = self._state.epoch
+        _log.info("round of epoch %d failed: %s", epoch, result.detail)
+        if self._traits.proceeds_alone:
+            return self.step_alone(result, failed)
+        self._probe()
+        if result.reason == "passed" or self.is_behind():
+            reason = f"the swarm completed epoch {epoch} without this peer"
+            return CloseOutcome(stepped=False, behind=True, reason=reason, round=result, rounds_failed=failed)
+        return None
+
+    def _advance(self, metadata: list[object], members: Sequence[PeerId], began_ago_s: float = 0.0) -> None:
+        now_s = time.monotonic()
+        took_s, self._epoch_began_s = now_s - self._epoch_began_s, now_s
+        self._epoch_s = took_s if self._epoch_s == 0.0 else 0.8 * self._epoch_s + 0.2 * took_s
+        self._catch_up.advance(lambda: self._mode.apply(metadata))
+        if self._traits.proceeds_alone:
+            # catch up with epochs that passed while this peer waited for a partner in vain
+            for _ in range(self._state.epoch, self._tracker.swarm_epoch()):
+                self._catch_up.advance(lambda: None)
+        self._tracker.begin_epoch(self._state.epoch, members=members, began_ago_s=began_ago_s)
+        self._donor.changed()
+
+    def has_peers(self) -> bool:
+        """Return whether another peer trains in this epoch. Peers that lag behind do not count, they will
+        fetch the state. The answer "no" needs a recent read of the DHT.
+        """
+        if not self._has_peers_in_epoch() and self._tracker.refresh_age_s() > ALONE_CHECK_AGE_S_MAX:
+            self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
+        return self._has_peers_in_epoch()
+
+    def _has_peers_in_epoch(self) -> bool:
+        others, history = self._tracker.others(), self._history
+        if history is None or not history.covers_swarm:
+            return any(other.epoch >= self._state.epoch for other in others.values())
+        # heads that were not compared yet may turn out to be the same history, one round further
+        return bool(self._tracker.company()) or any(history.is_new(other.head) for other in others.values())
+
+    def _probe(self) -> None:
+        """Contact the other peers directly, so that dead ones are known at once."""
+        try:
+            self._catch_up.probe(_PROBE_TIMEOUT_S)
+        except NetworkError as error:
+            _log.info("not all peers could be asked: %s", error)
+
+    def average_state_if_due(self, *, alone: bool) -> StateRound | None:
+        """Average the state when this epoch is one for that. Return None when no round was made."""
+        epoch = self._state.epoch
+        if not self._averager.state_sync_epochs or not self._traits.canonical:
+            return None
+        # even alone: newcomers must be able to find this peer when the round comes
+        self._averager.open_state()
+        if epoch % self._averager.state_sync_epochs and epoch != min(2, self._averager.state_sync_epochs):
+            return None
+        if alone:
+            with self._state.lock:
+                self._state.agree_extras()
+                self._state.mark_changed(epoch, root=self._averager.root_of(epoch))
+            return None
+        state_round = self._averager.average_state(self._others_went_on, OBSOLETE_ROUND_GRACE_S)
+        for _ in range(STATE_ROUNDS_MAX - 1):
+            if (
+                not state_round.result.failed
+                or state_round.result.reason == "passed"
+                or self._others_went_on()
+            ):
+                break
+            # by now a peer that opened its averager a moment later is known
+            self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
+            state_round = self._averager.average_state(self._others_went_on, OBSOLETE_ROUND_GRACE_S)
+        if state_round.result.failed:
+            _log.warning("the state of epoch %d was not averaged: %s", epoch, state_round.result.detail)
+        else:
+            result = state_round.result
+            self._tracker.on_round(peer for peer in result.peers if peer not in result.left_out)
+        self._donor.changed()
+        return state_round
+
+    def _others_went_on(self) -> bool:
+        """Return whether all others are past averaging the state of this epoch, so that nobody will join
+        that round.
+        """
+        epoch = self._state.epoch
+        others = self._tracker.others().values()
+        return all(other.epoch > epoch or (other.epoch == epoch and other.samples > 0) for other in others)

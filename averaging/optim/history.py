@@ -1,0 +1,492 @@
+"""The history of one optimizer's state: what it may commit, which histories of other peers it follows, and
+the calls that exchange certificates.
+
+Decisions are in `averaging.history`; this module holds them under a lock, signs, and talks to other peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from averaging.history.ahead import Ahead
+from averaging.history.certificate import (
+    DIGEST_BYTES,
+    Certificate,
+    Proposal,
+    RoundKind,
+    Vote,
+    goodbye_statement,
+    is_majority,
+    vote_statement,
+)
+from averaging.history.encoding import decode_chain, encode_chain
+from averaging.history.lineage import Chain, Lineage, Relation
+from averaging.history.round_lineage import RoundLineage
+from averaging.optim.exchange import HISTORY
+from averaging.optim.peer_node import PeerNode
+from swarm.core.errors import NetworkError, PeerError
+from swarm.core.ids import Contact, PeerId
+from swarm.wire import state_pb2
+
+_log = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 2.0
+_PROBE_INTERVAL_S = 1.0  # between two looks for missing electors
+_JUDGED_MAX = 1024  # heads of other histories that were found not to be followed
+_CONTACTS_MAX = 256
+_FETCHES_MAX = 8  # histories fetched at once
+_REFUSED = "connection refused"
+
+
+class RunHistory:
+    """The history of one optimizer. Methods without `async` may be called from any thread."""
+
+    def __init__(
+        self, node: PeerNode, run: str, sign: Callable[[bytes], bytes], *, group_size_max: int
+    ) -> None:
+        """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm has no common
+        certificates.
+        """
+        self._node, self._run, self._sign, self._group_size_max = node, run, sign, group_size_max
+        self._peers = 1  # in the swarm
+        self._own = node.contact.peer_id
+        self._lock = threading.Lock()
+        self._lineage = Lineage(run, self._own)
+        self._left: Lineage | None = None  # what `follow` replaced
+        self._ahead: Ahead | None = None
+        self._heads: OrderedDict[PeerId, tuple[bytes, Contact]] = OrderedDict()  # as other peers report them
+        self._judged: OrderedDict[bytes, Relation] = OrderedDict()
+        self._refused: set[PeerId] = set()  # electors whose hosts refused the last connection
+        self._probed_s = -1e9
+        self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
+        self._has_left = False  # said goodbye: it votes no more
+        self._comparing = asyncio.Lock()
+        self._wake = asyncio.Event()
+
+    # ---- this peer's state
+
+    @property
+    def covers_swarm(self) -> bool:
+        """Return whether one round covers the whole swarm, so that its certificate speaks for all."""
+        return self._peers <= self._group_size_max
+
+    def set_peers(self, peers: int) -> None:
+        """Set the number of peers in the swarm, this one included."""
+        self._peers = peers
+
+    @property
+    def head(self) -> bytes:
+        """Return the head of this peer's history, 32 bytes."""
+        with self._lock:
+            return self._lineage.head
+
+    @property
+    def root(self) -> Chain:
+        """Return the empty chain that begins at this peer's head: head, electors and epoch, for the state."""
+        with self._lock:
+            return self._lineage.chain((self._lineage.head,))
+
+    @property
+    def abstains(self) -> bool:
+        """Return whether this peer takes no part in decisions on its head, since it was restored."""
+        with self._lock:
+            return self._lineage.abstains
+
+    @property
+    def certified_epoch(self) -> int:
+        """Return the epoch that certificates prove: of this peer's history or of one that it should
+        follow.
+        """
+        with self._lock:
+            return max(self._lineage.epoch, self._ahead.chain.epoch if self._ahead is not None else 0)
+
+    def round_key(self, epoch: int) -> str:
+        """Return the key under which peers of the same history meet for the round of an epoch."""
+        with self._lock:
+            suffix = "" if self.covers_swarm else " cells"
+            return f"{epoch} {self._lineage.head.hex()[:32]}{' break' if self._is_break else suffix}"
+
+    def round(self, kind: RoundKind, epoch: int, key: str) -> RoundLineage:
+        """Return what a round that extends this history needs. `epoch`: of the state after it; `key`: from
+        `round_key`.
+        """
+        with self._lock:
+            return RoundLineage(
+                run=self._run,
+                key=key,
+                head=self._lineage.head,
+                epoch=epoch,
+                kind=kind,
+                electors=self._lineage.electors,
+                goodbyes=dict(self._lineage.goodbyes),
+                is_break=self._is_break,
+                may_begin=self._may_begin,
+                may_vote=self._may_vote,
+                release=self._release,
+                find_contact=self._find_contact,
+            )
+
+    def commit(self, certificate: Certificate) -> None:
+        """Extend the history with the certificate of a round that this peer took part in. Raise PeerError
+        when it extends another head.
+        """
+        with self._lock:
+            self._lineage.extend(certificate)
+            self._moved()
+
+    def commit_alone(self, epoch: int, kind: RoundKind) -> None:
+        """Extend the history with a step of this peer alone, after `seek_quorum` allowed it."""
+        with self._lock:
+            is_break = not self._lineage.has_quorum(())
+            self._lineage.extend(
+                self._lineage.alone(
+                    epoch=epoch,
+                    kind=kind,
+                    group_id=secrets.token_bytes(DIGEST_BYTES),
+                    is_break=is_break,
+                    sign=self._sign,
+                )
+            )
+            self._moved()
+
+    def restore(self, root: Chain) -> None:
+        """Continue from the head of a checkpoint, an empty chain."""
+        with self._lock:
+            self._lineage.adopt(root)
+            self._ahead = None
+            self._judged.clear()
+            self._moved()
+
+    # ---- quorums
+
+    def seek_quorum(self, present: Iterable[PeerId], now_s: float, epoch_s: float) -> bool:
+        """Return whether this peer may try to commit: with the peers that are `present`, or after the grace,
+        with a break. Call it every second or so while it may not.
+
+        `present`: peers that report the same head and vote; `now_s`: monotonic clock; `epoch_s`: how long an
+        epoch takes.
+        """
+        present = set(present)
+        with self._lock:
+            lineage = self._lineage
+            if lineage.has_quorum(present):
+                lineage.found_quorum()
+                self._is_break = False
+                return True
+            missing = [peer for peer in lineage.electors if peer != self._own and peer not in present]
+            # electors without a trace since this process began have ended, as far as it can know
+            refused = all(peer in self._refused or peer not in self._heads for peer in missing)
+            self.waits_briefly = refused
+            self._is_break = lineage.may_break(now_s, epoch_s, refused=refused)
+            probe = now_s - self._probed_s >= _PROBE_INTERVAL_S
+            if probe:
+                self._probed_s = now_s
+            may = self._is_break
+        if probe:
+            self._node.network.loop.call_soon_threadsafe(self._wake.set)
+        return may
+
+    @property
+    def is_break(self) -> bool:
+        """Return whether this peer's next commit will be a break: it has waited for a quorum in vain."""
+        with self._lock:
+            return self._is_break
+
+    def quorum_text(self) -> str:
+        """Return a sentence about the quorum that this peer waits for, for people."""
+        with self._lock:
+            count, waited_s = len(self._lineage.electors), self._lineage.waited_s
+        waits = f"this peer waits for a majority of the {count} peers that decide how this run goes on"
+        return f"{waits} (for {waited_s:.0f} s so far)"
+
+    def farewell(self) -> bytes:
+        """Return the signed promise not to vote on this head any more, for a peer that leaves; empty where it
+        must not promise that, or has no vote.
+        """
+        with self._lock:
+            if not self._lineage.may_say_goodbye():
+                return b""
+            self._has_left = True
+            statement = goodbye_statement(self._run, self._lineage.head)
+        return self._sign(statement)
+
+    def on_goodbye(self, peer: PeerId, signature: bytes) -> None:
+        """Count an elector as gone. A signature for another head is ignored."""
+        if not signature:
+            return
+        with self._lock, contextlib.suppress(PeerError):
+            self._lineage.take_goodbye(peer, signature)
+
+    # ---- other histories
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """Return the history that this peer should follow, if there is one."""
+        with self._lock:
+            return self._ahead
+
+    def is_new(self, head: bytes) -> bool:
+        """Return whether this head was not compared with this peer's history yet."""
+        with self._lock:
+            return bool(head) and self._is_open(head)
+
+    def follow(self, ahead: Ahead) -> None:
+        """Continue the history of others from now on, because this peer is about to load a state of it."""
+        with self._lock:
+            self._left = self._left or self._lineage
+            self._lineage = copy.deepcopy(self._lineage)
+            self._lineage.adopt(ahead.chain)
+            self._moved()
+
+    async def follow_to(self, head: bytes, donors: Iterable[PeerId]) -> bool:
+        """Follow the swarm's history up to the head of a state that was downloaded, which may be further than
+        what this peer knew when it began to follow. Return whether that head is in the history.
+        """
+        if self.knows(head):
+            return True
+        with self._lock:
+            contacts = [self._heads[peer][1] for peer in donors if peer in self._heads]
+        limit = asyncio.Semaphore(_FETCHES_MAX)
+        async with asyncio.TaskGroup() as tasks:
+            for contact in contacts:
+                tasks.create_task(self._fetch(contact, limit))
+        ahead = self.ahead
+        chain = ahead.chain.until(head) if ahead is not None else None
+        if ahead is None or chain is None:
+            return self.knows(head)
+        self.follow(replace(ahead, chain=chain))
+        return True
+
+    def keep_up(self) -> None:
+        """Follow the swarm's history, if it went on, on behalf of a peer that has no state."""
+        if (ahead := self.ahead) is not None:
+            self.follow(ahead)
+            self.settle()
+
+    def unfollow(self) -> None:
+        """Return to the history before `follow`: no state could be loaded."""
+        with self._lock:
+            if self._left is not None:
+                self._lineage, self._left = self._left, None
+
+    def forget(self, peer: PeerId) -> None:
+        """Forget what a peer reported: it is banned, or gone."""
+        with self._lock:
+            self._heads.pop(peer, None)
+            if self._ahead and self._ahead.contact.peer_id == peer:
+                self._ahead = None
+
+    def stay(self) -> None:
+        """Stop following: nobody has a state of the history that this peer should follow."""
+        with self._lock:
+            if self._ahead is not None:
+                self._judged[self._ahead.chain.last_head] = Relation.LOSES
+            self._ahead = None
+
+    def knows(self, head: bytes) -> bool:
+        """Return whether this head is in the history that this peer follows."""
+        with self._lock:
+            return self._lineage.knows(head)
+
+    def settle(self) -> None:
+        """The state of the followed history was loaded."""
+        with self._lock:
+            self._left = None
+            self._judged.clear()
+
+    def _moved(self) -> None:
+        self._is_break = False
+        if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
+            self._ahead = None
+
+    # ---- the network thread
+
+    def heard(self, contact: Contact, head: bytes) -> None:
+        """Take the head that another peer reports. It is compared soon if it is not known."""
+        if not head:
+            return
+        with self._lock:
+            self._heads[contact.peer_id] = head, contact
+            self._heads.move_to_end(contact.peer_id)
+            if len(self._heads) > _CONTACTS_MAX:
+                self._heads.popitem(last=False)
+            self._refused.discard(contact.peer_id)
+            new = self._is_open(head)
+        if new:
+            self._wake.set()
+
+    def _is_open(self, head: bytes) -> bool:
+        """Return whether this head must still be compared. The lock is held."""
+        if self._lineage.knows(head) or (self._ahead is not None and self._ahead.chain.last_head == head):
+            return False
+        return head not in self._judged or self._lineage.is_waiting
+
+    async def run(self) -> None:
+        """Fetch and compare the histories of others, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await self.compare()
+
+    async def compare(self) -> None:
+        """Fetch the histories of peers that report unknown heads, and look for electors that are missing."""
+        async with self._comparing:
+            await self._compare()
+
+    async def _compare(self) -> None:
+        with self._lock:
+            lacking = self._lineage.is_waiting
+            electors = set(self._lineage.electors)
+            one_each: dict[bytes, Contact] = {}
+            for peer, (head, contact) in self._heads.items():
+                if contact.addresses and lacking and peer in electors:
+                    one_each.setdefault(peer.public_key, contact)
+                elif contact.addresses and self._is_open(head):
+                    one_each.setdefault(head, contact)
+        limit = asyncio.Semaphore(_FETCHES_MAX)
+        async with asyncio.TaskGroup() as tasks:
+            for contact in one_each.values():
+                tasks.create_task(self._fetch(contact, limit))
+
+    async def _fetch(self, contact: Contact, limit: asyncio.Semaphore) -> None:
+        async with limit:
+            with self._lock:
+                heads = self._lineage.heads()
+            request = state_pb2.HistoryRequest(run=self._run, heads=heads)
+            try:
+                reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
+                self._judge(contact, decode_chain(reply.chain))
+            except NetworkError as error:
+                if _REFUSED in str(error).lower():
+                    with self._lock:
+                        self._refused.add(contact.peer_id)
+            except PeerError as error:
+                _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
+
+    def _judge(self, contact: Contact, chain: Chain) -> None:
+        with self._lock:
+            relation = self._lineage.relation(chain)
+            found = self._accept(contact, chain, relation)
+            if found is None and relation in (Relation.LOSES, Relation.UNRELATED):
+                self._judged[chain.last_head] = relation
+                if len(self._judged) > _JUDGED_MAX:
+                    self._judged.popitem(last=False)
+            if found is None or (self._ahead is not None and self._ahead.chain.epoch > chain.epoch):
+                return
+            self._ahead = found
+
+    def _accept(self, contact: Contact, chain: Chain, relation: Relation) -> Ahead | None:
+        """Return what to follow. The lock is held. A history without a common head is followed by a peer that
+        has none of its own, and by one that was away for longer than histories are kept.
+        """
+        if relation is Relation.AHEAD:
+            return Ahead(chain, contact)
+        if relation is Relation.WINS:
+            return Ahead(chain, contact, epochs_given_up=self._lineage.epochs_after(chain))
+        lineage = self._lineage
+        if relation is Relation.UNRELATED and (not lineage.electors or lineage.is_waiting):
+            chain.check(self._run)
+            if chain.epoch > lineage.epoch or (not lineage.electors and chain.epoch >= lineage.epoch):
+                return Ahead(chain, contact)
+        return None
+
+    async def on_history(self, peer: PeerId, request: state_pb2.HistoryRequest) -> state_pb2.HistoryReply:
+        """Answer with the part of this peer's history that the caller lacks."""
+        with self._lock:
+            chain = self._lineage.chain(list(request.heads))
+        return state_pb2.HistoryReply(chain=encode_chain(chain))
+
+    # ---- rounds
+
+    async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
+        """Return why a group with these contributors cannot commit; "" when it can: they are a quorum, or
+        with electors that live and have the same head.
+        """
+        with self._lock:
+            if self._is_break or self._lineage.has_quorum(contributors):
+                return ""
+            head = self._lineage.head
+            missing = [
+                self._heads[peer][1]
+                for peer in self._lineage.electors
+                if peer not in contributors and peer in self._heads and peer != self._own
+            ]
+        async with asyncio.TaskGroup() as tasks:
+            asked = {one.peer_id: tasks.create_task(self._has_head(one, head)) for one in missing}
+        present = {peer for peer, answer in asked.items() if answer.result()}
+        with self._lock:
+            if self._lineage.has_quorum({*contributors, *present}):
+                return ""
+            count = len(self._lineage.electors)
+        return (
+            f"the group lacks a majority of the {count} peers that decide how this run goes on; "
+            f"{count - len({*contributors, *present})} cannot be reached"
+        )
+
+    async def _has_head(self, contact: Contact, head: bytes) -> bool:
+        """Return whether a peer answers, and its history ends with this head."""
+        request = state_pb2.HistoryRequest(run=self._run, heads=[head])
+        try:
+            reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
+            return decode_chain(reply.chain).last_head == head
+        except (NetworkError, PeerError):
+            return False
+
+    def _may_vote(self, proposal: Proposal, result: bytes) -> str:
+        """Return why this peer must not vote for a result; "" after it has promised to vote for nothing else
+        on this head.
+        """
+        if self._has_left:
+            return "this peer leaves the run"
+        with self._lock:
+            reason = self._lineage.refusal(proposal, result)
+            if not reason:
+                self._lineage.promise(proposal, result)
+            return reason
+
+    @property
+    def _is_promised(self) -> bool:
+        with self._lock:
+            return self._lineage.is_promised
+
+    def _release(self, proposal: Proposal) -> None:
+        with self._lock:
+            self._lineage.release(proposal)
+
+    async def _find_contact(self, peer: PeerId) -> Contact | None:
+        with self._lock:
+            found = self._heads.get(peer)
+        return found[1] if found is not None else None
+
+    async def endorse(
+        self, caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]
+    ) -> Vote | str:
+        """Vote as an elector on a round that this peer is not in, once a majority of its contributors has, or
+        return why not.
+        """
+        digest = proposal.digest()
+        try:
+            for vote in votes:
+                vote.check(digest)
+        except PeerError as error:
+            return str(error)
+        if not is_majority(proposal.contributors, {vote.voter for vote in votes if vote.result == result}):
+            return "the votes of these contributors are no majority"
+        with self._lock:
+            if self._own not in self._lineage.electors:
+                return "this peer has no vote on this head"
+        reason = self._may_vote(proposal, result)
+        if reason:
+            # a promise elsewhere: without this vote neither attempt could be found to have failed
+            if not self._is_promised or self._may_vote(proposal, b""):
+                return reason
+            result = b""
+        return Vote(voter=self._own, result=result, signature=self._sign(vote_statement(digest, result)))

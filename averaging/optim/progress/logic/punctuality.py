@@ -1,0 +1,73 @@
+"""Steps that are short beside the epoch, so that a slow peer is punctual for rounds. Pure functions of the
+progress.
+
+A round begins when the epoch is full, and the others wait for a peer that is in the middle of a step. For a
+peer whose step is long beside the epoch it is cheaper to wait for the round itself: its own pause costs the
+swarm less than that of all others.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from averaging.optim.progress.logic.view import ProgressView
+from swarm.core.ids import PeerId
+
+STEP_SHARE_MAX = 0.25  # of the epoch that one step should take
+# a step that takes at most this share of the epoch makes nobody wait for long
+_STEP_SHARE_UNNOTICED = 0.1
+_SLOW = 0.5  # a peer is slow below this part of the others' median speed
+# the epoch may be full this much later than expected. Too small: late samples miss the round; too large: a
+# slow peer is idle more often
+_MARGIN = 1.25
+
+
+def longest_step(view: ProgressView, own: PeerId) -> float:
+    """Return the number of samples that this peer computes in `STEP_SHARE_MAX` of an epoch at the present
+    speeds; infinity while its speed is not known or nobody else trains.
+    """
+    mine = view.peers.get(own)
+    if mine is None or mine.samples_per_s <= 0.0 or view.samples_per_s <= mine.samples_per_s:
+        return float("inf")
+    return STEP_SHARE_MAX * view.target * mine.samples_per_s / view.samples_per_s
+
+
+def longest_wait_s(
+    view: ProgressView, own: PeerId, samples_per_step: int, *, has_late_samples: bool
+) -> float:
+    """Return how long this peer should wait for the round before it begins another step, in seconds. 0: it
+    should begin the step.
+
+    It waits when the others fill the epoch before its step would end, and either it has late samples, which
+    are dropped if they miss the round, or it is slow and its step long.
+    """
+    mine = view.peers.get(own)
+    if mine is None or mine.samples_per_s <= 0.0:
+        return 0.0
+    others_per_s = view.samples_per_s - mine.samples_per_s
+    step_s = samples_per_step / mine.samples_per_s
+    missing = max(view.target - _samples_by_now(view, own), 0.0)
+    if others_per_s <= 0.0 or missing / others_per_s >= _MARGIN * step_s:
+        return 0.0
+    speeds = [
+        peer.samples_per_s
+        for peer_id, peer in view.peers.items()
+        if peer_id != own and peer.samples_per_s > 0.0
+    ]
+    is_slow = bool(speeds) and mine.samples_per_s < _SLOW * statistics.median(speeds)
+    epoch_s = view.target / view.samples_per_s
+    if has_late_samples or (is_slow and step_s > _STEP_SHARE_UNNOTICED * epoch_s):
+        return _MARGIN * step_s
+    return 0.0
+
+
+def _samples_by_now(view: ProgressView, own: PeerId) -> float:
+    """Return how many samples the swarm has by now if all went on at their speed since their last report.
+    Such an estimate must not close an epoch, but a slow peer needs it: its reports of the others are old.
+    """
+    there = {peer_id: peer for peer_id, peer in view.peers.items() if peer.epoch == view.epoch}
+    expected = sum(
+        peer.samples + (peer.samples_per_s * peer.age_s if peer_id != own else 0.0)
+        for peer_id, peer in there.items()
+    )
+    return max(view.samples, expected)

@@ -1,0 +1,115 @@
+"""Newcomers that join a run at once: until all have the state, and until all contribute."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import Launch, LaunchFailed
+from benchmarks.results import Aim, Row, Series
+
+NEWCOMERS = 32
+TRAINERS = (1, 2)
+TARGET = 330  # samples of an epoch: about half a second for all peers together
+IMPORT_TIMEOUT_S = 300.0
+TIMEOUT_S = 120.0
+CONTRIBUTING_S_MAX = 10.0  # as the project promises it
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Times of the newcomers of one launch, in seconds from the end of their imports."""
+
+    loaded_s: list[float] = field(default_factory=list)
+    contributed_s: list[float] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    launches_failed: int = 0
+
+    def series(self, name: str, seconds: list[float], newcomers: int) -> Series:
+        """Return the time until the last newcomer was there; no sample unless all were."""
+        return Series(
+            name=f"swarm: {name}",
+            unit="s",
+            samples=(max(seconds),) if len(seconds) == newcomers else (),
+            failed=newcomers - len(seconds),
+            launches_failed=self.launches_failed,
+            reasons=tuple(dict.fromkeys(self.reasons)),
+        )
+
+
+def rows(
+    say: Callable[[str], None], newcomers: int = NEWCOMERS, trainers: tuple[int, ...] = TRAINERS
+) -> list[Row]:
+    """Measure the section and return its rows."""
+    return [
+        row
+        for already in trainers
+        for row in _rows(join_at_once(say, newcomers, already), newcomers, already)
+    ]
+
+
+def _rows(arrivals: Arrivals, newcomers: int, trainers: int) -> list[Row]:
+    beside = "a founder" if trainers == 1 else f"{trainers} trainers"
+
+    def row(kind: str, quantity: str, seconds: list[float], aim: Aim | None) -> Row:
+        middle = f"half of them within {statistics.median(seconds):.1f} s" if seconds else ""
+        return Row(
+            identifier=f"joining-{trainers}-{kind}",
+            workload=f"{newcomers} newcomers at once beside {beside}, in epoch 8 or later",
+            quantity=f"{quantity}, from the end of their imports",
+            ours=arrivals.series(kind, seconds, newcomers),
+            peer=None,
+            aim=aim,
+            limit="processor time: all peers share the cores",
+            notes=(middle,) if middle else (),
+        )
+
+    aim = Aim(of="ours", sense="at most", value=CONTRIBUTING_S_MAX)
+    return [
+        row("loaded", "until all newcomers have the state", arrivals.loaded_s, None),
+        row("contributing", "until all newcomers have contributed to an epoch", arrivals.contributed_s, aim),
+    ]
+
+
+def join_at_once(say: Callable[[str], None], newcomers: int, trainers: int) -> Arrivals:
+    """Let `newcomers` processes join a run of `trainers` processes at the same moment."""
+    say(f"{newcomers} newcomers at once beside {trainers}")
+    arrivals = Arrivals()
+    configurations = [
+        {"target": TARGET, "trains": number < trainers} for number in range(trainers + newcomers)
+    ]
+    try:
+        with Launch(
+            "swarm",
+            python=OWN_PYTHON,
+            module="benchmarks.workers.swarm_newcomer",
+            configurations=configurations,
+        ) as launch:
+            launch.receive("imported", IMPORT_TIMEOUT_S)
+            present, coming = launch.workers[:trainers], launch.workers[trainers:]
+            for worker in present:
+                worker.send({"do": "join"})
+            for worker in present:
+                worker.receive("founded", time.monotonic() + TIMEOUT_S)
+            for worker in coming:
+                worker.send({"do": "join"})
+            deadline_s = time.monotonic() + TIMEOUT_S
+            for worker in coming:
+                loaded = worker.receive("loaded", deadline_s)
+                if loaded["ok"]:
+                    arrivals.loaded_s.append(loaded["seconds"])
+                else:
+                    arrivals.reasons.append(loaded["reason"])
+            for worker in coming:
+                arrivals.contributed_s.append(worker.receive("contributed", deadline_s)["seconds"])
+    except LaunchFailed as failure:
+        arrivals.launches_failed += 1
+        arrivals.reasons.append(str(failure))
+    for kind, seconds in (("loaded", arrivals.loaded_s), ("contributed", arrivals.contributed_s)):
+        if seconds:
+            middle = statistics.median(seconds)
+            say(f"  {len(seconds)} {kind}: half within {middle:.1f} s, the last {max(seconds):.1f} s")
+    return arrivals

@@ -1,0 +1,13 @@
+"""One host thread for arithmetic in every test, and in the processes that tests start.
+
+With more, each operation is a barrier at which OpenMP's threads spin until the last one comes. On a machine
+that is busy otherwise, the last one does not run: 48 steps of a tiny network, 0.1 s of work, took up to 18 s.
+On a machine with a GPU nothing is changed, because work on the host is part of what is measured there.
+"""
+
+from __future__ import annotations
+
+import os
+
+if "SWARM_GPU" not in os.environ or os.environ.get("SWARM_GPU_DEVICE") == "cpu":
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is first imported, which comes later

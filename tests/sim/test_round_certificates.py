@@ -1,0 +1,374 @@
+"""The end of a round: what one liar, cuts of the network and missing electors can do to it, and what not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from averaging.allreduce.allreduce import AllReduce
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.driver import RoundDriver
+from averaging.allreduce.logic.values import Statement
+from averaging.allreduce.outcome import RoundOutcome
+from averaging.history.certificate import (
+    NO_HEAD,
+    Proposal,
+    RoundKind,
+    Vote,
+    electors_after,
+    genesis,
+    vote_statement,
+)
+from averaging.history.round_lineage import RoundLineage
+from averaging.matchmaking.logic.group import Group, Member
+from averaging.reduction.framing import pack, unpack
+from swarm.core.ids import Contact, PeerId
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.rounds import all_reduce_of
+from swarm.testing.virtual_loop import run_virtual
+
+DEADLINE_S = 20.0
+CONFIG = RoundConfig(chunk_bytes=4096)
+
+
+@dataclass
+class Scene:
+    """A group of peers, and what each of them knows of the history of its run."""
+
+    seed: int
+    weights: Sequence[float]
+    auxiliary: Sequence[int] = ()
+    histories: dict[int, RoundLineage] = field(default_factory=dict)  # by place
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        self.network = SimulatedNetwork(self.seed, LinkConfig(delay_s=rng.choice([0.005, 0.03])))
+        self.peers = [self.network.peer() for _ in self.weights]
+        self.services = [all_reduce_of(peer) for peer in self.peers]
+        members = tuple(
+            Member(contact=peer.contact, weight=weight, bandwidth=1.0, auxiliary=place in self.auxiliary)
+            for place, (peer, weight) in enumerate(zip(self.peers, self.weights, strict=True))
+        )
+        self.group = Group(
+            group_id=rng.randbytes(32), members=members, codec="float32", gathered=(b"",) * len(members)
+        )
+        generator = torch.Generator().manual_seed(self.seed)
+        self.vectors = [torch.randn(10_000, generator=generator) for _ in self.peers]
+
+    async def run(self, place: int, deadline_s: float = DEADLINE_S) -> RoundOutcome:
+        return await self.services[place].run(
+            self.group,
+            self.vectors[place],
+            deadline_s=self.peers[place].clock.monotonic_s() + deadline_s,
+            config=CONFIG,
+            history=self.histories.get(place),
+        )
+
+    async def conduct(self, during: Callable[[], object] = lambda: None) -> list[RoundOutcome]:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self.run(place)) for place in range(len(self.peers))]
+            during()
+        return [task.result() for task in running]
+
+    async def close(self) -> None:
+        for service in self.services:
+            service.close()
+        await self.network.close()
+        assert not self.network.errors
+
+
+def one_result(outcomes: Sequence[RoundOutcome]) -> None:
+    """Check that members that committed hold the same bytes, which are those of their certificates."""
+    committed = [outcome for outcome in outcomes if not outcome.failed]
+    assert len({outcome.digest for outcome in committed}) <= 1
+    for outcome in committed:
+        assert outcome.certificate is not None
+        assert outcome.averages is not None
+        outcome.certificate.check(())
+        assert outcome.certificate.result.hex() == outcome.digest
+        assert committed[0].vector is not None
+        assert outcome.vector is not None
+        assert torch.equal(outcome.vector, committed[0].vector)
+    assert len({outcome.certificate.head for outcome in outcomes if outcome.certificate is not None}) <= 1
+
+
+def equivocate(monkeypatch: pytest.MonkeyPatch, liar: int, victim: PeerId) -> None:
+    """The reducer `liar` gives other bytes to `victim` than to everybody else."""
+    send = RoundDriver.send
+
+    async def lie(self: RoundDriver, stream: object, message: bytes) -> None:
+        header, payload = unpack(message)
+        other = stream.peer_id if hasattr(stream, "peer_id") else None
+        if self.kernels.own == liar and header.HasField("average") and other == victim:
+            message = pack(header, bytes(len(payload)))
+        await send(self, stream, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RoundDriver, "send", lie)
+
+
+@pytest.mark.parametrize("says", ["nothing", "that it voted for the victim's bytes"])
+def test_a_member_that_was_given_other_bytes_commits_those_of_the_majority(
+    says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reducer that tells its victim that it agrees with it cannot make it commit alone: one vote is no
+    certificate.
+    """
+    scene = Scene(1, [1.0] * 4)
+    victim, liar = 2, 1
+    equivocate(monkeypatch, liar, scene.peers[victim].peer_id)
+    answer = RoundDriver.answer_votes
+
+    async def flatter(self: RoundDriver, place: int, statement: Statement) -> Statement:
+        own = next((vote for vote in statement.votes if vote.voter == scene.peers[place].peer_id), None)
+        if says == "nothing" or self.kernels.own != liar or place != victim or own is None:
+            return await answer(self, place, statement)
+        signed = scene.peers[liar].identity.sign(
+            vote_statement(self.machine.setup.proposal.digest(), own.result)
+        )
+        vote = Vote(voter=scene.peers[liar].peer_id, result=own.result, signature=signed)
+        return Statement(votes=(vote,))
+
+    monkeypatch.setattr(RoundDriver, "answer_votes", flatter)
+
+    async def main() -> None:
+        outcomes = await scene.conduct()
+        one_result(outcomes)
+        assert not any(outcome.failed for outcome in outcomes), [outcome.reason for outcome in outcomes]
+        # the zeros that the victim was given are not what it reports
+        held = outcomes[victim].vector
+        assert held is not None
+        assert not bool((held[2500:5000] == 0.0).any())
+        await scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_even_split_fails_for_everybody(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reducer that gives half of the contributors other bytes than the rest: no result has a majority."""
+    scene = Scene(seed, [1.0] * 4)
+    send = RoundDriver.send
+    odd = {scene.peers[0].peer_id, scene.peers[3].peer_id}
+
+    async def lie(self: RoundDriver, stream: object, message: bytes) -> None:
+        header, payload = unpack(message)
+        lies = header.HasField("average") and stream.peer_id in odd  # type: ignore[attr-defined]
+        if self.kernels.own == 1 and lies:
+            message = pack(header, bytes(len(payload)))
+        await send(self, stream, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RoundDriver, "send", lie)
+
+    async def main() -> None:
+        outcomes = await scene.conduct()
+        assert all(outcome.failed for outcome in outcomes)
+        assert all("different averages" in str(outcome.reason) for outcome in outcomes)
+        assert not any(outcome.unresolved for outcome in outcomes)
+        await scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(250))
+def test_cuts_and_freezes_do_not_fork_a_round(seed: int) -> None:
+    """Splits, one-way cuts and freezes at any moment, some of which heal: nobody commits other bytes."""
+    rng = random.Random(f"cuts {seed}")
+    count = rng.randint(3, 6)
+    auxiliary = [place for place in range(2, count) if rng.random() < 0.2]
+    weights = [
+        0.0 if place in auxiliary else rng.choice([0.0, 1.0, 1.0, 1.0]) if place > 1 else 1.0
+        for place in range(count)
+    ]
+    scene = Scene(seed, weights, auxiliary)
+
+    async def befall() -> None:
+        for _ in range(rng.randint(1, 3)):
+            await asyncio.sleep(0.15 * rng.random())
+            kind = rng.choice(["split", "one way", "freeze"])
+            some = rng.sample(scene.peers, rng.randint(1, count - 1))
+            others = [peer for peer in scene.peers if peer not in some]
+            if kind == "split":
+                scene.network.partition(some)
+            elif kind == "one way":
+                scene.network.cut(some, rng.sample(others, rng.randint(1, len(others))))
+            else:
+                some[0].frozen = True
+        if rng.random() < 0.7:
+            await asyncio.sleep(rng.choice([0.3, 1.5, 4.0]))
+            scene.network.heal()
+            for peer in scene.peers:
+                peer.frozen = False
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(scene.run(place)) for place in range(count)]
+            tasks.create_task(befall())
+        outcomes = [task.result() for task in running]
+        taking = [outcome for place, outcome in enumerate(outcomes) if place not in auxiliary]
+        one_result(taking)
+        for outcome in outcomes:  # a member that failed says why, and whether others may have committed
+            assert bool(outcome.reason) == outcome.failed
+            assert outcome.failed or not outcome.unresolved
+        for peer in scene.peers:
+            peer.frozen = False
+        await scene.close()
+
+    run_virtual(main())
+
+
+def test_half_of_the_contributors_die_and_the_attempt_fails_at_once() -> None:
+    """No majority of the group is left, so that those who are left try again without the others."""
+    scene = Scene(3, [1.0] * 4)
+    scene.network.config = LinkConfig(delay_s=0.02, bandwidth=2e4)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(scene.run(place)) for place in range(4)]
+            await asyncio.sleep(0.3)
+            for place in (2, 3):
+                running[place].cancel()
+                await scene.network.crash(scene.peers[place])
+            died_s = loop.time()
+            outcomes = [await task for task in running[:2]]
+        assert all(outcome.failed for outcome in outcomes)
+        assert all("2 of 4 peers that contribute are left" in str(outcome.reason) for outcome in outcomes)
+        assert not any(outcome.unresolved for outcome in outcomes)
+        assert loop.time() - died_s < 2.0
+        await scene.close()
+
+    run_virtual(main())
+
+
+# ---- rounds with a history
+
+
+def lineage(
+    electors: Sequence[PeerId],
+    contacts: dict[PeerId, Contact],
+    may_vote: Callable[[Proposal, bytes], str] = lambda proposal, result: "",
+) -> RoundLineage:
+    async def find_contact(peer: PeerId) -> Contact | None:
+        return contacts.get(peer)
+
+    async def may_begin(contributors: Sequence[PeerId]) -> str:
+        return ""
+
+    return RoundLineage(
+        run="a run",
+        head=genesis("a run"),
+        epoch=1,
+        kind=RoundKind.EPOCH,
+        electors=tuple(electors),
+        goodbyes={},
+        may_begin=may_begin,
+        may_vote=may_vote,
+        release=lambda proposal: None,
+        find_contact=find_contact,
+    )
+
+
+class Elector:
+    """A peer of the run that is not in the group."""
+
+    def __init__(self, scene: Scene, answers: bool) -> None:
+        self.peer: SimulatedPeer = scene.network.peer()
+        self.service: AllReduce = all_reduce_of(self.peer)
+        self.asked: list[tuple[Proposal, bytes, int]] = []
+        self.answers = answers
+        self.service.serve_history("a run", self.endorse)
+
+    async def endorse(
+        self, caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]
+    ) -> Vote | str:
+        for vote in votes:
+            vote.check(proposal.digest())
+        self.asked.append((proposal, result, len(votes)))
+        if not self.answers:
+            return "it has voted for another round"
+        signature = self.peer.identity.sign(vote_statement(proposal.digest(), result))
+        return Vote(voter=self.peer.peer_id, result=result, signature=signature)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_electors_outside_of_the_group_are_asked_for_their_votes(answers: bool) -> None:
+    """Three contributors, of which one is an elector; two more electors are elsewhere: a quorum needs one of
+    these.
+    """
+    scene = Scene(5, [1.0, 1.0, 1.0])
+    others = [Elector(scene, answers) for _ in range(2)]
+    electors = [others[0].peer.peer_id, scene.peers[0].peer_id, others[1].peer.peer_id]
+    contacts = {other.peer.peer_id: other.peer.contact for other in others}
+    scene.histories = {place: lineage(electors, contacts) for place in range(3)}
+
+    async def main() -> None:
+        outcomes = await scene.conduct()
+        assert all(other.asked for other in others)
+        proposal, _, votes = others[0].asked[0]
+        assert proposal.contributors == scene.group.peer_ids
+        assert proposal.electors == electors_after(electors, scene.group.peer_ids)
+        assert votes >= 2
+        for outcome in outcomes:
+            assert outcome.failed != answers
+            assert outcome.unresolved != answers
+            if answers:
+                assert outcome.certificate is not None
+                outcome.certificate.check(electors)
+        for other in others:
+            other.service.close()
+        await scene.close()
+
+    run_virtual(main())
+
+
+def test_a_group_with_a_quorum_asks_nobody_else() -> None:
+    scene = Scene(6, [1.0, 1.0, 0.0], auxiliary=[2])
+    other = Elector(scene, answers=True)
+    # the auxiliary member is an elector, too: it votes for what the contributors voted for
+    electors = [scene.peers[0].peer_id, scene.peers[2].peer_id, other.peer.peer_id]
+    contacts = {other.peer.peer_id: other.peer.contact}
+    scene.histories = {place: lineage(electors, contacts) for place in range(3)}
+
+    async def main() -> None:
+        outcomes = await scene.conduct()
+        assert not any(outcome.failed for outcome in outcomes), [outcome.reason for outcome in outcomes]
+        assert not other.asked
+        other.service.close()
+        await scene.close()
+
+    run_virtual(main())
+
+
+def test_a_member_whose_history_refuses_votes_for_none_and_commits_with_the_others() -> None:
+    scene = Scene(7, [1.0, 1.0, 1.0])
+    electors = [peer.peer_id for peer in scene.peers]
+    refusing = lineage(electors, {}, lambda proposal, result: "it has voted on this head")
+    scene.histories = {0: lineage(electors, {}), 1: refusing, 2: lineage(electors, {})}
+
+    async def main() -> None:
+        outcomes = await scene.conduct()
+        assert not any(outcome.failed for outcome in outcomes), [outcome.reason for outcome in outcomes]
+        certificate = outcomes[1].certificate
+        assert certificate is not None
+        assert scene.peers[1].peer_id not in certificate.votes
+        await scene.close()
+
+    run_virtual(main())
+
+
+def test_a_round_without_a_history_extends_no_head() -> None:
+    scene = Scene(8, [1.0, 1.0])
+
+    async def main() -> None:
+        outcomes = await scene.conduct()
+        one_result(outcomes)
+        assert outcomes[0].certificate is not None
+        assert outcomes[0].certificate.proposal.head == NO_HEAD
+        await scene.close()
+
+    run_virtual(main())
