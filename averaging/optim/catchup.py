@@ -191,9 +191,7 @@ class CatchUp:
         self._mode.learner.suspend()
         # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
         self._averager.open()
-        ahead = self._history.ahead if self._history is not None else None
-        if self._history is not None and ahead is not None:
-            self._history.follow(ahead)
+        self._follow_history()
         download.epoch_min = epoch = max(self._tracker.swarm_epoch(), self._state.epoch)
         # a peer that closes the epoch now waits for this one, at weight 0
         self._register(epoch, joining=True)
@@ -246,9 +244,12 @@ class CatchUp:
             swarm_epoch = self._tracker.swarm_epoch()
             if swarm_epoch > epoch:  # missed an epoch
                 captured.clear()
+                self._follow_history()  # rounds of an older head end for nobody
                 epoch = swarm_epoch
             else:
-                result = self._averager.average(epoch, future.done, CAPTURE_GRACE_S)
+                result = self._averager.average(
+                    epoch, lambda: future.done() or self._is_behind_history(), CAPTURE_GRACE_S
+                )
                 if result.failed:
                     _log.info(
                         "epoch %d of run %s was not received during the download: %s",
@@ -274,6 +275,14 @@ class CatchUp:
                 future.cancel()
                 break
         return captured, epoch
+
+    def _is_behind_history(self) -> bool:
+        return self._history is not None and self._history.ahead is not None
+
+    def _follow_history(self) -> None:
+        """Follow the swarm's history where it went on, so that this peer finds the rounds of its head."""
+        if self._history is not None and (ahead := self._history.ahead) is not None:
+            self._history.follow(ahead)
 
     def _install(
         self, attempt: _Attempt, downloaded: DownloadedState, captured: dict[int, CapturedRound], epoch: int
