@@ -14,8 +14,8 @@ from swarm.testing.scenarios import SCENARIOS, ScenarioConfig, ScenarioFailed, r
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("swarm.dht").setLevel(logging.ERROR)  # clocks are wrong here, and each peer logs it
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "swarm.dht")  # clocks are wrong here, and each peer logs it
 
 
 @pytest.mark.parametrize(
