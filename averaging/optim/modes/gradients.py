@@ -42,10 +42,11 @@ class GradientsMode:
     With `delayed`, a round works on a copy of the accumulators while the next epoch's gradients are
     computed, on parameters that lack that round's step. This takes twice the memory for accumulators.
 
-    Gradients of a peer that missed its epoch's round count in the next epoch, weighted by their samples as
-    all others. Gradients that missed two rounds are dropped, and so are those of epoch 0, whose parameters
-    may not have been the swarm's, and those of a history that lost a reunion. While the state is downloaded the gradients that are kept take the memory
-    of one more accumulator if a round is made meanwhile.
+    Gradients of a peer that missed its epoch's round count in the next epoch, weighted by their samples
+    as all others. Gradients that missed two rounds are dropped, and so are those of epoch 0, whose
+    parameters may not have been the swarm's, and those of a history that lost a reunion. While the state
+    is downloaded the gradients that are kept take the memory of one more accumulator if a round is made
+    meanwhile.
     """
 
     def __init__(self, parts: ModeParts, *, delayed: bool = False) -> None:
