@@ -123,7 +123,13 @@ class StepRunner:
             now_s = self._clock.monotonic_s()
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
             found = await self._groups.find(
-                member=member, round_key=options.round_key, deadline_s=search_end_s, gathered=options.gathered
+                member=member,
+                round_key=options.round_key,
+                deadline_s=search_end_s,
+                gathered=options.gathered,
+                may_be_alone=options.weight > 0.0
+                and options.history is not None
+                and options.history.may_be_alone,
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):

@@ -312,7 +312,7 @@ class EpochLoop:
                 )
             return replace(report, reason="; ".join(filter(None, (report.reason, outcome.reason))))
         self._retry_at_samples = self._failed_at_samples = 0
-        state_round = self._closer.average_state_if_due(alone=outcome.alone)
+        state_round = self._closer.average_state_if_due(alone=outcome.others_missed_it)
         if state_round is not None and not state_round.result.failed:
             self._resync_reason, self._resync_donors = state_round.deviation, state_round.donors
         return replace(

@@ -129,6 +129,7 @@ class RunHistory:
                 electors=self._lineage.electors,
                 goodbyes=dict(self._lineage.goodbyes),
                 is_break=self._is_break,
+                peers=self._peers,
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,

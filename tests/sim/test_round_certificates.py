@@ -327,6 +327,28 @@ def test_electors_outside_of_the_group_are_asked_for_their_votes(answers: bool) 
     run_virtual(main())
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_group_of_one_commits_when_the_senior_elector_signs_from_outside(answers: bool) -> None:
+    scene = Scene(9, [1.0])
+    busy = Elector(scene, answers)
+    electors = [busy.peer.peer_id, scene.peers[0].peer_id]
+    scene.histories = {0: lineage(electors, {busy.peer.peer_id: busy.peer.contact})}
+
+    async def main() -> None:
+        (outcome,) = await scene.conduct()
+        assert outcome.failed != answers
+        if answers:
+            assert outcome.vector is not None
+            assert torch.equal(outcome.vector, scene.vectors[0])
+            assert outcome.certificate is not None
+            outcome.certificate.check(electors)
+            assert outcome.certificate.proposal.electors == (scene.peers[0].peer_id,)
+        busy.service.close()
+        await scene.close()
+
+    run_virtual(main())
+
+
 def test_a_group_with_a_quorum_asks_nobody_else() -> None:
     scene = Scene(6, [1.0, 1.0, 0.0], auxiliary=[2])
     other = Elector(scene, answers=True)
