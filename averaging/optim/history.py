@@ -24,12 +24,13 @@ from averaging.history.certificate import (
     RoundKind,
     Vote,
     goodbye_statement,
-    is_majority,
     vote_statement,
 )
 from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.lineage import Chain, Lineage, Relation
 from averaging.history.round_lineage import RoundLineage
+from averaging.history.seats import SwarmSize
+from averaging.history.tally import is_supported
 from averaging.optim.exchange import HISTORY
 from averaging.optim.peer_node import PeerNode
 from swarm.core.errors import NetworkError, PeerError
@@ -52,12 +53,12 @@ class RunHistory:
     def __init__(
         self, node: PeerNode, run: str, sign: Callable[[bytes], bytes], *, group_size_max: int
     ) -> None:
-        """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm has no common
-        certificates.
+        """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
+        the grid.
         """
-        self._node, self._run, self._sign, self._group_size_max = node, run, sign, group_size_max
-        self._peers = 1  # in the swarm
+        self._node, self._run, self._sign = node, run, sign
         self._own = node.contact.peer_id
+        self.size = SwarmSize(self._own, group_size_max)
         self._lock = threading.Lock()
         self._lineage = Lineage(run, self._own)
         self._left: Lineage | None = None  # what `follow` replaced
@@ -66,6 +67,7 @@ class RunHistory:
         self._judged: OrderedDict[bytes, Relation] = OrderedDict()
         self._refused: set[PeerId] = set()  # electors whose hosts refused the last connection
         self._probed_s = -1e9
+        self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
         self._has_left = False  # said goodbye: it votes no more
         self._comparing = asyncio.Lock()
@@ -74,13 +76,13 @@ class RunHistory:
     # ---- this peer's state
 
     @property
-    def covers_swarm(self) -> bool:
-        """Return whether one round covers the whole swarm, so that its certificate speaks for all."""
-        return self._peers <= self._group_size_max
+    def grid_rounds(self) -> int:
+        """Return how many rounds the present epoch has; 1: one round covers the whole swarm."""
+        return self.size.rounds(self.root)
 
-    def set_peers(self, peers: int) -> None:
-        """Set the number of peers in the swarm, this one included."""
-        self._peers = peers
+    def seats(self) -> int:
+        """Return `SwarmSize.seats` for this peer's head."""
+        return self.size.seats(self.root, is_break=self.is_break)
 
     @property
     def head(self) -> bytes:
@@ -108,15 +110,18 @@ class RunHistory:
         with self._lock:
             return max(self._lineage.epoch, self._ahead.chain.epoch if self._ahead is not None else 0)
 
-    def round_key(self, epoch: int) -> str:
-        """Return the key under which peers of the same history meet for the round of an epoch."""
+    def round_key(self, epoch: int, part: str = "") -> str:
+        """Return the key under which peers of the same history meet for a round of an epoch. `part`: which
+        of several.
+        """
         with self._lock:
-            suffix = "" if self.covers_swarm else " cells"
-            return f"{epoch} {self._lineage.head.hex()[:32]}{' break' if self._is_break else suffix}"
+            suffix = f"{' break' if self._is_break else ''}{f' {part}' if part else ''}"
+            return f"{epoch} {self._lineage.head.hex()[:32]}{suffix}"
 
-    def round(self, kind: RoundKind, epoch: int, key: str) -> RoundLineage:
+    def round(self, kind: RoundKind, epoch: int, key: str, *, seats: int = 0) -> RoundLineage:
         """Return what a round that extends this history needs. `epoch`: of the state after it; `key`: from
-        `round_key`.
+        `round_key`; `seats`: peers that are expected in the electors' cell, where the round is held (0: it is
+        not).
         """
         with self._lock:
             return RoundLineage(
@@ -128,6 +133,8 @@ class RunHistory:
                 electors=self._lineage.electors,
                 goodbyes=dict(self._lineage.goodbyes),
                 is_break=self._is_break,
+                seats=seats,
+                grid_rounds=self.size.rounds_wanted,
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,
@@ -164,6 +171,19 @@ class RunHistory:
             self._ahead = None
             self._judged.clear()
             self._moved()
+
+    def ask(self, contact: Contact) -> None:
+        """Ask a peer soon for what it has of the history after this peer's head."""
+        with self._lock:
+            self._asked[contact.peer_id] = contact
+        self._node.network.loop.call_soon_threadsafe(self._wake.set)
+
+    def lacks_certificate(self, now_s: float) -> None:
+        """Record that the electors do not certify what the cells have averaged. After the grace this peer
+        goes on with a break. Call it every second or so.
+        """
+        with self._lock:
+            self._is_break = self._lineage.may_break(now_s, 0.0)
 
     # ---- quorums
 
@@ -345,7 +365,10 @@ class RunHistory:
         with self._lock:
             lacking = self._lineage.is_waiting
             electors = set(self._lineage.electors)
-            one_each: dict[bytes, Contact] = {}
+            one_each = {
+                peer.public_key: contact for peer, contact in self._asked.items() if contact.addresses
+            }
+            self._asked.clear()
             for peer, (head, contact) in self._heads.items():
                 if contact.addresses and lacking and peer in electors:
                     one_each.setdefault(peer.public_key, contact)
@@ -360,16 +383,20 @@ class RunHistory:
         async with limit:
             with self._lock:
                 heads = self._lineage.heads()
-            request = state_pb2.HistoryRequest(run=self._run, heads=heads)
             try:
-                reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
-                self._judge(contact, decode_chain(reply.chain))
+                self._judge(contact, await self._chain_of(contact, heads))
             except NetworkError as error:
                 if _REFUSED in str(error).lower():
                     with self._lock:
                         self._refused.add(contact.peer_id)
             except PeerError as error:
                 _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
+
+    async def _chain_of(self, contact: Contact, heads: Sequence[bytes]) -> Chain:
+        """Return a peer's history after the newest of `heads`. Raise NetworkError or PeerError."""
+        request = state_pb2.HistoryRequest(run=self._run, heads=heads)
+        reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
+        return decode_chain(reply.chain)
 
     def _judge(self, contact: Contact, chain: Chain) -> None:
         with self._lock:
@@ -391,7 +418,15 @@ class RunHistory:
             return Ahead(chain, contact)
         if relation is Relation.WINS:
             return Ahead(chain, contact, epochs_given_up=self._lineage.epochs_after(chain))
-        lineage = self._lineage
+        lineage, theirs = self._lineage, chain.certificates
+        if (
+            relation is Relation.LOSES
+            and self._is_break
+            and theirs
+            and theirs[0].proposal.head == lineage.head
+        ):
+            # this peer waited for the electors in vain, and so did those that went on before it did
+            return Ahead(chain, contact)
         if relation is Relation.UNRELATED and (not lineage.electors or lineage.is_waiting):
             chain.check(self._run)
             if chain.epoch > lineage.epoch or (not lineage.electors and chain.epoch >= lineage.epoch):
@@ -433,10 +468,8 @@ class RunHistory:
 
     async def _has_head(self, contact: Contact, head: bytes) -> bool:
         """Return whether a peer answers, and its history ends with this head."""
-        request = state_pb2.HistoryRequest(run=self._run, heads=[head])
         try:
-            reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
-            return decode_chain(reply.chain).last_head == head
+            return (await self._chain_of(contact, [head])).last_head == head
         except (NetworkError, PeerError):
             return False
 
@@ -473,12 +506,7 @@ class RunHistory:
         return why not.
         """
         digest = proposal.digest()
-        try:
-            for vote in votes:
-                vote.check(digest)
-        except PeerError as error:
-            return str(error)
-        if not is_majority(proposal.contributors, {vote.voter for vote in votes if vote.result == result}):
+        if not is_supported(proposal, result, votes):
             return "the votes of these contributors are no majority"
         with self._lock:
             if self._own not in self._lineage.electors:
