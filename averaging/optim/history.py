@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from averaging.history.ahead import Ahead
+from averaging.history.ahead import Ahead, what_to_follow
 from averaging.history.certificate import (
     DIGEST_BYTES,
     Certificate,
@@ -27,6 +27,7 @@ from averaging.history.certificate import (
     vote_statement,
 )
 from averaging.history.encoding import decode_chain, encode_chain
+from averaging.history.known_heads import KnownHeads
 from averaging.history.lineage import Chain, Lineage, Relation
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.seats import SwarmSize
@@ -42,7 +43,6 @@ _log = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 2.0
 _PROBE_INTERVAL_S = 1.0  # between two looks for missing electors
 _JUDGED_MAX = 1024  # heads of other histories that were found not to be followed
-_CONTACTS_MAX = 256
 _FETCHES_MAX = 8  # histories fetched at once
 _REFUSED = "connection refused"
 
@@ -63,9 +63,8 @@ class RunHistory:
         self._lineage = Lineage(run, self._own)
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
-        self._heads: OrderedDict[PeerId, tuple[bytes, Contact]] = OrderedDict()  # as other peers report them
+        self._heads = KnownHeads()
         self._judged: OrderedDict[bytes, Relation] = OrderedDict()
-        self._refused: set[PeerId] = set()  # electors whose hosts refused the last connection
         self._probed_s = -1e9
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
@@ -202,8 +201,7 @@ class RunHistory:
                 self._is_break = False
                 return True
             missing = [peer for peer in lineage.electors if peer != self._own and peer not in present]
-            # electors without a trace since this process began have ended, as far as it can know
-            refused = all(peer in self._refused or peer not in self._heads for peer in missing)
+            refused = all(self._heads.is_gone(peer) for peer in missing)
             self.waits_briefly = refused
             self._is_break = lineage.may_break(now_s, epoch_s, refused=refused)
             probe = now_s - self._probed_s >= _PROBE_INTERVAL_S
@@ -273,7 +271,7 @@ class RunHistory:
         if self.knows(head):
             return True
         with self._lock:
-            contacts = [self._heads[peer][1] for peer in donors if peer in self._heads]
+            contacts = self._heads.contacts(donors)
         limit = asyncio.Semaphore(_FETCHES_MAX)
         async with asyncio.TaskGroup() as tasks:
             for contact in contacts:
@@ -300,7 +298,7 @@ class RunHistory:
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported: it is banned, or gone."""
         with self._lock:
-            self._heads.pop(peer, None)
+            self._heads.forget(peer)
             if self._ahead and self._ahead.contact.peer_id == peer:
                 self._ahead = None
 
@@ -334,11 +332,7 @@ class RunHistory:
         if not head:
             return
         with self._lock:
-            self._heads[contact.peer_id] = head, contact
-            self._heads.move_to_end(contact.peer_id)
-            if len(self._heads) > _CONTACTS_MAX:
-                self._heads.popitem(last=False)
-            self._refused.discard(contact.peer_id)
+            self._heads.heard(contact, head)
             new = self._is_open(head)
         if new:
             self._wake.set()
@@ -369,7 +363,7 @@ class RunHistory:
                 peer.public_key: contact for peer, contact in self._asked.items() if contact.addresses
             }
             self._asked.clear()
-            for peer, (head, contact) in self._heads.items():
+            for peer, head, contact in self._heads:
                 if contact.addresses and lacking and peer in electors:
                     one_each.setdefault(peer.public_key, contact)
                 elif contact.addresses and self._is_open(head):
@@ -384,11 +378,14 @@ class RunHistory:
             with self._lock:
                 heads = self._lineage.heads()
             try:
-                self._judge(contact, await self._chain_of(contact, heads))
+                chain = await self._chain_of(contact, heads)
+                with self._lock:
+                    self._heads.answered(contact.peer_id)
+                self._judge(contact, chain)
             except NetworkError as error:
                 if _REFUSED in str(error).lower():
                     with self._lock:
-                        self._refused.add(contact.peer_id)
+                        self._heads.refused(contact.peer_id)
             except PeerError as error:
                 _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
 
@@ -401,7 +398,7 @@ class RunHistory:
     def _judge(self, contact: Contact, chain: Chain) -> None:
         with self._lock:
             relation = self._lineage.relation(chain)
-            found = self._accept(contact, chain, relation)
+            found = what_to_follow(relation, self._lineage, chain, contact, breaks=self._is_break)
             if found is None and relation in (Relation.LOSES, Relation.UNRELATED):
                 self._judged[chain.last_head] = relation
                 if len(self._judged) > _JUDGED_MAX:
@@ -409,29 +406,6 @@ class RunHistory:
             if found is None or (self._ahead is not None and self._ahead.chain.epoch > chain.epoch):
                 return
             self._ahead = found
-
-    def _accept(self, contact: Contact, chain: Chain, relation: Relation) -> Ahead | None:
-        """Return what to follow. The lock is held. A history without a common head is followed by a peer that
-        has none of its own, and by one that was away for longer than histories are kept.
-        """
-        if relation is Relation.AHEAD:
-            return Ahead(chain, contact)
-        if relation is Relation.WINS:
-            return Ahead(chain, contact, epochs_given_up=self._lineage.epochs_after(chain))
-        lineage, theirs = self._lineage, chain.certificates
-        if (
-            relation is Relation.LOSES
-            and self._is_break
-            and theirs
-            and theirs[0].proposal.head == lineage.head
-        ):
-            # this peer waited for the electors in vain, and so did those that went on before it did
-            return Ahead(chain, contact)
-        if relation is Relation.UNRELATED and (not lineage.electors or lineage.is_waiting):
-            chain.check(self._run)
-            if chain.epoch > lineage.epoch or (not lineage.electors and chain.epoch >= lineage.epoch):
-                return Ahead(chain, contact)
-        return None
 
     async def on_history(self, peer: PeerId, request: state_pb2.HistoryRequest) -> state_pb2.HistoryReply:
         """Answer with the part of this peer's history that the caller lacks."""
@@ -449,11 +423,9 @@ class RunHistory:
             if self._is_break or self._lineage.has_quorum(contributors):
                 return ""
             head = self._lineage.head
-            missing = [
-                self._heads[peer][1]
-                for peer in self._lineage.electors
-                if peer not in contributors and peer in self._heads and peer != self._own
-            ]
+            missing = self._heads.contacts(
+                peer for peer in self._lineage.electors if peer not in contributors and peer != self._own
+            )
         async with asyncio.TaskGroup() as tasks:
             asked = {one.peer_id: tasks.create_task(self._has_head(one, head)) for one in missing}
         present = {peer for peer, answer in asked.items() if answer.result()}
@@ -496,8 +468,7 @@ class RunHistory:
 
     async def _find_contact(self, peer: PeerId) -> Contact | None:
         with self._lock:
-            found = self._heads.get(peer)
-        return found[1] if found is not None else None
+            return next(iter(self._heads.contacts([peer])), None)
 
     async def endorse(
         self, caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]
