@@ -335,7 +335,7 @@ class CatchUp:
 
     def _belongs(self, downloaded: DownloadedState) -> bool:
         """Return whether a downloaded state belongs to the history that this peer follows."""
-        if self._history is None or not self._history.covers_swarm:
+        if self._history is None:
             return True
         root = root_of_header(read_header(downloaded.blob)[0])
         if root is None:
