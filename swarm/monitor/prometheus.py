@@ -203,7 +203,7 @@ def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
             ),
             (
                 "given_up_epochs",
-                "Epochs of its own that it gave up because its history lost a reunion",
+                "Epochs of its own that it gave up",
                 lambda peer: float(peer.epochs_given_up),
             ),
         )

@@ -223,6 +223,7 @@ class Matchmaker:
             bandwidth=join.bandwidth,
             bandwidth_is_set=join.bandwidth_is_set,
             auxiliary=join.auxiliary,
+            grid_rounds=join.grid_rounds,
         )
         if len(join.gathered) > GATHERED_BYTES_MAX:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What a peer keeps of its own when its history loses a reunion."""
+"""A peer whose history loses a reunion gives up what follows from it, and nothing else."""
 
 from __future__ import annotations
 
