@@ -375,7 +375,8 @@ class DhtService:
 
     async def _store(self, record: Record, timeout_s: float) -> StoreResult:
         self.reader.invalidate(record.key)
-        write = PendingWrite(self.overlay, record, self._written)
+        previous_us = 0 if record.is_blob else self._issued.previous_us(record)
+        write = PendingWrite(self.overlay, record, self._written, previous_us)
         verdicts = write.verdicts
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
@@ -386,6 +387,7 @@ class DhtService:
             write.is_own_replica = write.is_own_replica or not verdicts.held
         if write.is_own_replica and self.own().addresses:
             verdicts.note(self.peer_id, self._replica.store_record(record, direct=True))
+        await self._replica.validate(write.held)  # which notices records that another process has issued
         return verdicts.result
 
     async def _read(

@@ -13,7 +13,7 @@ from swarm.dht.logic.constants import REPLICAS
 from swarm.dht.logic.records import Record
 from swarm.dht.service.overlay import FIND, STORE, Overlay
 from swarm.dht.service.wire import id_to_wire, record_to_wire
-from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtRecord, DhtStoreRequest
 
 _REFUSALS_MAX = 8
 _WRITTEN_KEYS_MAX = 256  # whose replicas are remembered, beyond this those written longest ago are forgotten
@@ -78,10 +78,15 @@ class PendingWrite:
     has written under the same key a moment ago; otherwise a search and one round.
     """
 
-    def __init__(self, overlay: Overlay, record: Record, replicas: WrittenReplicas) -> None:
+    def __init__(
+        self, overlay: Overlay, record: Record, replicas: WrittenReplicas, previous_us: int
+    ) -> None:
+        """`previous_us`: when this peer issued this entry last before; 0 for a record that is not its own."""
         self._overlay = overlay
         self._record = record
         self._replicas = replicas
+        self._previous_us = previous_us
+        self.held: list[DhtRecord] = []  # later records of the same entry, which replicas held before this one
         self.verdicts = Verdicts()
         self.is_own_replica = False
 
@@ -116,10 +121,13 @@ class PendingWrite:
             target=id_to_wire(record.key.dht_id),
             nearest_max=REPLICAS,
             known=overlay.known_peers,
+            previous_us=self._previous_us,
         )
         reply = await overlay.ask(contact, STORE, request)
         if reply is None or len(reply.refusals) != 1:
             return None
+        if reply.HasField("held") and reply.held not in self.held:
+            self.held.append(reply.held)
         self.verdicts.note(contact.peer_id, reply.refusals[0])
         return overlay.contacts_from_answer(reply.nearest)
 
