@@ -31,7 +31,7 @@ QUERIED_PEERS_MAX = 64
 # peers that a search queries first: the same ones in all searches of a round, so that each learns there who
 # leads. It queries others only if that gives it no leader to follow, twice as many after each answer. Smaller:
 # a dead one matters more; larger: more calls in large groups
-_FIRST_QUERIED_MAX = 8
+FIRST_QUERIED_MAX = 8
 # a peer that does not search yet is queried again after this. It announces itself when it starts: this only
 # compensates for lost messages
 _QUERY_INTERVAL_S = 0.5
@@ -79,8 +79,16 @@ class PeerState:
 class PeerTable:
     """Other peers of one search, by PeerID. All times are monotonic seconds."""
 
-    def __init__(self, *, query: LookForGroup, started_s: float, grace_period: GracePeriod) -> None:
+    def __init__(
+        self,
+        *,
+        query: LookForGroup,
+        started_s: float,
+        grace_period: GracePeriod,
+        first_queried_max: int = FIRST_QUERIED_MAX,
+    ) -> None:
         self.query = query
+        self._first_queried_max = first_queried_max
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
         self.peers: dict[PeerId, PeerState] = {}
@@ -207,9 +215,9 @@ class PeerTable:
                 (again if peer.queried_s > -math.inf else first).append(peer)
         first.sort(key=lambda peer: peer.order)
         if first_only:
-            orders = sorted(peer.order for peer in self.peers.values())[:_FIRST_QUERIED_MAX]
+            orders = sorted(peer.order for peer in self.peers.values())[: self._first_queried_max]
             again, first = [], [peer for peer in first if peer.order in orders]
-        due = [*again, *first[: max(_FIRST_QUERIED_MAX + known - pending, 0)]]
+        due = [*again, *first[: max(self._first_queried_max + known - pending, 0)]]
         for peer in due:
             peer.query_pending, peer.queried_s = True, now_s
         return due
