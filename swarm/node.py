@@ -20,6 +20,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import Preset, timings_of
+from swarm.core.standing import Standing
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.channels import Channels
@@ -100,6 +101,7 @@ class Node:
         self.clock = SystemClock()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
+        self.standing = Standing()
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
@@ -124,7 +126,7 @@ class Node:
             throttle=throttle,
             dial_timeout_s=self.timings.dial_timeout_s,
         )
-        self._server = Server(throttle=throttle)
+        self._server = Server(throttle=throttle, standing=self.standing)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
         service = DhtService(

@@ -55,12 +55,14 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class _Usage:
+class Usage:
+    """Entries, and the bytes that they take."""
+
     entries: int = 0
     size_bytes: int = 0
 
 
-_NONE = _Usage()
+_NONE = Usage()
 _Name = TypeVar("_Name")
 
 
@@ -79,9 +81,9 @@ class Storage:
         self.far_bytes = 0
         self.entry_count = 0
         self._slots: dict[Key, dict[Owner, _Slot]] = {}
-        self._by_key: dict[Key, _Usage] = {}
-        self._by_writer: dict[PeerId, _Usage] = {}
-        self._by_key_and_writer: dict[tuple[Key, PeerId], _Usage] = {}
+        self._by_key: dict[Key, Usage] = {}
+        self._by_writer: dict[PeerId, Usage] = {}
+        self._by_key_and_writer: dict[tuple[Key, PeerId], Usage] = {}
         # A heap; entries of slots that have changed since are skipped.
         self._due: list[tuple[int, int, Key, Owner]] = []
         self._counter = itertools.count()
@@ -130,6 +132,10 @@ class Storage:
 
     def keys(self) -> list[Key]:
         return list(self._slots)
+
+    def usage(self, key: Key) -> Usage:
+        """Return how many entries a key has and how many bytes they take, reserved slots included."""
+        return self._by_key.get(key, _NONE)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._slots
@@ -218,8 +224,8 @@ class Storage:
             heapq.heapify(self._due)
 
 
-def _count(usages: dict[_Name, _Usage], name: _Name, entries: int, size_bytes: int) -> None:
-    usage = usages.setdefault(name, _Usage())
+def _count(usages: dict[_Name, Usage], name: _Name, entries: int, size_bytes: int) -> None:
+    usage = usages.setdefault(name, Usage())
     usage.entries += entries
     usage.size_bytes += size_bytes
     if not usage.entries:

@@ -1,0 +1,188 @@
+"""Floods of one connection: the peer that is flooded goes on with everything else, and holds little of it."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from swarm.core.identity import Identity
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.logic.records import Record
+from swarm.dht.service.overlay import FIND, STORE
+from swarm.dht.service.wire import key_to_wire
+from swarm.net import certificate as tls
+from swarm.net.calls import CALLS_NAME
+from swarm.net.contacts import contact_to_wire
+from swarm.node import Node
+from swarm.wire.calls_pb2 import Call, CallBatch
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest
+
+# of the loop's own processor time between two turns; a whole second was taken before
+TURN_CPU_S_MAX = 0.1
+MEMORY_BYTES_MAX = 64 << 20
+KEY = Key("public", "large")
+ATTACKER = Identity.generate()
+SENDER = contact_to_wire(Contact(ATTACKER.peer_id))
+UNKNOWN_EXTENSION = x509.UnrecognizedExtension(x509.ObjectIdentifier("1.2.3.4"), b"\x05\x00")
+
+
+@contextmanager
+def turns_of(node: Node) -> Iterator[list[float]]:
+    """Collect the processor time that the network thread takes between two turns of its event loop."""
+    took_s: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            before_s = time.thread_time()
+            await asyncio.sleep(0)
+            took_s.append(time.thread_time() - before_s)
+
+    future = node.network.submit(watch())
+    try:
+        yield took_s
+    finally:
+        future.cancel()
+
+
+def memory_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def fill(node: Node, key: Key, entries: int, value: bytes) -> None:
+    """Store records under a key as if they had been validated."""
+    now_us = node.dht.service.overlay.now_us
+    for number in range(entries):
+        record = Record(
+            key=key,
+            subkey=None,
+            value=value,
+            issued_at_us=now_us,
+            expiration_us=now_us + 3_600_000_000,
+            writer=PeerId(number.to_bytes(32, "big")),
+        )
+        assert node.dht.service.storage.store(record, now_us) is None
+
+
+@asynccontextmanager
+async def channel_to(node: Node, *, named: bool = True) -> AsyncIterator[grpc.aio.Channel]:
+    """Connect as an attacker would: with a certificate that names it, or nobody."""
+    own = tls.client_certificate(ATTACKER)
+    if not named:
+        key = ec.generate_private_key(ec.SECP256R1())
+        own = tls.as_pem(key, tls.courtesy_signed(key.public_key(), UNKNOWN_EXTENSION))
+    credentials = grpc.ssl_channel_credentials(
+        tls.trust_anchor(node.peer_id), own.key_pem, own.certificate_pem
+    )
+    options = [
+        ("grpc.ssl_target_name_override", tls.tls_name(node.peer_id)),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    address = node.contact.addresses[0]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{address.port}", credentials, options=options) as channel:
+        await channel.channel_ready()
+        yield channel
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with Node(listen="127.0.0.1:0") as one:
+        yield one
+
+
+async def is_served(node: Node) -> None:
+    """Make an honest call while the flood goes on."""
+
+    def call() -> None:
+        with Node(listen=None, bootstrap=node.addresses) as honest:
+            assert honest.wait_joined(20.0)
+
+    await asyncio.get_running_loop().run_in_executor(None, call)
+
+
+def test_a_message_of_256_finds_for_a_large_key_neither_freezes_a_peer_nor_fills_its_memory(
+    node: Node,
+) -> None:
+    node.network.run(fill(node, KEY, 31, bytes(64 << 10)), 10)
+    find = DhtFindRequest(sender=SENDER, queries=[DhtFindQuery(key=key_to_wire(KEY))]).SerializeToString()
+    calls = [Call(number=number, method=FIND.name, request=find) for number in range(256)]
+
+    async def scenario() -> None:
+        async with channel_to(node) as channel:
+            before_bytes = memory_bytes()
+            with turns_of(node) as took_s:
+                stream = channel.stream_stream(CALLS_NAME)()
+                await stream.write(CallBatch(calls=calls).SerializeToString())
+                await asyncio.sleep(1.0)  # nothing is read
+                await is_served(node)
+            assert max(took_s) < TURN_CPU_S_MAX
+            # what the caller's own transport takes without being read is counted, too
+            assert memory_bytes() - before_bytes < MEMORY_BYTES_MAX
+            stream.cancel()
+
+    run(scenario)
+
+
+def test_finds_for_a_key_of_many_entries_do_not_freeze_a_peer(node: Node) -> None:
+    node.network.run(fill(node, KEY, 4096, b""), 10)
+    queries = [DhtFindQuery(key=key_to_wire(KEY))] + [
+        DhtFindQuery(key=key_to_wire(Key("public", str(number)))) for number in range(63)
+    ]
+    find = DhtFindRequest(sender=SENDER, queries=queries).SerializeToString()
+    twice = DhtFindRequest(sender=SENDER, queries=[queries[0]] * 2).SerializeToString()
+
+    async def scenario() -> None:
+        async with channel_to(node) as channel:
+            with turns_of(node) as took_s:
+                calls = [channel.unary_unary(FIND.name)(find, timeout=30) for _ in range(8)]
+                await is_served(node)
+                for call in calls:
+                    await call
+            assert max(took_s) < TURN_CPU_S_MAX
+            with pytest.raises(grpc.aio.AioRpcError, match="the same query twice"):
+                await channel.unary_unary(FIND.name)(twice, timeout=10)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["nobody", "a stranger"])
+def test_many_large_requests_at_once_take_little_memory(node: Node, named: bool) -> None:
+    """A caller without a name is refused before its request is read."""
+
+    async def send(channel: grpc.aio.Channel, count: int) -> list[Any]:
+        calls = [channel.stream_unary(STORE.name)() for _ in range(count)]
+
+        async def write(call: Any) -> None:
+            try:
+                async with asyncio.timeout(5):
+                    await call.write(bytes(4 << 20))
+                    await call.write(bytes(4 << 20))
+            except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+                pass
+
+        await asyncio.gather(*map(write, calls))
+        return calls
+
+    async def scenario() -> None:
+        async with channel_to(node, named=named) as channel:
+            before_bytes = memory_bytes()
+            calls = await send(channel, 40)
+            await is_served(node)
+            assert memory_bytes() - before_bytes < 3 * MEMORY_BYTES_MAX
+            for call in calls:
+                call.cancel()
+
+    run(scenario)
