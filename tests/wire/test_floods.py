@@ -8,24 +8,26 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
+import msgpack
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from averaging.optim.exchange import CHUNKS, RunExchange
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, Key, PeerId
-from swarm.dht.logic.records import Record
+from swarm.dht.logic.records import FORGED, Record, signed
 from swarm.dht.service.overlay import FIND, STORE
-from swarm.dht.service.wire import key_to_wire
+from swarm.dht.service.wire import key_to_wire, record_to_wire
 from swarm.net import certificate as tls
+from swarm.net import room
 from swarm.net.calls import CALLS_NAME
 from swarm.net.contacts import contact_to_wire
 from swarm.node import Node
 from swarm.wire.calls_pb2 import Call, CallBatch
-from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreReply, DhtStoreRequest
 
 # of the loop's own processor time between two turns; a whole second was taken before
 TURN_CPU_S_MAX = 0.1
@@ -51,6 +53,7 @@ def turns_of(node: Node) -> Iterator[list[float]]:
     try:
         yield took_s
     finally:
+        node.network.run(asyncio.sleep(0.01), 10.0)  # the last turn is in the list, too
         future.cancel()
 
 
@@ -100,6 +103,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 @pytest.fixture
 def node() -> Iterator[Node]:
     with Node(listen="127.0.0.1:0") as one:
+        one.service(RunExchange.from_node)
         yield one
 
 
@@ -128,9 +132,9 @@ def test_a_message_of_256_finds_for_a_large_key_neither_freezes_a_peer_nor_fills
                 await stream.write(CallBatch(calls=calls).SerializeToString())
                 await asyncio.sleep(1.0)  # nothing is read
                 await is_served(node)
-            assert max(took_s) < TURN_CPU_S_MAX
             # what the caller's own transport takes without being read is counted, too
             assert memory_bytes() - before_bytes < MEMORY_BYTES_MAX
+            assert max(took_s) < TURN_CPU_S_MAX
             stream.cancel()
 
     run(scenario)
@@ -158,31 +162,60 @@ def test_finds_for_a_key_of_many_entries_do_not_freeze_a_peer(node: Node) -> Non
     run(scenario)
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["nobody", "a stranger"])
-def test_many_large_requests_at_once_take_little_memory(node: Node, named: bool) -> None:
-    """A caller without a name is refused before its request is read."""
+@pytest.mark.parametrize("is_signed", [False, True], ids=["forged", "signed"])
+def test_records_with_expensive_values_do_not_freeze_a_peer(node: Node, is_signed: bool) -> None:
+    now_us = int(time.time() * 1e6)
+    value = msgpack.packb([[]] * 65_000)
 
-    async def send(channel: grpc.aio.Channel, count: int) -> list[Any]:
-        calls = [channel.stream_unary(STORE.name)() for _ in range(count)]
+    def record_of(number: int) -> Record:
+        record = Record(
+            key=Key("public", str(number)),
+            subkey=None,
+            value=value,
+            issued_at_us=now_us,
+            expiration_us=now_us + 60_000_000,
+            writer=ATTACKER.peer_id,
+            signature=bytes(64),
+        )
+        return signed(record, ATTACKER) if is_signed else record
 
-        async def write(call: Any) -> None:
-            try:
-                async with asyncio.timeout(5):
-                    await call.write(bytes(4 << 20))
-                    await call.write(bytes(4 << 20))
-            except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
-                pass
-
-        await asyncio.gather(*map(write, calls))
-        return calls
+    request = DhtStoreRequest(sender=SENDER, records=[record_to_wire(record_of(n)) for n in range(15)])
 
     async def scenario() -> None:
-        async with channel_to(node, named=named) as channel:
-            before_bytes = memory_bytes()
-            calls = await send(channel, 40)
-            await is_served(node)
-            assert memory_bytes() - before_bytes < 3 * MEMORY_BYTES_MAX
-            for call in calls:
-                call.cancel()
+        async with channel_to(node) as channel:
+            with turns_of(node) as took_s:
+                raw = await channel.unary_unary(STORE.name)(request.SerializeToString(), timeout=30)
+            assert max(took_s) < TURN_CPU_S_MAX
+        refusals = DhtStoreReply.FromString(raw).refusals
+        if is_signed:
+            assert set(refusals) == {""}
+        else:
+            assert list(refusals) == [FORGED] * 8 + ["its sender forges records"] * 7
+
+    run(scenario)
+
+
+def test_a_caller_without_a_name_is_refused_before_its_request_is_read(node: Node) -> None:
+    async def scenario() -> None:
+        async with channel_to(node, named=False) as channel:
+            for method in (STORE.name, CHUNKS.name, CALLS_NAME):
+                call = channel.stream_stream(method)()  # sends nothing
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    run(scenario)
+
+
+def test_a_request_that_does_not_arrive_ends_when_others_wait(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "READ_S_WHEN_OTHERS_WAIT", 0.2)
+
+    async def scenario() -> None:
+        async with channel_to(node) as channel:
+            waiting = [channel.stream_stream(STORE.name)() for _ in range(room.READS_MAX)]
+            await waiting[-1].wait_for_connection()
+            request = DhtStoreRequest(sender=SENDER).SerializeToString()
+            await channel.unary_unary(STORE.name)(request, timeout=30)
+            assert await waiting[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(scenario)
