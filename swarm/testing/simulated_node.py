@@ -13,6 +13,7 @@ from typing import Any
 from swarm.core.clock import Clock
 from swarm.core.ids import Contact
 from swarm.core.presets import WAN, Timings
+from swarm.core.standing import Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class SimulatedNode:
     ) -> None:
         self._own, self.clock, self.channels = own, clock, channels
         self.timings: Timings = WAN
+        self.standing = Standing()
         self.dht = SimulatedDht(dht)
         self.network = SimulatedThread(loop or asyncio.get_running_loop(), pool)
 
