@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import platform
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import Preset, timings_of
-from swarm.core.standing import Standing
+from swarm.core.standing import PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.channels import Channels
@@ -99,9 +100,10 @@ class Node:
         self.peer_id: PeerId = self.identity.peer_id
         self.contact = Contact(self.peer_id)
         self.clock = SystemClock()
+        self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
-        self.standing = Standing()
+        self.standing = PeerStanding()
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False

@@ -16,7 +16,7 @@ from swarm.core.ids import PeerId
 MEMBERS_MAX = 4096  # remembered in each run; beyond this the one that was named longest ago is forgotten
 
 
-class Standing:
+class PeerStanding:
     """The members of the runs that this node takes part in: peers that are or were electors, contributors of
     certificates, or owners. All others are strangers. May be used from any thread.
     """

@@ -164,7 +164,7 @@ class PeerBook:
             with contextlib.suppress(OSError):  # then the next save replaces it
                 path.replace(aside)
             _logger.warning(
-                "the peer book %s is damaged and cannot be read (%s): it was moved to %s, and a new one begins",
+                "the peer book %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
                 path,
                 error or type(error).__name__,
                 aside.name,

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from swarm.core.ids import PeerId
-from swarm.core.standing import Standing
+from swarm.core.standing import PeerStanding
 
 ANSWER_BYTES_PER_PEER_MAX = 8 << 20
 ANSWER_BYTES_MAX = 32 << 20  # half of it for strangers
@@ -30,7 +30,7 @@ class _Held:
 class AnswerRoom:
     """Bytes of answers that wait to be sent: to each peer, to strangers together, and in all."""
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: PeerStanding) -> None:
         self._standing = standing
         self._by_peer: dict[PeerId, _Held] = {}
         self._strangers_bytes = 0
@@ -83,11 +83,11 @@ class AnswerRoom:
 
 
 class RequestReads:
-    """Places for requests that are arriving. A message is in memory from its first byte on, so only so many
+    """Places for requests that are arriving. A message is in memory from its first byte on, so only a few
     may arrive at a time; the others wait in the sockets of their senders.
     """
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: PeerStanding) -> None:
         self._standing = standing
         self._places = {True: _Places(), False: _Places()}  # by whether a stranger sends the request
 

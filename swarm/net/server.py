@@ -18,7 +18,7 @@ from grpc import aio
 from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
-from swarm.core.standing import Standing
+from swarm.core.standing import PeerStanding
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
@@ -67,13 +67,13 @@ class Server:
         calls_per_peer_max: int = 256,
         throttle: Throttle | None = None,
         ping_interval_s_min: float = _PING_INTERVAL_S_MIN,
-        standing: Standing | None = None,
+        standing: PeerStanding | None = None,
     ) -> None:
         """`ping_interval_s_min`: a caller that pings an idle connection more often loses it. `standing`:
         callers that are strangers share half of every limit.
         """
         self.throttle = throttle or Throttle(Bandwidth())
-        self.standing = standing or Standing()
+        self.standing = standing or PeerStanding()
         self.room = AnswerRoom(self.standing)
         self.reads = RequestReads(self.standing)
         self._calls_max = calls_max

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from swarm.core.ids import PeerId
-from swarm.core.standing import MEMBERS_MAX, Standing
+from swarm.core.standing import MEMBERS_MAX, PeerStanding
 
 PEERS = [PeerId(number.to_bytes(32, "big")) for number in range(MEMBERS_MAX + 1)]
 
 
 def test_members_are_known_per_run_until_the_run_is_forgotten() -> None:
-    standing = Standing()
+    standing = PeerStanding()
     anne, bert, cara = PEERS[:3]
     standing.add_members("a", [anne])
     standing.add_members("b", [bert])
@@ -24,7 +24,7 @@ def test_members_are_known_per_run_until_the_run_is_forgotten() -> None:
 
 
 def test_the_member_that_was_named_longest_ago_is_forgotten_first() -> None:
-    standing = Standing()
+    standing = PeerStanding()
     standing.add_members("a", PEERS[:MEMBERS_MAX])
     standing.add_members("a", [PEERS[0], PEERS[MEMBERS_MAX]])
     assert standing.is_member(PEERS[0])

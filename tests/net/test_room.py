@@ -11,7 +11,7 @@ import pytest
 
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
-from swarm.core.standing import Standing
+from swarm.core.standing import PeerStanding
 from swarm.net import room
 from swarm.net.room import ANSWER_BYTES_MAX, ANSWER_BYTES_PER_PEER_MAX, AnswerRoom, RequestReads
 
@@ -19,8 +19,8 @@ PEERS = [Identity.generate().peer_id for _ in range(12)]
 MEMBER = PEERS[0]
 
 
-def standing() -> Standing:
-    known = Standing()
+def standing() -> PeerStanding:
+    known = PeerStanding()
     known.add_members("run", [MEMBER])
     return known
 

@@ -15,7 +15,7 @@ import pytest
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
-from swarm.core.standing import Standing
+from swarm.core.standing import PeerStanding
 from swarm.net import calls, server
 from swarm.net.calls import CALLS_NAME
 from swarm.net.channels import Channels
@@ -330,7 +330,7 @@ def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_rea
             lambda name, request: 0,
             enter,
             leave,
-            PeerRoom(AnswerRoom(Standing()), Identity.generate().peer_id),
+            PeerRoom(AnswerRoom(PeerStanding()), Identity.generate().peer_id),
         )
         async with asyncio.TaskGroup() as group:
             task = group.create_task(served.run())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -216,7 +215,7 @@ class Donor:
     def _grant(self, peer: PeerId, view: StateView | None) -> bytes:
         """Give a peer a lease instead of its earlier one. Raise PeerError when this peer is busy."""
         earlier = [name for name, lease in self._leases.items() if lease.peer == peer]
-        name, now_s = secrets.token_bytes(16), self._node.clock.monotonic_s()
+        name, now_s = self._node.rng.randbytes(16), self._node.clock.monotonic_s()
         opened_s, sent = now_s, set[int]()
         if earlier:  # opening again wins no time
             opened_s, sent = self._leases[earlier[0]].opened_s, self._leases[earlier[0]].sent
