@@ -140,6 +140,7 @@ class Node:
             clock=self.clock,
             supervisor=self.supervisor,
             timings=self.timings,
+            standing=self.standing,
         )
         self.dht = Dht(service, self.network)
         # Registered first and called last, because other services send their goodbyes through it.

@@ -7,8 +7,6 @@ at most half, and members displace them.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from swarm.core.ids import PeerId
@@ -18,35 +16,32 @@ MEMBERS_MAX = 4096  # remembered in each run; beyond this the one that was named
 
 class PeerStanding:
     """The members of the runs that this node takes part in: peers that are or were electors, contributors of
-    certificates, or owners. All others are strangers. May be used from any thread.
+    certificates, or owners. All others are strangers.
+
+    Any thread may ask, and one thread per run may change its members: they are replaced as a whole.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._members: dict[str, OrderedDict[PeerId, None]] = {}
+        self._members: dict[str, dict[PeerId, None]] = {}
 
     def add_members(self, run: str, peers: Iterable[PeerId]) -> None:
         """Remember the members of a run that a certificate or its specification names."""
-        with self._lock:
-            members = self._members.setdefault(run, OrderedDict())
-            for peer in peers:
-                members[peer] = None
-                members.move_to_end(peer)
-                if len(members) > MEMBERS_MAX:
-                    members.popitem(last=False)
+        named = dict.fromkeys(peers)
+        if not named:
+            return
+        earlier = [peer for peer in self._members.get(run, ()) if peer not in named]
+        self._members[run] = dict.fromkeys([*earlier, *named][-MEMBERS_MAX:])
 
     def forget_run(self, run: str) -> None:
         """Forget the members of a run that this node has left."""
-        with self._lock:
-            self._members.pop(run, None)
+        self._members.pop(run, None)
 
-    def has_members(self, run: str) -> bool:
-        """Return whether this node knows members of the run."""
-        return bool(self._members.get(run))
+    def has_members(self, run: str | None = None) -> bool:
+        """Return whether this node knows members of the run, or without one of any run."""
+        return bool(self._members if run is None else self._members.get(run))
 
     def is_member(self, peer: PeerId, run: str | None = None) -> bool:
         """Return whether a peer is a member of the run, or without one of any run that this node knows."""
         if run is not None:
             return peer in self._members.get(run, ())
-        with self._lock:
-            return any(peer in members for members in self._members.values())
+        return any(peer in members for members in list(self._members.values()))

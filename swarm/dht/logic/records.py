@@ -66,6 +66,12 @@ class Record:
         return self.writer, self.subkey
 
     @property
+    def run(self) -> str | None:
+        """Return the id of the run whose namespace the key is in, None in other namespaces."""
+        namespace = self.key.namespace
+        return namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(namespace) else None
+
+    @property
     def version(self) -> tuple[int, bytes]:
         """Return the version: of two records of one owner the greater version wins. The signature breaks ties
         the same way on every replica.

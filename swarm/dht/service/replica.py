@@ -61,6 +61,7 @@ _RECORDS_PER_TURN = 512  # encoded in a few milliseconds
 # bytes of a value.
 _CHECK_COST_BYTES = 1024
 _TURN_COST_BYTES = 16 << 10
+_STORES_PER_TURN = 64
 _FORGED_MAX = 8  # in one call; the rest of its records are not checked
 
 
@@ -225,7 +226,9 @@ class ReplicaStore:
             else []
         )
         refusals = []
-        for record in await self.validate(request.records):
+        for number, record in enumerate(await self.validate(request.records), 1):
+            if number % _STORES_PER_TURN == 0:
+                await asyncio.sleep(0)
             refusals.append(
                 record
                 if isinstance(record, str)
