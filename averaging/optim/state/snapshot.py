@@ -230,6 +230,7 @@ def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str,
             not isinstance(item, list)
             or len(item) != 3
             or not isinstance(item[0], str)
+            or not isinstance(item[1], str)
             or item[1] not in _DTYPES
             or item[0] in views
         ):
@@ -238,7 +239,7 @@ def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str,
         if (
             not isinstance(shape, list)
             or len(shape) > 16
-            or not all(isinstance(n, int) and 0 <= n <= len(blob) for n in shape)
+            or not all(type(n) is int and 0 <= n <= len(blob) for n in shape)
         ):
             raise PeerError(f"the state gives {name[:40]!r} an impossible shape")
         start = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

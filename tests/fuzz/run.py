@@ -1,0 +1,99 @@
+"""`make fuzz`: feed every decoder, every handler of a node and every caller with made input, until the time is
+over.
+
+    python -m tests.fuzz.run --seconds 600 --seed 7
+    python -m tests.fuzz.run --only 'history' --seed 7 --case 1234     # one case again
+
+Every failure prints the line that replays it. The exit status is 1 if there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+from tests.fuzz.decoders import all_decoders, run_decoder
+from tests.fuzz.making import Maker
+
+CASE_S_MAX = 1.0  # a case that takes longer than this is a failure
+_FAILURES_MAX = 20
+_CASES_AT_ONCE = 50
+
+
+Case = Callable[[Maker], None]
+
+
+def targets() -> Iterator[tuple[str, Case]]:
+    """Yield the name of every decoder with the function that runs one case of it."""
+    for decoder in all_decoders():
+        yield decoder.name, lambda maker, decoder=decoder: run_decoder(decoder, maker)
+
+
+def run_case(name: str, case: Case, seed: str) -> str:
+    """Run one case. Return what went wrong, or an empty text."""
+    began_s = time.process_time()
+    # the timer counts processor time, so that a busy machine fails no case
+    signal.setitimer(signal.ITIMER_PROF, 4 * CASE_S_MAX)
+    try:
+        case(Maker(seed))
+    except (Exception, Hangs):
+        return traceback.format_exc(limit=-6)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    took_s = time.process_time() - began_s
+    return f"it took {took_s:.1f} s of processor time" if took_s > CASE_S_MAX else ""
+
+
+class Hangs(BaseException):
+    """A case takes too long. Nothing under test catches it."""
+
+
+def _hangs(number: int, frame: object) -> None:
+    raise Hangs(f"it takes more than {4 * CASE_S_MAX:.0f} s of processor time")
+
+
+def fuzz_decoders(seed: int, seconds: float, only: str = "", case: int | None = None) -> list[str]:
+    """Run cases of all decoders, in turn, for some time. Return one text for each failure."""
+    failures: list[str] = []
+    chosen = [(name, run) for name, run in targets() if only in name]
+    end_s, number, cases = time.monotonic() + seconds, case or 0, 0
+    failed: set[str] = set()
+    while time.monotonic() < end_s and len(failures) < _FAILURES_MAX:
+        for name, run in chosen:
+            for at in range(number, number + (1 if case is not None else _CASES_AT_ONCE)):
+                wrong = run_case(name, run, f"{seed}/{name}/{at}")
+                cases += 1
+                if wrong and name not in failed:
+                    failed.add(name)
+                    line = f"python -m tests.fuzz.run --only '{name}' --seed {seed} --case {at}"
+                    failures.append(f"{name}: {wrong}\nagain: {line}")
+        if case is not None:
+            break
+        number += _CASES_AT_ONCE
+    print(f"{cases:,} cases of {len(chosen)} decoders")
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=None, help="of all input; without it, a new one")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--only", default="", help="targets whose name has this in it")
+    parser.add_argument("--case", type=int, default=None, help="one case only")
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}", flush=True)
+    signal.signal(signal.SIGPROF, _hangs)
+    failures = fuzz_decoders(seed, options.seconds, options.only, options.case)
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
