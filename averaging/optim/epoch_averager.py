@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +31,7 @@ from averaging.reduction.robust import MEAN, Aggregation
 from averaging.result import PendingRound, RoundResult
 from swarm.compression import resolve
 from swarm.compression.adaptive import ADAPTIVE, Role
+from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAMED_MAX = 3  # peers named in one message
-_POLL_S = 0.002
 _CHECK_INTERVAL_S = 0.04
 _STATE_TIMEOUT_S = 120.0  # of one round over the state: it is larger than the gradients, and rare
 # share of the time that a run spends on waiting for one late peer. A peer that is late beyond that is left
@@ -103,13 +101,15 @@ class BackgroundRound:
     true.
     """
 
-    def __init__(self, pending: PendingRound, is_obsolete: Callable[[], bool], grace_s: float) -> None:
-        self._pending, self._is_obsolete, self._grace_s = pending, is_obsolete, grace_s
+    def __init__(
+        self, pending: PendingRound, is_obsolete: Callable[[], bool], grace_s: float, clock: Clock
+    ) -> None:
+        self._pending, self._is_obsolete, self._grace_s, self._clock = pending, is_obsolete, grace_s, clock
         self._obsolete_s, self._checked_s = math.inf, -math.inf
 
     def done(self) -> bool:
         """Return whether `result` would not wait. Call it regularly: an obsolete round is cancelled here."""
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         if self._pending.done:
             return True
         if now_s - self._checked_s >= _CHECK_INTERVAL_S:
@@ -125,13 +125,16 @@ class BackgroundRound:
         this thread.
         """
         try:
-            pause = threading.Event()
-            while not self.done():
-                pause.wait(_POLL_S)
+            self.wait()
             return self._pending.result()
         except BaseException:  # Ctrl-C: no work may continue in the background
             self.cancel()
             raise
+
+    def wait(self) -> None:
+        """Wait until `result` would not wait."""
+        while not self.done():
+            self._pending.wait(_CHECK_INTERVAL_S)
 
     def cancel(self) -> None:
         """Cancel the round; the tensors are free afterwards."""
@@ -229,7 +232,7 @@ class EpochAverager:
             wait=False,
             lend=True,
         )
-        return BackgroundRound(pending, is_obsolete, grace_s)
+        return BackgroundRound(pending, is_obsolete, grace_s, self._node.clock)
 
     def _round_key(self, epoch: int, kind: RoundKind) -> int | str | RoundLineage:
         """Return under which key a round in `epoch` is held: with its place in the history that it extends,
@@ -289,10 +292,9 @@ class EpochAverager:
             wait=False,
             lend=True,
         )
-        background_round, pause = BackgroundRound(pending, is_obsolete, grace_s), threading.Event()
+        background_round = BackgroundRound(pending, is_obsolete, grace_s, self._node.clock)
         try:
-            while not background_round.done():
-                pause.wait(_POLL_S)
+            background_round.wait()
             with state.lock:
                 result = pending.result()
                 if result.failed:

@@ -5,7 +5,6 @@ when the swarm went on without this peer.
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -49,6 +48,7 @@ class EpochLoop:
         catch_up: CatchUp,
         load_timeout_s: float,
     ) -> None:
+        self._clock = catch_up.clock
         self._closer = EpochCloser(mode, tracker, donor, averager, catch_up)
         # called before epochs of this peer's own are given up, by the id that torch gave each
         self.reunion_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
@@ -70,7 +70,7 @@ class EpochLoop:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
         report of this call.
         """
-        began_s = time.monotonic()
+        began_s = self._clock.monotonic_s()
         self._measure(samples, began_s)
         if not self._started:
             self._start()
@@ -96,7 +96,7 @@ class EpochLoop:
                     self._start_background_round(report) if self._traits.overlapped else self._close(report)
                 )
             report = self._wait_for_round(report, samples)
-        self._last_step_ended_s = time.monotonic()
+        self._last_step_ended_s = self._clock.monotonic_s()
         return replace(
             report, progress=self._tracker.view().fraction, seconds=self._last_step_ended_s - began_s
         )
@@ -333,7 +333,7 @@ class EpochLoop:
         if self._retry_at_samples:
             self._tracker.announce_full(epoch)
         background_round = self._averager.begin(epoch, self._closer.is_behind, OBSOLETE_ROUND_GRACE_S)
-        self._background = _BackgroundEpoch(background_round, epoch, contributed, time.monotonic())
+        self._background = _BackgroundEpoch(background_round, epoch, contributed, self._clock.monotonic_s())
         return replace(report, accumulated=self._learner.samples)
 
     def _poll_background_round(self, report: StepReport) -> StepReport:
@@ -354,7 +354,7 @@ class EpochLoop:
             raise
         self._background = None
         if not result.failed:
-            outcome = self._closer.committed(result, 0, time.monotonic() - background.began_s)
+            outcome = self._closer.committed(result, 0, self._clock.monotonic_s() - background.began_s)
         else:
             behind = self._closer.failed(result, 1)
             reason = f"round failed: {result.detail or result.reason}"

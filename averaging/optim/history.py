@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import copy
 import logging
-import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -150,7 +149,7 @@ class RunHistory:
                 self._lineage.alone(
                     epoch=epoch,
                     kind=kind,
-                    group_id=secrets.token_bytes(DIGEST_BYTES),
+                    group_id=self._node.rng.randbytes(DIGEST_BYTES),
                     is_break=is_break,
                     sign=self._sign,
                 )

@@ -75,7 +75,7 @@ class Tracker:
         )
         self._lock = threading.Lock()
         # wakes the trainer's thread: an epoch began, or a refresh ended
-        self._changed = threading.Condition(self._lock)
+        self._changed = node.network.waits.condition(self._lock)
         self._refreshes = 0
         self._refreshing = False
         self._refreshed_s = -1e9
