@@ -1,9 +1,9 @@
 """Nodes on loopback that train together while one of them answers nonsense and strangers call all handlers.
 
-Two honest nodes and a liar train a run, hold experts and follow a specification. The liar's answers are mutated
-before they leave it, so the honest nodes' callers read nonsense. Their own handlers are called with messages
-that are made from real ones. Whatever comes out of a handler but a refusal is a failure, and so are an
-exception in a training loop, a stalled event loop and much more memory.
+Two honest nodes and a liar train a run, hold experts and follow a specification. The liar's answers are
+mutated before they leave it, so the honest nodes' callers read nonsense. Their own handlers are called with
+messages that are made from real ones. Whatever comes out of a handler but a refusal is a failure, and so are
+an exception in a training loop, a stalled event loop and much more memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import resource
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,11 +28,12 @@ from averaging.optim.optimizer import Optimizer
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
-from swarm.net.rpc import Handlers, Stream, StreamHandler, StreamMethod, UnaryHandler
+from swarm.net.rpc import Handlers, Stream, StreamHandler, UnaryHandler
 from swarm.node import Node, NodeConfig
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, sign
+from swarm.wire import run_pb2
 from tests.fuzz.making import Learned, Maker
 
 BATCH, TARGET = 4, 24
@@ -42,6 +44,7 @@ _CALL_S = 0.25  # some handlers hold an answer back on purpose
 _ADMISSIBLE = 0.85  # share of calls that are not refused for who calls, or about what
 _LIES = 0.4  # share of the liar's answers that are mutated
 _RECORDED_MAX = 60  # of one method
+_NAMES = {"run": ["fuzz"], "averager": ["epoch"], "uid": ["ffn.0"]}
 _TABLE = {"name": "fuzz", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
 
 
@@ -71,10 +74,10 @@ class Recorder:
                 getattr(message, field.name).peer_id = caller.to_bytes()
             elif field.name == "seek":
                 self.admissible(message.seek, caller, maker)  # type: ignore[attr-defined]
-            elif field.name in ("run", "averager", "uid", "schema_digest") and self.learned.values.get(
-                field.full_name
-            ):
-                setattr(message, field.name, maker.rng.choice(self.learned.values[field.full_name]))
+            elif field.name in ("run", "averager", "uid", "schema_digest"):
+                known = self.learned.values.get(field.full_name) or _NAMES.get(field.name)
+                if known:
+                    setattr(message, field.name, maker.rng.choice(known))
             elif field.name == "group_id" and self.groups:
                 message.group_id = maker.rng.choice(self.groups)  # type: ignore[attr-defined]
 
@@ -182,9 +185,7 @@ class FuzzedNode:
         self.net = torch.nn.Linear(6, 1)
         inner = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.optimizer = self.stack.enter_context(
-            Optimizer(
-                inner, node=self.node, run="fuzz", target_batch_size=TARGET, batch_size_per_step=BATCH
-            )
+            Optimizer(inner, node=self.node, run="fuzz", target_batch_size=TARGET, batch_size_per_step=BATCH)
         )
         self.stack.enter_context(
             swarm.ExpertServer(
@@ -253,10 +254,11 @@ async def _stalls(seconds: float, found: list[float]) -> None:
 async def call_handlers(
     victim: Node, seed: str, seconds: float, recorder: Recorder, peers: list[PeerId]
 ) -> tuple[int, list[str]]:
-    """Call the handlers of a node with made messages for some time. Return how many calls there were, and what
-    came out that must not.
+    """Call the handlers of a node with made messages for some time. Return how many calls there were, and
+    what came out that must not.
     """
-    rng, number, failures = random.Random(seed), 0, {}
+    rng, number = random.Random(seed), 0
+    failures: dict[str, str] = {}
     stalls: list[float] = []
     watch = asyncio.get_running_loop().create_task(_stalls(seconds, stalls))
     end_s = time.monotonic() + seconds
@@ -282,8 +284,6 @@ async def call_handlers(
         except (SwarmError, TimeoutError):
             return
         except Exception as error:
-            import traceback
-
             failures.setdefault(
                 f"{name} {type(error).__name__}", f"{name}: {''.join(traceback.format_exception(error)[-6:])}"
             )
@@ -308,10 +308,9 @@ def fuzz_nodes(seed: int, seconds: float) -> tuple[int, list[str]]:
     unexpected = Unexpected()
     logging.getLogger().addHandler(unexpected)
     before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    signed = sign(
-        RunSpecification.from_table(_TABLE, "fuzz"), Identity.generate(), version=1, created_s=1.0
-    )
+    signed = sign(RunSpecification.from_table(_TABLE, "fuzz"), Identity.generate(), version=1, created_s=1.0)
     recorder, failures = Recorder(), []
+    recorder.learned.add(run_pb2.ChangeRequest(run=signed.run_id, specification=signed.blob))
     with _swarm(signed) as nodes:
         *honest, liar = nodes
         for one in nodes:
@@ -319,10 +318,9 @@ def fuzz_nodes(seed: int, seconds: float) -> tuple[int, list[str]]:
                 _tap(one.node, recorder, Maker(f"{seed}/lies") if one is liar else None), 5.0
             )
             one.start()
-        stop, errors = threading.Event(), []
-        calling = threading.Thread(
-            target=_call_experts, args=(honest[1].node, stop, errors), daemon=True
-        )
+        stop = threading.Event()
+        errors: list[BaseException] = []
+        calling = threading.Thread(target=_call_experts, args=(honest[1].node, stop, errors), daemon=True)
         calling.start()
         time.sleep(min(4.0, seconds / 4))  # real messages to begin with
         peers = [one.node.peer_id for one in nodes[1:]] + [Identity.generate().peer_id]
@@ -338,9 +336,7 @@ def fuzz_nodes(seed: int, seconds: float) -> tuple[int, list[str]]:
         for one in nodes:
             one.stop.set()
     failures += [
-        f"training on an honest node ended with {one.error!r}"
-        for one in honest
-        if one.error is not None
+        f"training on an honest node ended with {one.error!r}" for one in honest if one.error is not None
     ]
     logging.getLogger().removeHandler(unexpected)
     failures += list({text.splitlines()[-1]: text for text in unexpected.found}.values())
@@ -391,9 +387,7 @@ def _answers(asker: Node, victim: Node) -> list[str]:
 
     try:
         reply = asker.network.run(
-            asker.channels.call(
-                victim.contact, DESCRIBE, DescribeRequest(uids=["ffn.0"]), timeout_s=20.0
-            ),
+            asker.channels.call(victim.contact, DESCRIBE, DescribeRequest(uids=["ffn.0"]), timeout_s=20.0),
             30.0,
         )
     except SwarmError as error:

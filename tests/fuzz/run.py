@@ -1,8 +1,9 @@
-"""`make fuzz`: feed every decoder, every handler of a node and every caller with made input, until the time is
-over.
+"""`make fuzz`: feed every decoder, every handler of a node and every caller with made input, until the time
+is over.
 
     python -m tests.fuzz.run --seconds 600 --seed 7
     python -m tests.fuzz.run --only 'history' --seed 7 --case 1234     # one case again
+    python -m tests.fuzz.run --only nodes --seed 7                     # the same calls of a node's handlers
 
 Every failure prints the line that replays it. The exit status is 1 if there was one.
 """
@@ -10,6 +11,8 @@ Every failure prints the line that replays it. The exit status is 1 if there was
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import random
 import signal
 import sys
@@ -17,21 +20,33 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
+from swarm.core.errors import SwarmError
 from tests.fuzz.decoders import all_decoders, run_decoder
+from tests.fuzz.files import FILES, FileCase
 from tests.fuzz.making import Maker
+from tests.fuzz.nodes import fuzz_nodes
 
 CASE_S_MAX = 1.0  # a case that takes longer than this is a failure
 _FAILURES_MAX = 20
 _CASES_AT_ONCE = 50
+_NODES_S_MAX = 60.0
+_STARTING_S = 10.0  # to start nodes and to stop them
 
 
 Case = Callable[[Maker], None]
 
 
 def targets() -> Iterator[tuple[str, Case]]:
-    """Yield the name of every decoder with the function that runs one case of it."""
+    """Yield the name of every decoder and file with the function that runs one case of it."""
+    for name, read in FILES.items():
+        yield name, lambda maker, read=read: _read_file(read, maker)
     for decoder in all_decoders():
         yield decoder.name, lambda maker, decoder=decoder: run_decoder(decoder, maker)
+
+
+def _read_file(read: FileCase, maker: Maker) -> None:
+    with contextlib.suppress(SwarmError):
+        read(maker)
 
 
 def run_case(name: str, case: Case, seed: str) -> str:
@@ -79,8 +94,24 @@ def fuzz_decoders(seed: int, seconds: float, only: str = "", case: int | None = 
     return failures
 
 
+def fuzz(seed: int, seconds: float) -> list[str]:
+    """Give half of the time to decoders and files, and half to nodes, which are built anew every minute."""
+    failures = fuzz_decoders(seed, seconds / 2)
+    end_s, number = time.monotonic() + seconds / 2, seed
+    while not failures and (left_s := end_s - time.monotonic()) > 0:
+        calls, wrong = fuzz_nodes(number, max(5.0, min(_NODES_S_MAX, left_s - _STARTING_S)))
+        print(f"{calls:,} calls of handlers of a node, seed {number}", flush=True)
+        failures += [
+            f"{text}\nagain: python -m tests.fuzz.run --only nodes --seed {number}" for text in wrong
+        ]
+        number += 1
+    return failures
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=None, help="of all input; without it, a new one")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--only", default="", help="targets whose name has this in it")
@@ -88,8 +119,17 @@ def main() -> int:
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}", flush=True)
+    logging.getLogger().addHandler(
+        logging.NullHandler()
+    )  # what peers and files cause is logged for each case
     signal.signal(signal.SIGPROF, _hangs)
-    failures = fuzz_decoders(seed, options.seconds, options.only, options.case)
+    if options.only == "nodes":
+        calls, failures = fuzz_nodes(seed, min(_NODES_S_MAX, options.seconds))
+        print(f"{calls:,} calls of handlers of a node")
+    elif options.only or options.case is not None:
+        failures = fuzz_decoders(seed, options.seconds, options.only, options.case)
+    else:
+        failures = fuzz(seed, options.seconds)
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
