@@ -24,7 +24,7 @@ import torch
 from google.protobuf.message import Message
 
 import swarm
-from averaging.optim.optimizer import Optimizer
+from averaging.optim.optimizer import Optimizer, OptimizerConfig
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
@@ -185,7 +185,14 @@ class FuzzedNode:
         self.net = torch.nn.Linear(6, 1)
         inner = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.optimizer = self.stack.enter_context(
-            Optimizer(inner, node=self.node, run="fuzz", target_batch_size=TARGET, batch_size_per_step=BATCH)
+            Optimizer(
+                inner,
+                node=self.node,
+                run="fuzz",
+                target_batch_size=TARGET,
+                batch_size_per_step=BATCH,
+                config=OptimizerConfig(round_timeout_s=15.0),
+            )
         )
         self.stack.enter_context(
             swarm.ExpertServer(
@@ -333,11 +340,9 @@ def fuzz_nodes(seed: int, seconds: float) -> tuple[int, list[str]]:
         stop.set()
         calling.join(30.0)
         failures += [f"a call of an expert ended with {error!r}" for error in errors]
-        for one in nodes:
-            one.stop.set()
-    failures += [
-        f"training on an honest node ended with {one.error!r}" for one in honest if one.error is not None
-    ]
+        failures += [
+            f"training on an honest node ended with {one.error!r}" for one in honest if one.error is not None
+        ]
     logging.getLogger().removeHandler(unexpected)
     failures += list({text.splitlines()[-1]: text for text in unexpected.found}.values())
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before_bytes

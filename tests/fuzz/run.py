@@ -27,8 +27,7 @@ from tests.fuzz.making import Maker
 from tests.fuzz.nodes import fuzz_nodes
 
 CASE_S_MAX = 1.0  # a case that takes longer than this is a failure
-_FAILURES_MAX = 20
-_CASES_AT_ONCE = 50
+_SLICE_S = 0.1  # for one target before it is the next one's turn
 _NODES_S_MAX = 60.0
 _STARTING_S = 10.0  # to start nodes and to stop them
 
@@ -49,7 +48,7 @@ def _read_file(read: FileCase, maker: Maker) -> None:
         read(maker)
 
 
-def run_case(name: str, case: Case, seed: str) -> str:
+def run_case(case: Case, seed: str) -> str:
     """Run one case. Return what went wrong, or an empty text."""
     began_s = time.process_time()
     # the timer counts processor time, so that a busy machine fails no case
@@ -75,22 +74,25 @@ def _hangs(number: int, frame: object) -> None:
 def fuzz_decoders(seed: int, seconds: float, only: str = "", case: int | None = None) -> list[str]:
     """Run cases of all decoders, in turn, for some time. Return one text for each failure."""
     failures: list[str] = []
-    chosen = [(name, run) for name, run in targets() if only in name]
-    end_s, number, cases = time.monotonic() + seconds, case or 0, 0
-    failed: set[str] = set()
-    while time.monotonic() < end_s and len(failures) < _FAILURES_MAX:
-        for name, run in chosen:
-            for at in range(number, number + (1 if case is not None else _CASES_AT_ONCE)):
-                wrong = run_case(name, run, f"{seed}/{name}/{at}")
-                cases += 1
-                if wrong and name not in failed:
-                    failed.add(name)
-                    line = f"python -m tests.fuzz.run --only '{name}' --seed {seed} --case {at}"
+    chosen = {name: run for name, run in targets() if only in name}
+    numbers = dict.fromkeys(chosen, case or 0)
+    end_s, cases = time.monotonic() + seconds, 0
+    while chosen and time.monotonic() < end_s:
+        for name, run in list(chosen.items()):
+            slice_end_s = time.monotonic() + _SLICE_S
+            while name in chosen:
+                number = numbers[name]
+                wrong = run_case(run, f"{seed}/{name}/{number}")
+                numbers[name], cases = number + 1, cases + 1
+                if wrong:
+                    del chosen[name]  # one failure of each target is enough
+                    line = f"python -m tests.fuzz.run --only '{name}' --seed {seed} --case {number}"
                     failures.append(f"{name}: {wrong}\nagain: {line}")
+                if case is not None or time.monotonic() > slice_end_s:
+                    break
         if case is not None:
             break
-        number += _CASES_AT_ONCE
-    print(f"{cases:,} cases of {len(chosen)} decoders")
+    print(f"{cases:,} cases of {len(numbers)} decoders and files")
     return failures
 
 

@@ -21,7 +21,7 @@ CASES = 40
 def test_made_input_is_refused_with_a_sentence(name: str) -> None:
     case = dict(targets())[name]
     for number in range(CASES):
-        assert run_case(name, case, f"1/{name}/{number}") == ""
+        assert run_case(case, f"1/{name}/{number}") == ""
 
 
 def test_equal_seeds_make_equal_input() -> None:
