@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from averaging.optim.background_round import RunningRound
 from averaging.optim.catchup import FIRST_REFRESH_TIMEOUT_S, CatchUp
 from averaging.optim.closing import CloseOutcome, EpochCloser
-from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, BackgroundRound, EpochAverager
+from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager
 from averaging.optim.modes import Mode
 from averaging.optim.progress.logic.punctuality import longest_wait_s
 from averaging.optim.progress.tracker import Tracker
@@ -29,7 +30,7 @@ _RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples
 class _BackgroundEpoch:
     """A round that runs while training continues."""
 
-    background_round: BackgroundRound
+    background_round: RunningRound
     epoch: int
     contributed: int  # samples of this peer in the round
     began_s: float

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+
+from swarm.core.backoff import Backoff
 from swarm.core.clock import Clock
-from swarm.core.errors import PeerError, UsageError
+from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, newest, run_id_of, sign
+
+_READ_TRIES = 4  # of the present specification, while the network fails
+_RETRY_S_FIRST, _RETRY_S_MAX = 0.5, 4.0
 
 
 async def create_run(
@@ -27,7 +34,7 @@ async def create_run(
     else:
         run_id = run_id_of(owner.peer_id, specification.name, specification.recovery_peer)
     try:
-        known = await directory.specification(run_id, from_disk=False)
+        known = await _present(directory, run_id)
     except PeerError:
         last = newest(await directory.stored(run_id))
         _check_owner(last, owner)
@@ -88,3 +95,18 @@ def _check_owner(known: SignedSpecification | None, owner: Identity) -> None:
             f"{known.full_name} belongs to {known.owner} since it was recovered, and this identity is "
             f"{owner.peer_id}: take part with `swarm join`, or pass the owner's identity with --identity"
         )
+
+
+async def _present(directory: RunDirectory, run_id: str) -> SignedSpecification:
+    """Return the specification that the swarm has. Raise PeerError if it has none, and NetworkError if that is
+    not known after some tries: a second run of the same name must not begin because a peer was busy.
+    """
+    retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, random.Random())
+    while True:
+        try:
+            return await directory.specification(run_id, from_disk=False)
+        except NetworkError:
+            pause_s = retries.next_s()
+            if retries.failures >= _READ_TRIES:
+                raise
+            await asyncio.sleep(pause_s)

@@ -117,6 +117,7 @@ class Join:
     bandwidth: float
     bandwidth_is_set: bool = False
     auxiliary: bool = False
+    grid_rounds: int = 0
     gathered: bytes = b""
 
 

@@ -141,6 +141,12 @@ class Mode(Protocol):
         """
         ...
 
+    def merge_metadata(self, metadata: Sequence[Any]) -> Any:
+        """Return the metadata of the next of several rounds of an epoch, from what the members of the last
+        one sent.
+        """
+        ...
+
     def apply(self, metadata: Sequence[Any]) -> None:
         """Move the state one epoch forward with the average in `tensors()`, or with what `prepare` left
         there if this peer is alone.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from averaging.optim.accumulate import GradientAccumulator, names_of
+from averaging.optim.accumulate import GradientAccumulator, bit_field, names_of
 from averaging.optim.finite import RejectedSamples
 from averaging.optim.memory import storage_for, zeros_like
 from averaging.optim.modes import ModeParts, ModeTraits
@@ -164,6 +164,9 @@ class GradientsMode:
             self._in_round = samples, list(accumulator.touched)
             accumulator.reset()
         return float(samples), metadata
+
+    def merge_metadata(self, metadata: Sequence[Any]) -> bytes:
+        return bit_field(self._touched(metadata))
 
     def apply(self, metadata: Sequence[Any]) -> None:
         own = self._accumulator.touched if self._in_round is None else self._in_round[1]
