@@ -128,10 +128,10 @@ class StepRunner:
                 round_key=options.round_key,
                 deadline_s=search_end_s,
                 gathered=options.gathered,
+                electors=options.history.seats if options.history is not None else 0,
                 may_be_alone=options.weight > 0.0
                 and options.history is not None
                 and options.history.may_be_alone,
-                electors=options.history.seats if options.history is not None else 0,
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):

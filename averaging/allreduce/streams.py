@@ -37,7 +37,10 @@ class ReducerStream:
         came = functools.partial(driver.on_bytes, place, True)
         try:
             async with driver.network.open_stream(
-                driver.contact(place), came, functools.partial(driver.on_sent, place)
+                driver.contact(place),
+                driver.machine.reducers.shard_bytes(place),
+                came,
+                functools.partial(driver.on_sent, place),
             ) as stream:
                 await _side_by_side(self._send(stream), self._receive(stream))
         except NetworkError as error:

@@ -21,9 +21,9 @@ class RoundLineage:
     electors: tuple[PeerId, ...]  # of the head, in order of seniority
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
     is_break: bool = False  # it commits without a quorum of the electors
-    peers: int = 0  # in the swarm, as far as this one knows; 0: unknown
     seats: int = 0  # peers that are expected in the electors' cell, where the round is held; 0: it is not
     grid_rounds: int = 1  # of the next epoch, as this peer sees the swarm
+    peers: int = 0  # in the swarm, as far as this one knows; 0: unknown
     # Given the contributors of a group, it returns why that group cannot commit, or "".
     may_begin: Callable[[Sequence[PeerId]], Awaitable[str]]
     # Given a proposal and a result (b"": none), it returns why this peer must not vote so, or "". A peer that

@@ -132,9 +132,9 @@ class RunHistory:
                 electors=self._lineage.electors,
                 goodbyes=dict(self._lineage.goodbyes),
                 is_break=self._is_break,
-                peers=self.size.peers,
                 seats=seats,
                 grid_rounds=self.size.rounds_wanted,
+                peers=self.size.peers,
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,
@@ -323,6 +323,7 @@ class RunHistory:
             self._judged.clear()
 
     def _moved(self) -> None:
+        self._node.standing.add_members(self._run, self._lineage.electors)
         self._is_break = False
         if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
             self._ahead = None

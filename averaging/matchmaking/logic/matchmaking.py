@@ -40,7 +40,12 @@ from averaging.matchmaking.logic.messages import (
     SendLookForGroup,
     VectorSchema,
 )
-from averaging.matchmaking.logic.peer_table import PeerState, PeerTable
+from averaging.matchmaking.logic.peer_table import (
+    FIRST_QUERIED_MAX,
+    QUERIED_PEERS_MAX,
+    PeerState,
+    PeerTable,
+)
 from averaging.matchmaking.logic.search import GroupFollower, Search
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
@@ -133,7 +138,13 @@ class Matchmaker:
             turn=self._history.next_turn(),
         )
         self._history.grace_period.pay(now_s)
-        table = PeerTable(query=query, started_s=now_s, grace_period=self._history.grace_period)
+        table = PeerTable(
+            query=query,
+            started_s=now_s,
+            grace_period=self._history.grace_period,
+            # peers of a cell know few of one another, and have no common order
+            first_queried_max=QUERIED_PEERS_MAX if request.expected else FIRST_QUERIED_MAX,
+        )
         begin_by_s = request.deadline_s - _BEGIN_EARLY_SHARE * max(request.deadline_s - now_s, 0.0)
         self._search = Search(
             request=request, member=member, query=query, table=table, started_s=now_s, begin_by_s=begin_by_s

@@ -179,8 +179,8 @@ class GroupService:
         round_key: str,
         deadline_s: float,
         gathered: bytes = b"",
-        may_be_alone: bool = False,
         electors: int = 0,
+        may_be_alone: bool = False,
     ) -> Group | SearchFailed:
         """Search for a group until `deadline_s` (monotonic seconds); after a group, call `round_over`.
         `may_be_alone`: whether a group of this peer alone is large enough, once it has waited for the others.
