@@ -202,7 +202,9 @@ class PeerTable:
         `needs_no_query` returns whether a peer needs no query; `first_only` restricts the result to peers
         that were never queried, and that all searches query first.
         """
-        first, again, known, pending = [], [], 0, 0
+        first: list[PeerState] = []
+        again: list[PeerState] = []
+        known = pending = 0
         for peer_id, peer in self.peers.items():
             known += peer.status is not None or bool(peer.failed)
             pending += peer.query_pending
