@@ -60,9 +60,7 @@ class Introductions:
         asked_s = self._asked_s.get(peer_id)
         return asked_s is None or asyncio.get_running_loop().time() - asked_s > _INTERVAL_S
 
-    async def introduce(
-        self, contact: Contact, *, timeout_s: float, connected: bool = False
-    ) -> Introduction:
+    async def introduce(self, contact: Contact, *, timeout_s: float, connected: bool = False) -> Introduction:
         """Send a Hello. `connected`: there is a connection already. Raises NetworkError, DeadlineExceeded or
         PeerError when that fails.
         """

@@ -331,9 +331,7 @@ class Overlay:
         self.on_answer(contact, self.clock.monotonic_s() - started_s)
         return reply
 
-    def lookup(
-        self, target: int, *, wanted: int, parallel: int, near: Sequence[Contact] = ()
-    ) -> Lookup:
+    def lookup(self, target: int, *, wanted: int, parallel: int, near: Sequence[Contact] = ()) -> Lookup:
         """Return a lookup that starts from the table, and from peers that were `near` the target a moment
         ago. This peer itself is a candidate if others can reach it.
         """

@@ -78,15 +78,15 @@ class PendingWrite:
     has written under the same key a moment ago; otherwise a search and one round.
     """
 
-    def __init__(
-        self, overlay: Overlay, record: Record, replicas: WrittenReplicas, previous_us: int
-    ) -> None:
+    def __init__(self, overlay: Overlay, record: Record, replicas: WrittenReplicas, previous_us: int) -> None:
         """`previous_us`: when this peer issued this entry last before; 0 for a record that is not its own."""
         self._overlay = overlay
         self._record = record
         self._replicas = replicas
         self._previous_us = previous_us
-        self.held: list[DhtRecord] = []  # later records of the same entry, which replicas held before this one
+        self.held: list[
+            DhtRecord
+        ] = []  # later records of the same entry, which replicas held before this one
         self.verdicts = Verdicts()
         self.is_own_replica = False
 
@@ -97,9 +97,7 @@ class PendingWrite:
         lookup = overlay.lookup(target, wanted=REPLICAS, parallel=REPLICAS, near=near)
         # A peer that knows the replicas asks them first, and the question stores the record. Their answers
         # name closer peers that have come since.
-        nearest = await overlay.search(
-            lookup, self._store_at if overlay.knows_all or near else self._find_at
-        )
+        nearest = await overlay.search(lookup, self._store_at if overlay.knows_all or near else self._find_at)
         self._replicas.note(self._record.key, nearest)
         self.is_own_replica = any(contact.peer_id == overlay.own_id for contact in nearest)
         async with asyncio.TaskGroup() as group:
