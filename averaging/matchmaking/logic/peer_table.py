@@ -303,6 +303,17 @@ class PeerTable:
             self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values()
         )
 
+    def round_has_begun(self) -> bool:
+        """Return whether a known peer is, or was, in a group for this round: that group would have to fail
+        before another one can be committed.
+        """
+        return any(
+            peer.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
+            and peer.round_key == self.query.round_key
+            and not peer.failed
+            for peer in self.peers.values()
+        )
+
     def missing_s(self, now_s: float) -> dict[PeerId, float]:
         """Return how long each peer that could come was missing in this search, which ends now."""
         return {

@@ -75,7 +75,7 @@ class Tracker:
         )
         self._lock = threading.Lock()
         # wakes the trainer's thread: an epoch began, or a refresh ended
-        self._changed = threading.Condition(self._lock)
+        self._changed = node.network.waits.condition(self._lock)
         self._refreshes = 0
         self._refreshing = False
         self._refreshed_s = -1e9
@@ -122,9 +122,11 @@ class Tracker:
         if history is None:
             return
         now_s = self._node.clock.swarm_s()
-        history.set_peers(progress.total.peers if progress.total else 1 + len(progress.others(now_s)))
+        others = progress.others(now_s)
+        peers = progress.total.peers if progress.total else 1 + len(others)
+        history.size.update(peers, [peer for peer, report in others.items() if not report.joining])
         progress.head, progress.abstains = history.head, history.abstains
-        progress.certified_epoch = history.certified_epoch if history.covers_swarm else None
+        progress.certified_epoch = history.certified_epoch
 
     def _update_full_epoch(self, now_s: float) -> None:
         """Mark this peer's epoch as full when it is, or when another peer announced it and this peer's own
