@@ -119,7 +119,7 @@ def join_at_once(say: Callable[[str], None], newcomers: int, trainers: int) -> A
                 arrivals.processor_s.append(contributed["processor_s"])
     except LaunchFailed as failure:
         arrivals.launches_failed += 1
-        arrivals.reasons.append(str(failure))
+        arrivals.reasons.append(str(failure).partition("; its log ends")[0])  # the log names paths
     for kind, seconds in (("loaded", arrivals.loaded_s), ("contributed", arrivals.contributed_s)):
         if seconds:
             middle = statistics.median(seconds)

@@ -482,8 +482,7 @@ class Tracker:
             self._unreported = (self._unreported | set(newcomers)) & reports.keys()
             told = self._with_state(reports)
             alike = not told and self._progress.own_report.joining  # all begin together
-            relays = self._records.relays(reports if alike else told)
-            due = [peer for peer in relays if peer in self._unreported]
+            due = [p for p in self._records.relays(reports if alike else told) if p in self._unreported]
         self._announce.notify()
         await self._report_to(due)
         return True

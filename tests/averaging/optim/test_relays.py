@@ -1,4 +1,4 @@
-"""To whom a peer passes news on, and that it reaches everybody."""
+"""The peers that a peer passes news to, and that news reaches everybody."""
 
 from __future__ import annotations
 
