@@ -312,7 +312,11 @@ class Averager:
         gives = contributes or (delta and not self.auxiliary)
         if self._mixed is not None:
             return self._mixed.take(
-                self._service.all_reduce, self._round, gives=gives, read_in_place=read_in_place
+                self._service.all_reduce,
+                self._round,
+                options.history,
+                gives=gives,
+                read_in_place=read_in_place,
             )
         assert not isinstance(self.feedback, LowRank)
         vector = self._staging.take(read_in_place=read_in_place) if gives else self._staging.nothing()

@@ -41,6 +41,11 @@ class CloseOutcome:
     round: RoundResult | None = None
     rounds_failed: int = 0
 
+    @property
+    def others_missed_it(self) -> bool:
+        """Return whether this peer alone has the new state: all others will download it."""
+        return self.alone or (self.round is not None and len(self.round.peers) == 1)
+
 
 class EpochCloser:
     """Closes epochs together with the other peers. Runs on the trainer's thread."""

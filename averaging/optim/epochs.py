@@ -109,7 +109,8 @@ class EpochLoop:
             result = self._catch_up.load(timeout_s, self._resync_donors, codec)
         finally:
             with self._state.lock:
-                lost = self._learner.resume()
+                history = self._tracker.history
+                lost = self._learner.resume(parted=history is not None and history.has_parted)
         self._retry_at_samples = self._failed_at_samples = 0
         if result.loaded:
             self._resync_reason, self._resync_donors = "", frozenset()
@@ -260,7 +261,10 @@ class EpochLoop:
         _log.info("downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
         if loaded.dropped:
-            why += f"; {loaded.dropped} samples are dropped, for their epoch is too long ago"
+            history = self._tracker.history
+            is_parted = history is not None and history.has_parted
+            cause = "they are of a history that is given up" if is_parted else "their epoch is too long ago"
+            why += f"; {loaded.dropped} samples are dropped, for {cause}"
         if dropped + loaded.dropped:
             _log.warning("%d samples of this peer are dropped: %s", dropped + loaded.dropped, why)
         if self._tracker.history is not None and not loaded.loaded and loaded.alone:
@@ -309,7 +313,7 @@ class EpochLoop:
                 )
             return replace(report, reason="; ".join(filter(None, (report.reason, outcome.reason))))
         self._retry_at_samples = self._failed_at_samples = 0
-        state_round = self._closer.average_state_if_due(alone=outcome.alone)
+        state_round = self._closer.average_state_if_due(alone=outcome.others_missed_it)
         if state_round is not None and not state_round.result.failed:
             self._resync_reason, self._resync_donors = state_round.deviation, state_round.donors
         return replace(

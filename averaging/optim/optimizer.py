@@ -299,7 +299,9 @@ class Optimizer(DelegatingOptimizer):
 
     def _pace(self) -> Pace:
         mine = self._tracker.view().peers[self.node.peer_id]
-        return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
+        return Pace(
+            epoch=mine.epoch, samples_per_s=mine.samples_per_s, head=self.history_head, line=self.line
+        )
 
     @property
     def epoch(self) -> int:

@@ -98,8 +98,8 @@ def _check_owner(known: SignedSpecification | None, owner: Identity) -> None:
 
 
 async def _present(directory: RunDirectory, run_id: str) -> SignedSpecification:
-    """Return the specification that the swarm has. Raise PeerError if it has none, and NetworkError if that is
-    not known after some tries: a second run of the same name must not begin because a peer was busy.
+    """Return the specification that the swarm has. Raise PeerError if it has none, and NetworkError if that
+    is not known after some tries: a second run of the same name must not begin because a peer was busy.
     """
     retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, random.Random())
     while True:

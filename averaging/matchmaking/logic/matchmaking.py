@@ -419,7 +419,9 @@ class Matchmaker:
         if not overdue and (best := search.table.best_leader(now_s)) is not None:
             self._follow(search, best, now_s)
             return
-        enough = size >= self._min_group_size and now_s >= min(search.begin_by_s, self._wait_until_s(search))
+        may_be_alone = search.request.may_be_alone and not search.table.round_has_begun()
+        size_min = 1 if may_be_alone else self._min_group_size
+        enough = size >= size_min and now_s >= min(search.begin_by_s, self._wait_until_s(search))
         if enough or size >= self._target_group_size:
             group = search.group(self._schema.codec, self._rng)
             self._answer_followers(search, group)
