@@ -225,7 +225,7 @@ class FuzzedNode:
                 self.optimizer.zero_grad()
                 (self.net(x) - x.sum(1, keepdim=True)).square().mean().backward()
                 self.optimizer.step()
-                time.sleep(0.01)
+                self.stop.wait(0.01)
         except BaseException as error:
             self.error = error
 
@@ -329,7 +329,7 @@ def fuzz_nodes(seed: int, seconds: float) -> tuple[int, list[str]]:
         errors: list[BaseException] = []
         calling = threading.Thread(target=_call_experts, args=(honest[1].node, stop, errors), daemon=True)
         calling.start()
-        time.sleep(min(4.0, seconds / 4))  # real messages to begin with
+        stop.wait(min(4.0, seconds / 4))  # real messages to begin with
         peers = [one.node.peer_id for one in nodes[1:]] + [Identity.generate().peer_id]
         victim = honest[0]
         calls, texts = victim.node.network.run(
