@@ -251,10 +251,11 @@ class Unexpected(logging.Handler):
 
 async def _stalls(seconds: float, found: list[float]) -> None:
     """Note how much processor time the loop's thread takes between two turns of this task."""
-    end_s = time.monotonic() + seconds
+    end_s, never = time.monotonic() + seconds, asyncio.Event()
     while time.monotonic() < end_s:
         began_s = time.thread_time()
-        await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(never.wait(), 0.01)
         found.append(time.thread_time() - began_s)
 
 
