@@ -32,6 +32,11 @@ class SwarmSize:
         self._peers, self._known = peers, frozenset(known)
 
     @property
+    def is_alone(self) -> bool:
+        """Return whether there is no other peer."""
+        return self._peers <= 1
+
+    @property
     def rounds_wanted(self) -> int:
         """Return how many rounds an epoch needs, as this peer sees the swarm; 1: one group is enough."""
         return min(shape_for(self._peers, self._group_size_max).rounds_to_mix, GRID_ROUNDS_MAX)

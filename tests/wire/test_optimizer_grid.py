@@ -97,3 +97,20 @@ def test_modes_with_local_steps_average_through_the_grid(mode: Any) -> None:
         assert len({peer.opt.history_head for peer in peers}) == 1
         for peer in peers[1:]:
             assert_close(peer.net, peers[0].net)
+
+
+def test_peers_whose_electors_died_go_on_with_a_break_and_one_history() -> None:
+    quick = dataclasses.replace(PAIRS, round_timeout_s=5.0)
+    with swarm_of(6, "pairs without electors", config=quick) as peers:
+        together([lambda peer=peer: peer.opt.wait_for_peers(6) for peer in peers])  # type: ignore[misc]
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        dead = electors(peers, peers[0])
+        for peer in dead:
+            peer.node.close()
+        left = [peer for peer in peers if peer not in dead]
+        together([lambda peer=peer: peer.train_to(4) for peer in left], timeout_s=150.0)  # type: ignore[misc]
+        assert len({peer.opt.history_head for peer in left}) == 1
+        assert len({peer.opt.line for peer in left}) == 1
+        assert left[0].opt.line, "nobody of those that had to decide was left"
+        for peer in left[1:]:
+            assert_close(peer.net, left[0].net)
