@@ -7,10 +7,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import random
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -242,7 +240,7 @@ class Averager:
         (None: `wait`). Raises UsageError for wrong arguments, a closed averager, or a step while another is
         in progress.
         """
-        started_s = time.monotonic()
+        started_s = self.node.clock.monotonic_s()
         check_step(weight, timeout_s, apply)
         options = RoundOptions(
             weight=0.0 if self.auxiliary else float(weight),
@@ -256,14 +254,16 @@ class Averager:
         member = self._member(options.weight, options.history)
         delta = apply == "delta"
         pending = PendingRound(
-            functools.partial(self._write_back, delta=delta, started_s=started_s), self._release
+            functools.partial(self._write_back, delta=delta, started_s=started_s),
+            self._release,
+            self.node.network.waits.event(),
         )
         self._reserve(pending)
         try:
             strategy = self._stage(
                 options, delta, read_in_place=not delta and (wait if lend is None else lend)
             )
-            staged_s = time.monotonic() - started_s
+            staged_s = self.node.clock.monotonic_s() - started_s
             pending.attach(
                 self.node.network.submit(self._conduct(pending, member, options, strategy, staged_s))
             )
@@ -312,7 +312,11 @@ class Averager:
         gives = contributes or (delta and not self.auxiliary)
         if self._mixed is not None:
             return self._mixed.take(
-                self._service.all_reduce, self._round, gives=gives, read_in_place=read_in_place
+                self._service.all_reduce,
+                self._round,
+                options.history,
+                gives=gives,
+                read_in_place=read_in_place,
             )
         assert not isinstance(self.feedback, LowRank)
         vector = self._staging.take(read_in_place=read_in_place) if gives else self._staging.nothing()
@@ -354,7 +358,7 @@ class Averager:
         """Write the result, in the thread that takes it. On a device the write is queued on its current
         stream, without waiting.
         """
-        begun_s = time.monotonic()
+        begun_s = self.node.clock.monotonic_s()
         averages = self._averages
         if not outcome.failed and averages is not None:
             try:
@@ -363,7 +367,7 @@ class Averager:
                 if not is_out_of_memory(error) or (self._low_rank or self._mixed or averages).written:
                     raise
                 outcome = outcome.without_memory(self._untouched(error))
-        ended_s = time.monotonic()
+        ended_s = self.node.clock.monotonic_s()
         return replace(
             outcome,
             seconds={**outcome.seconds, "write_back": ended_s - begun_s, "total": ended_s - started_s},
@@ -438,7 +442,7 @@ class Averager:
             presence=self._presence,
             name=self._full_name,
             schema=self.schema,
-            rng=random.SystemRandom(),
+            rng=node.rng,
             supervisor=node.supervisor,
             target_group_size=target_group_size,
             min_group_size=min_group_size,

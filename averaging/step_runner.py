@@ -129,6 +129,9 @@ class StepRunner:
                 deadline_s=search_end_s,
                 gathered=options.gathered,
                 electors=options.history.seats if options.history is not None else 0,
+                may_be_alone=options.weight > 0.0
+                and options.history is not None
+                and options.history.may_be_alone,
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):

@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import platform
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import Preset, timings_of
+from swarm.core.standing import PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.channels import Channels
@@ -98,8 +100,10 @@ class Node:
         self.peer_id: PeerId = self.identity.peer_id
         self.contact = Contact(self.peer_id)
         self.clock = SystemClock()
+        self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
+        self.standing = PeerStanding()
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
@@ -124,7 +128,7 @@ class Node:
             throttle=throttle,
             dial_timeout_s=self.timings.dial_timeout_s,
         )
-        self._server = Server(throttle=throttle)
+        self._server = Server(throttle=throttle, standing=self.standing)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
         service = DhtService(
@@ -136,6 +140,7 @@ class Node:
             clock=self.clock,
             supervisor=self.supervisor,
             timings=self.timings,
+            standing=self.standing,
         )
         self.dht = Dht(service, self.network)
         # Registered first and called last, because other services send their goodbyes through it.
@@ -271,7 +276,9 @@ class Node:
 
     async def _introduce(self, contact: Contact) -> None:
         try:
-            await self._introductions.introduce(contact, timeout_s=self.timings.hello_timeout_s)
+            await self._introductions.introduce(
+                contact, timeout_s=self.timings.hello_timeout_s, connected=True
+            )
         except SwarmError as error:
             _logger.debug("%s", error)
 

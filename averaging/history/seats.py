@@ -23,23 +23,19 @@ class SwarmSize:
     def __init__(self, own: PeerId, group_size_max: int) -> None:
         """`group_size_max`: peers in one round."""
         self._own, self._group_size_max = own, group_size_max
-        self._peers, self._known = 1, frozenset[PeerId]()
+        self.peers = 1  # in the whole swarm, this one included
+        self._known = frozenset[PeerId]()
 
     def update(self, peers: int, known: Collection[PeerId]) -> None:
         """Set the number of peers in the whole swarm, this one included, and the other live ones that have a
         state: in a large swarm those of this peer's part of it.
         """
-        self._peers, self._known = peers, frozenset(known)
-
-    @property
-    def is_alone(self) -> bool:
-        """Return whether there is no other peer."""
-        return self._peers <= 1
+        self.peers, self._known = peers, frozenset(known)
 
     @property
     def rounds_wanted(self) -> int:
         """Return how many rounds an epoch needs, as this peer sees the swarm; 1: one group is enough."""
-        return min(shape_for(self._peers, self._group_size_max).rounds_to_mix, GRID_ROUNDS_MAX)
+        return min(shape_for(self.peers, self._group_size_max).rounds_to_mix, GRID_ROUNDS_MAX)
 
     def rounds(self, root: Chain) -> int:
         """Return how many rounds the epoch after this head has: as its certificate says, so that all peers
@@ -58,7 +54,7 @@ class SwarmSize:
         others = sorted(
             here.difference(electors), key=lambda peer: blake3(root.head + peer.public_key).digest()
         )
-        newcomers = max(self._peers - len(electors), len(others))
+        newcomers = max(self.peers - len(electors), len(others))
         free = max(min(self._group_size_max - len(electors), newcomers), 0)
         share = free * len(others) // max(newcomers, 1)
         if not electors:

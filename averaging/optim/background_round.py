@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,9 +11,9 @@ from averaging.averager import Averager
 from averaging.history.certificate import RoundKind
 from averaging.history.round_lineage import RoundLineage
 from averaging.result import PendingRound, RoundResult
+from swarm.core.clock import Clock
 
-POLL_S = 0.002
-_CHECK_INTERVAL_S = 0.04
+CHECK_INTERVAL_S = 0.04
 CANCEL_S_MAX = 2.0
 
 
@@ -74,18 +72,20 @@ class BackgroundRound:
         pending: PendingRound,
         is_obsolete: Callable[[], bool],
         grace_s: float,
+        clock: Clock,
         take: Callable[[PendingRound], RoundResult] = PendingRound.result,
     ) -> None:
         """`take` takes the result, which writes the averages into the tensors."""
-        self._pending, self._is_obsolete, self._grace_s, self._take = pending, is_obsolete, grace_s, take
+        self._pending, self._is_obsolete, self._grace_s = pending, is_obsolete, grace_s
+        self._clock, self._take = clock, take
         self._obsolete_s, self._checked_s = math.inf, -math.inf
 
     def done(self) -> bool:
         """Return whether `result` would not wait. Call it regularly: an obsolete round is cancelled here."""
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         if self._pending.done:
             return True
-        if now_s - self._checked_s >= _CHECK_INTERVAL_S:
+        if now_s - self._checked_s >= CHECK_INTERVAL_S:
             self._checked_s = now_s
             self._obsolete_s = min(self._obsolete_s, now_s) if self._is_obsolete() else math.inf
         if now_s - self._obsolete_s < self._grace_s:
@@ -98,9 +98,8 @@ class BackgroundRound:
         this thread.
         """
         try:
-            pause = threading.Event()
             while not self.done():
-                pause.wait(POLL_S)
+                self._pending.wait(CHECK_INTERVAL_S)
             return self._take(self._pending)
         except BaseException:  # Ctrl-C: no work may continue in the background
             self.cancel()

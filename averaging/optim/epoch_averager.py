@@ -207,6 +207,7 @@ class EpochAverager:
             plan.step(key if lineage is None else lineage, plan.weight, plan.gather),
             is_obsolete,
             grace_s,
+            self._node.clock,
             plan.take,
         )
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import logging
 import math
-import random
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from averaging.history.certificate import Certificate, RoundKind
-from averaging.optim.background_round import CANCEL_S_MAX, POLL_S, RoundPlan
+from averaging.optim.background_round import CANCEL_S_MAX, CHECK_INTERVAL_S, RoundPlan
 from averaging.optim.history import RunHistory
 from averaging.result import PendingRound, RoundResult
 from swarm.core.backoff import Backoff
@@ -40,7 +37,7 @@ class GridRound:
         """Begin. The rounds are cancelled `grace_s` after the swarm went on without this peer
         (`is_obsolete`).
         """
-        self._plan, self._history = plan, history
+        self._plan, self._history, self._node = plan, history, plan.averager.node
         self._is_obsolete, self._grace_s, self._obsolete_s = is_obsolete, grace_s, math.inf
         self._rounds, self._number = self._history.grid_rounds, 1  # of the round in progress
         self._began_as_break = history.is_break
@@ -51,22 +48,25 @@ class GridRound:
         self.made_by_electors = False  # the values are those that the electors certified, bit for bit
         self._pending: PendingRound | None = None
         self._waits_since_s = self._asked_s = self._retry_s = -math.inf
-        self._retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, random.Random())
+        self._retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, self._node.rng)
         self._begin_next()
 
     def done(self) -> bool:
         """Return whether `result` would not wait. Call it regularly: it begins one round after the other."""
         for advance in (self._take, self._follow, self._end_if_obsolete, self._wait):
             if self._outcome is None:
-                advance(time.monotonic())
+                advance(self._node.clock.monotonic_s())
         return self._outcome is not None
 
     def result(self) -> RoundResult:
         """Wait for the end and return the result: that of the last round, with the certificate of all."""
         try:
-            pause = threading.Event()
+            pause = self._node.network.waits.event()
             while not self.done():
-                pause.wait(POLL_S)
+                if self._pending is not None:
+                    self._pending.wait(CHECK_INTERVAL_S)
+                else:
+                    pause.wait(CHECK_INTERVAL_S)
         except BaseException:  # Ctrl-C: no work may continue in the background
             self.cancel()
             raise
@@ -168,14 +168,14 @@ class GridRound:
         if now_s - self._asked_s >= _ASK_INTERVAL_S:
             self._asked_s = now_s
             if self._met:
-                history.ask(random.choice(list(self._met.values())))
+                history.ask(self._node.rng.choice(list(self._met.values())))
             waited_s = now_s - self._waits_since_s
             if waited_s > plan.timeout_s:
                 if plan.kind is RoundKind.STATE:
                     self._fail("deadline", "the electors did not certify the state in time")
                     return
                 history.lacks_certificate(now_s)
-                if history.is_break and history.size.is_alone:
+                if history.is_break and history.size.peers <= 1:
                     self._fail("alone", "all other peers have left")
                     return
         seats = history.seats() if plan.weight > 0.0 else 0

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import copy
 import logging
-import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -69,6 +68,7 @@ class RunHistory:
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
         self._has_left = False  # said goodbye: it votes no more
+        self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
         self._comparing = asyncio.Lock()
         self._wake = asyncio.Event()
 
@@ -134,6 +134,7 @@ class RunHistory:
                 is_break=self._is_break,
                 seats=seats,
                 grid_rounds=self.size.rounds_wanted,
+                peers=self.size.peers,
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,
@@ -156,7 +157,7 @@ class RunHistory:
                 self._lineage.alone(
                     epoch=epoch,
                     kind=kind,
-                    group_id=secrets.token_bytes(DIGEST_BYTES),
+                    group_id=self._node.rng.randbytes(DIGEST_BYTES),
                     is_break=is_break,
                     sign=self._sign,
                 )
@@ -317,10 +318,12 @@ class RunHistory:
     def settle(self) -> None:
         """The state of the followed history was loaded."""
         with self._lock:
+            self.has_parted = self._left is not None and not self._lineage.knows(self._left.head)
             self._left = None
             self._judged.clear()
 
     def _moved(self) -> None:
+        self._node.standing.add_members(self._run, self._lineage.electors)
         self._is_break = False
         if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
             self._ahead = None

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from concurrent.futures import Executor
 from typing import Protocol
 
 from swarm.core.clock import Clock
 from swarm.core.ids import Contact
 from swarm.core.presets import Timings
+from swarm.core.standing import PeerStanding
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.rpc import Caller
+from swarm.runtime.waits import Waits
 
 
 class HasDhtService(Protocol):
@@ -38,6 +41,11 @@ class HasLoop(Protocol):
         """Return the threads for work that would hold up the event loop."""
         ...
 
+    @property
+    def waits(self) -> Waits:
+        """Return the maker of what the trainer's thread waits for."""
+        ...
+
 
 class PeerNode(Protocol):
     """This process as a peer."""
@@ -58,8 +66,18 @@ class PeerNode(Protocol):
         ...
 
     @property
+    def rng(self) -> random.Random:
+        """Return the source of random numbers that nobody else can predict."""
+        ...
+
+    @property
     def timings(self) -> Timings:
         """Return the times of the node's preset."""
+        ...
+
+    @property
+    def standing(self) -> PeerStanding:
+        """Return which peers are members of this node's runs."""
         ...
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import StoreResult
 from swarm.run.creation import create_run
 from swarm.run.directory import LISTING_KEY, RunDirectory, RunListing, choose
+from swarm.run.recovery import recover
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
+from swarm.run.specification_store import SpecificationStore
 
 NOW_S = 1_000_000.0
 
@@ -43,6 +46,7 @@ class FakeDht:
         self.entries: dict[tuple[Key, PeerId, str | None], FakeEntry] = {}
         self.stores = 0
         self.refuses = False
+        self.failing_reads = 0  # that end with an error of the network
 
     def as_peer(self, own: PeerId) -> Any:
         dht = self
@@ -71,6 +75,9 @@ class FakeDht:
             async def get_all(
                 self, key: Key, *, latest: bool = False, timeout_s: float = 10.0
             ) -> list[FakeEntry]:
+                if dht.failing_reads:
+                    dht.failing_reads -= 1
+                    raise NetworkError("none of the 1 peers asked answered")
                 return [entry for (stored, _, _), entry in dht.entries.items() if stored == key]
 
         return View()
@@ -178,6 +185,45 @@ def test_creating_a_run_again_keeps_version_and_time_unless_it_changed() -> None
     assert (again, new) == (first, False)
     changed, new = asyncio.run(create_run(directory, specification(batch_size=4), owner, FixedClock()))
     assert (changed.version, changed.created_s, new) == (2, NOW_S, False)
+
+
+def test_a_recovered_run_is_started_again_from_its_file_by_its_new_owner(tmp_path: Path) -> None:
+    dht, store = FakeDht(), SpecificationStore(tmp_path)
+    owner, successor, recovery = (Identity.generate() for _ in range(3))
+    named = specification().model_copy(update={"recovery_key": str(recovery.peer_id)})
+    first, _ = asyncio.run(create_run(dht.directory(owner.peer_id), named, owner, FixedClock()))
+    recovered = recover(first, recovery, successor)
+    store.save(recovered)
+    directory = RunDirectory(
+        dht.as_peer(successor.peer_id),  # type: ignore[arg-type]
+        successor.peer_id,
+        clock=FixedClock(),
+        store=store,
+    )
+    signed, new = asyncio.run(create_run(directory, specification(), successor, FixedClock()))
+    assert (signed, new) == (recovered, False), "the copy on disk is newer than the first owner's in the DHT"
+    changed, _ = asyncio.run(create_run(directory, specification(batch_size=4), successor, FixedClock()))
+    assert (changed.run_id, changed.version) == (first.run_id, recovered.version + 1)
+    with pytest.raises(UsageError, match="since it was recovered"):
+        asyncio.run(create_run(directory, named, owner, FixedClock()))
+
+
+@pytest.mark.parametrize("failing", [1, 3, 4])
+def test_creating_a_run_tries_again_while_the_network_fails(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is too busy to answer must not make the owner begin the run a second time."""
+    monkeypatch.setattr("swarm.run.creation._RETRY_S_FIRST", 0.0)
+    dht, owner = FakeDht(), Identity.generate()
+    directory = dht.directory(owner.peer_id)
+    first, _ = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+    dht.failing_reads = failing
+    if failing == 4:
+        with pytest.raises(NetworkError, match="none of the 1 peers"):
+            asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+        assert dht.stores == 2
+    else:
+        assert asyncio.run(create_run(directory, specification(), owner, FixedClock())) == (first, False)
 
 
 def test_some_members_renew_the_specification_after_its_creator_left() -> None:

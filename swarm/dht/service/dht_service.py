@@ -17,6 +17,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import WAN, Timings
+from swarm.core.standing import PeerStanding
 from swarm.dht.logic.cache import ReadCache
 from swarm.dht.logic.constants import BULK_KEYS_MAX, CACHED_BYTES_MAX, CACHED_MAX
 from swarm.dht.logic.issued import IssuedRecords
@@ -42,7 +43,7 @@ from swarm.dht.service.reader import Reader, RecordSearch
 from swarm.dht.service.replica import ReplicaStore
 from swarm.dht.service.replication import Replication
 from swarm.dht.service.upkeep import Upkeep
-from swarm.dht.service.writer import PendingWrite, StoreResult
+from swarm.dht.service.writer import PendingWrite, StoreResult, WrittenReplicas
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Handlers
 from swarm.runtime.supervise import Supervisor
@@ -91,6 +92,7 @@ class DhtService:
     timings: Timings = WAN
     quotas: Quotas = PRODUCTION_QUOTAS
     rng: random.Random = field(default_factory=random.Random)
+    standing: PeerStanding = field(default_factory=PeerStanding)
 
     def __post_init__(self) -> None:
         self.overlay = Overlay(
@@ -102,11 +104,12 @@ class DhtService:
             self.timings,
         )
         self.namespaces = Namespaces()
-        self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max)
+        self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max, self.standing)
         self._validator = RecordValidator(self.namespaces)
         self.replication = Replication(self.overlay, self.storage, self.rng)
         self._cache = ReadCache(CACHED_MAX, CACHED_BYTES_MAX)
         self._issued = IssuedRecords(self.peer_id, self.overlay.now_us)
+        self._written = WrittenReplicas()
         self._replica = ReplicaStore(
             self.overlay, self.storage, self._validator, self.replication, self._cache, self._issued
         )
@@ -374,7 +377,8 @@ class DhtService:
 
     async def _store(self, record: Record, timeout_s: float) -> StoreResult:
         self.reader.invalidate(record.key)
-        write = PendingWrite(self.overlay, record)
+        previous_us = 0 if record.is_blob else self._issued.previous_us(record)
+        write = PendingWrite(self.overlay, record, self._written, previous_us)
         verdicts = write.verdicts
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
@@ -385,6 +389,7 @@ class DhtService:
             write.is_own_replica = write.is_own_replica or not verdicts.held
         if write.is_own_replica and self.own().addresses:
             verdicts.note(self.peer_id, self._replica.store_record(record, direct=True))
+        await self._replica.validate(write.held)  # which notices records that another process has issued
         return verdicts.result
 
     async def _read(
