@@ -374,9 +374,8 @@ class Averager:
         )
 
     def _untouched(self, error: BaseException) -> str:
-        return (
-            f"this peer {describe_out_of_memory(error, self._staging.queues)}; its tensors are as they were"
-        )
+        problem = describe_out_of_memory(error, self._staging.queues)
+        return f"this peer {problem}; its tensors are as they were"
 
     def _apply(self, averages: Averages, delta: bool) -> None:
         if self._low_rank is not None:
@@ -415,8 +414,7 @@ class Averager:
                 raise UsageError("this averager is closed")
             if self._pending is not None:
                 raise UsageError(
-                    "a step of this averager is in progress: take the result of the pending round, or "
-                    "cancel it, first"
+                    "a step of this averager is in progress: take its result, or cancel it, first"
                 )
             self._pending = pending
 
