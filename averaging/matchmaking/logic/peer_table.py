@@ -304,15 +304,10 @@ class PeerTable:
         )
 
     def round_has_begun(self) -> bool:
-        """Return whether a known peer is, or was, in a group for this round: that group would have to fail
-        before another one can be committed.
-        """
-        return any(
-            peer.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
-            and peer.round_key == self.query.round_key
-            and not peer.failed
-            for peer in self.peers.values()
-        )
+        """Return whether a known peer is or was in a group for this round, which would have to fail first."""
+        begun = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
+        there = (peer for peer in self.peers.values() if peer.status in begun and not peer.failed)
+        return any(peer.round_key == self.query.round_key for peer in there)
 
     def missing_s(self, now_s: float) -> dict[PeerId, float]:
         """Return how long each peer that could come was missing in this search, which ends now."""
@@ -475,11 +470,8 @@ class PeerTable:
 
     def _query_at_s(self, peer: PeerState) -> float:
         if peer.status is PeerStatus.REFUSED:
-            return (
-                peer.queried_s + 8 * _FAILED_QUERY_INTERVAL_S
-                if peer.queried_s > -math.inf
-                else self.started_s
-            )
+            wait_s = 8 * _FAILED_QUERY_INTERVAL_S
+            return peer.queried_s + wait_s if peer.queried_s > -math.inf else self.started_s
         if peer.failed:
             return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
         return peer.queried_s + _QUERY_INTERVAL_S
