@@ -15,7 +15,7 @@ Effects come out of `poll(now_s)`, events go in through `on_*`; `wake_s()` says 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -83,13 +83,15 @@ class Matchmaker:
         target_group_size: int = TARGET_GROUP_SIZE,
         min_group_size: int = MIN_GROUP_SIZE,
         grace_period: GracePeriod | None = None,
+        is_member: Callable[[PeerId], bool] = lambda peer_id: False,
     ) -> None:
+        """`is_member`: returns whether a peer is a member of the run, and not a stranger."""
         if not 1 <= min_group_size <= target_group_size <= GROUP_MEMBERS_MAX:
             raise UsageError(
                 f"group sizes must satisfy 1 <= min_group_size <= target_group_size <= {GROUP_MEMBERS_MAX},"
                 f" not {min_group_size} and {target_group_size}"
             )
-        self._own = own
+        self._own, self._is_member = own, is_member
         self._target_group_size, self._min_group_size = target_group_size, min_group_size
         self._schema = schema
         self._rng = rng
@@ -133,7 +135,12 @@ class Matchmaker:
             turn=self._history.next_turn(),
         )
         self._history.grace_period.pay(now_s)
-        table = PeerTable(query=query, started_s=now_s, grace_period=self._history.grace_period)
+        table = PeerTable(
+            query=query,
+            started_s=now_s,
+            grace_period=self._history.grace_period,
+            is_member=self._is_member,
+        )
         begin_by_s = request.deadline_s - _BEGIN_EARLY_SHARE * max(request.deadline_s - now_s, 0.0)
         self._search = Search(
             request=request, member=member, query=query, table=table, started_s=now_s, begin_by_s=begin_by_s
@@ -236,12 +243,26 @@ class Matchmaker:
         ranks_lower = join.query.can_lead and join.query.rank < search.query.rank
         fits = join.query.schema == self._schema.digest and join.query.round_key == search.request.round_key
         search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
-        full = 1 + len(search.followers) >= self._target_group_size
-        if not fits or search.following is not None or not search.query.can_lead or ranks_lower or full:
+        if not fits or search.following is not None or not search.query.can_lead or ranks_lower:
+            return self.status_for(join.query, now_s)
+        if 1 + len(search.followers) >= self._target_group_size and not self._displace_stranger(
+            search, peer_id, now_s
+        ):
             return self.status_for(join.query, now_s)
         self._tickets += 1
         search.followers[peer_id] = GroupFollower(member, join.gathered, self._tickets)
         return self._tickets
+
+    def _displace_stranger(self, search: Search, peer_id: PeerId, now_s: float) -> bool:
+        """Make room for a member: a stranger leaves the full group, if there is one."""
+        strangers = [one for one in search.followers if not self._is_member(one)]
+        if not strangers or not self._is_member(peer_id):
+            return False
+        follower = search.followers.pop(strangers[-1])
+        answer = replace(search.status(), turn=self._history.turn)
+        self._outbox.append(AnswerJoin(peer_id=strangers[-1], ticket=follower.ticket, answer=answer))
+        search.table.forget_status(strangers[-1])
+        return True
 
     def on_join_lost(self, peer_id: PeerId, ticket: int) -> None:
         """Record that a follower's call ended before it was answered, because the follower gave up or

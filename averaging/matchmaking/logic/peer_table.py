@@ -74,8 +74,17 @@ class PeerState:
 class PeerTable:
     """Other peers of one search, by PeerID. All times are monotonic seconds."""
 
-    def __init__(self, *, query: LookForGroup, started_s: float, grace_period: GracePeriod) -> None:
+    def __init__(
+        self,
+        *,
+        query: LookForGroup,
+        started_s: float,
+        grace_period: GracePeriod,
+        is_member: Callable[[PeerId], bool] = lambda peer_id: False,
+    ) -> None:
+        """`is_member`: returns whether a peer is a member of the run, and not a stranger."""
         self.query = query
+        self._is_member = is_member
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
         self.peers: dict[PeerId, PeerState] = {}
@@ -84,11 +93,16 @@ class PeerTable:
     # --- events
 
     def on_holders(self, holders: Mapping[PeerId, Holder], unreachable: Iterable[PeerId]) -> None:
-        """Take in the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep those with
-        the lowest selection hash, which all searches of a round choose alike. Peers in `unreachable` start as
-        failed.
+        """Take in the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep members,
+        then those with this averager's schema, then those with the lowest selection hash, which all searches
+        of a round choose alike. Peers in `unreachable` start as failed.
         """
-        chosen = sorted(holders, key=self._selection_hash)[:QUERIED_PEERS_MAX]
+
+        def order(peer_id: PeerId) -> tuple[bool, bool, bytes]:
+            differs = holders[peer_id].schema != self.query.schema
+            return not self._is_member(peer_id), differs, self._selection_hash(peer_id)
+
+        chosen = sorted(holders, key=order)[:QUERIED_PEERS_MAX]
         recently_failed = set(unreachable)
         for peer_id in [
             peer_id for peer_id, peer in self.peers.items() if peer.expected and peer_id not in holders
@@ -361,10 +375,23 @@ class PeerTable:
     def _find_or_add(self, contact: Contact) -> PeerState | None:
         peer = self.peers.get(contact.peer_id)
         if peer is None:
-            if contact.peer_id == self.query.contact.peer_id or len(self.peers) >= PEERS_MAX:
+            if contact.peer_id == self.query.contact.peer_id:
+                return None
+            if len(self.peers) >= PEERS_MAX and not self._displace_stranger(contact.peer_id):
                 return None
             peer = self.peers[contact.peer_id] = PeerState(contact=contact)
         return peer
+
+    def _displace_stranger(self, peer_id: PeerId) -> bool:
+        """Make room for a member: a stranger with which nothing is under way leaves the full table."""
+        if not self._is_member(peer_id):
+            return False
+        for other, state in self.peers.items():
+            idle = state.status in (None, PeerStatus.REFUSED, PeerStatus.IDLE) and not state.query_pending
+            if idle and not self._is_member(other):
+                del self.peers[other]
+                return True
+        return False
 
     def _on_message(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
         """Mark the peer as alive. Return whether its message is the latest by its turn."""

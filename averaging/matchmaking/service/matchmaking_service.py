@@ -5,6 +5,7 @@ to the state machine, and performs its effects.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 from collections.abc import Mapping
@@ -61,6 +62,7 @@ from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.notify import ChangeEvent
 from swarm.core.presets import WAN, Timings
+from swarm.core.standing import PeerStanding
 from swarm.net.rpc import Caller, Handlers
 from swarm.runtime.supervise import Supervisor
 from swarm.wire import group_pb2
@@ -74,7 +76,16 @@ _ANSWER_SLACK_S = 1.0
 class GroupExchange:
     """Receiver of the matchmaking calls of a node, for all of its averagers. There is one per node."""
 
-    def __init__(self, *, handlers: Handlers, caller: Caller, own: PeerId, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        handlers: Handlers,
+        caller: Caller,
+        own: PeerId,
+        clock: Clock,
+        standing: PeerStanding | None = None,
+    ) -> None:
+        self.standing = standing or PeerStanding()
         self.caller = caller
         self.own = own
         self.clock = clock
@@ -157,6 +168,7 @@ class GroupService:
             target_group_size=target_group_size,
             min_group_size=min_group_size,
             grace_period=grace_period or GracePeriod(unknown_peer_s=timings.unknown_peer_s),
+            is_member=functools.partial(exchange.standing.is_member, run=name.run),
         )
         self.cells = Cells(
             exchange,
@@ -301,7 +313,8 @@ class GroupService:
 
         others = [
             holder.contact
-            for holder in holders.values()
+            # those with another schema last: strangers may have written many records
+            for holder in sorted(holders.values(), key=lambda one: one.schema != self._schema.digest)
             if holder.contact.peer_id != own.peer_id and holder.contact.addresses
         ]
         async with asyncio.TaskGroup() as tasks:

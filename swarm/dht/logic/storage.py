@@ -6,9 +6,9 @@ full, records of strangers (`swarm.core.standing`) make place: for a member's re
 another stranger heavier ones, by size and lifetime. So a flood of large and lasting records does not keep
 small and short ones out, as those of runs are, and members are never displaced.
 
-The slot of an expired record is reserved until every earlier record of the same owner would have expired, too.
-Otherwise an old record could be replayed after its shorter-lived successor (or tombstone) has expired. Records
-given to `store` must have been validated (`RecordValidator`).
+The slot of an expired record is reserved until every earlier record of the same owner would have expired,
+too. Otherwise an old record could be replayed after its shorter-lived successor (or tombstone) has expired.
+Records given to `store` must have been validated (`RecordValidator`).
 """
 
 from __future__ import annotations

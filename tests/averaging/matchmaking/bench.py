@@ -62,13 +62,17 @@ class MatchmakerBench:
     machine: Matchmaker
 
     @classmethod
-    def make(cls, target_group_size: int = TARGET_GROUP_SIZE) -> MatchmakerBench:
+    def make(
+        cls, target_group_size: int = TARGET_GROUP_SIZE, members: tuple[int, ...] = ()
+    ) -> MatchmakerBench:
+        known = {contact(number).peer_id for number in members}
         machine = Matchmaker(
             own=contact(5).peer_id,
             schema=OURS,
             rng=random.Random(0),
             now_s=-100.0,
             target_group_size=target_group_size,
+            is_member=known.__contains__,
         )
         return cls(machine)
 
