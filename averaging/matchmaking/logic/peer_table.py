@@ -28,6 +28,10 @@ PEERS_MAX = 1024  # in the table of one search
 # holders that one search queries; all searches of a round query the same ones. Too small: groups split; too
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
+# peers that a search queries first: the same ones in all searches of a round, so that each learns there who
+# leads. It queries others only if that gives it no leader to follow, twice as many after each answer. Smaller:
+# a dead one matters more; larger: more calls in large groups
+FIRST_QUERIED_MAX = 8
 # a peer that does not search yet is queried again after this. It announces itself when it starts: this only
 # compensates for lost messages
 _QUERY_INTERVAL_S = 0.5
@@ -49,6 +53,7 @@ class PeerState:
     """State of one other peer, as this search knows it."""
 
     contact: Contact
+    order: bytes = b""  # of first queries, the same in all searches of the round
     expected: bool = False  # it holds the averager by its presence record
     status: PeerStatus | None = None  # None: it has sent nothing in this search
     round_key: str = ""
@@ -80,10 +85,12 @@ class PeerTable:
         query: LookForGroup,
         started_s: float,
         grace_period: GracePeriod,
+        first_queried_max: int = FIRST_QUERIED_MAX,
         is_member: Callable[[PeerId], bool] = lambda peer_id: False,
     ) -> None:
         """`is_member`: returns whether a peer is a member of the run, and not a stranger."""
         self.query = query
+        self._first_queried_max = first_queried_max
         self._is_member = is_member
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
@@ -99,8 +106,9 @@ class PeerTable:
         """
 
         def order(peer_id: PeerId) -> tuple[bool, bool, bytes]:
+            is_stranger = not self._is_member(peer_id)
             differs = holders[peer_id].schema != self.query.schema
-            return not self._is_member(peer_id), differs, self._selection_hash(peer_id)
+            return is_stranger, differs, self._order(peer_id)
 
         chosen = sorted(holders, key=order)[:QUERIED_PEERS_MAX]
         recently_failed = set(unreachable)
@@ -131,6 +139,7 @@ class PeerTable:
         peer.contact = query.contact
         if not self._on_message(peer, query.turn, now_s, query.clock_off_s):
             return
+        peer.queried_s = max(peer.queried_s, now_s)  # the answer tells it what a query would
         if query.schema != self.query.schema:
             peer.status, peer.text = PeerStatus.REFUSED, query.schema_text
             return
@@ -200,20 +209,28 @@ class PeerTable:
         """Return the peers to send a query to now, and mark them as queried.
 
         `needs_no_query` returns whether a peer needs no query; `first_only` restricts the result to peers
-        that were never queried.
+        that were never queried, and that all searches query first.
         """
-        due = []
+        first: list[PeerState] = []
+        again: list[PeerState] = []
+        known = pending = 0
         for peer_id, peer in self.peers.items():
-            if first_only and peer.queried_s > -math.inf:
-                continue
+            known += peer.status is not None or bool(peer.failed)
+            pending += peer.query_pending
             if (
                 peer.contact.addresses
                 and not peer.query_pending
                 and not needs_no_query(peer_id)
                 and now_s >= self._query_at_s(peer)
             ):
-                peer.query_pending, peer.queried_s = True, now_s
-                due.append(peer)
+                (again if peer.queried_s > -math.inf else first).append(peer)
+        first.sort(key=lambda peer: peer.order)
+        if first_only:
+            orders = sorted(peer.order for peer in self.peers.values())[: self._first_queried_max]
+            again, first = [], [peer for peer in first if peer.order in orders]
+        due = [*again, *first[: max(self._first_queried_max + known - pending, 0)]]
+        for peer in due:
+            peer.query_pending, peer.queried_s = True, now_s
         return due
 
     def next_query_s(self, needs_no_query: Callable[[PeerId], bool]) -> float:
@@ -295,6 +312,17 @@ class PeerTable:
             self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values()
         )
 
+    def round_has_begun(self) -> bool:
+        """Return whether a known peer is, or was, in a group for this round: that group would have to fail
+        before another one can be committed.
+        """
+        return any(
+            peer.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
+            and peer.round_key == self.query.round_key
+            and not peer.failed
+            for peer in self.peers.values()
+        )
+
     def missing_s(self, now_s: float) -> dict[PeerId, float]:
         """Return how long each peer that could come was missing in this search, which ends now."""
         return {
@@ -369,8 +397,12 @@ class PeerTable:
         ]
         return "; ".join(part for part in parts if part)
 
-    def _selection_hash(self, peer_id: PeerId) -> bytes:
-        return hashlib.sha256(self.query.round_key.encode() + b"\0" + peer_id.public_key).digest()
+    def _order(self, peer_id: PeerId) -> bytes:
+        """Return the order in which peers are asked: members first, so that strangers do not come between
+        them, then by a hash that all searches of a round have in common.
+        """
+        first = b"\0" if self._is_member(peer_id) else b"\1"
+        return first + hashlib.sha256(self.query.round_key.encode() + b"\0" + peer_id.public_key).digest()
 
     def _find_or_add(self, contact: Contact) -> PeerState | None:
         peer = self.peers.get(contact.peer_id)
@@ -379,7 +411,7 @@ class PeerTable:
                 return None
             if len(self.peers) >= PEERS_MAX and not self._displace_stranger(contact.peer_id):
                 return None
-            peer = self.peers[contact.peer_id] = PeerState(contact=contact)
+            peer = self.peers[contact.peer_id] = PeerState(contact, order=self._order(contact.peer_id))
         return peer
 
     def _displace_stranger(self, peer_id: PeerId) -> bool:
