@@ -15,7 +15,7 @@ Effects come out of `poll(now_s)`, events go in through `on_*`; `wake_s()` says 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ from averaging.matchmaking.logic.peer_table import (
     PeerState,
     PeerTable,
 )
+from averaging.matchmaking.logic.precedence import displaced_from_group
 from averaging.matchmaking.logic.search import GroupFollower, Search
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
@@ -88,15 +89,13 @@ class Matchmaker:
         target_group_size: int = TARGET_GROUP_SIZE,
         min_group_size: int = MIN_GROUP_SIZE,
         grace_period: GracePeriod | None = None,
-        is_member: Callable[[PeerId], bool] = lambda peer_id: False,
     ) -> None:
-        """`is_member`: returns whether a peer is a member of the run, and not a stranger."""
         if not 1 <= min_group_size <= target_group_size <= GROUP_MEMBERS_MAX:
             raise UsageError(
                 f"group sizes must satisfy 1 <= min_group_size <= target_group_size <= {GROUP_MEMBERS_MAX},"
                 f" not {min_group_size} and {target_group_size}"
             )
-        self._own, self._is_member = own, is_member
+        self._own = own
         self._target_group_size, self._min_group_size = target_group_size, min_group_size
         self._schema = schema
         self._rng = rng
@@ -144,7 +143,7 @@ class Matchmaker:
             query=query,
             started_s=now_s,
             grace_period=self._history.grace_period,
-            is_member=self._is_member,
+            is_member=request.is_member,
             # peers of a cell know few of one another, and have no common order
             first_queried_max=QUERIED_PEERS_MAX if request.expected else FIRST_QUERIED_MAX,
         )
@@ -253,24 +252,17 @@ class Matchmaker:
         search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
         if not fits or search.following is not None or not search.query.can_lead or ranks_lower:
             return self.status_for(join.query, now_s)
-        if 1 + len(search.followers) >= self._target_group_size and not self._displace_stranger(
-            search, peer_id, now_s
-        ):
-            return self.status_for(join.query, now_s)
+        if 1 + len(search.followers) >= self._target_group_size:
+            displaced = displaced_from_group(search.followers, peer_id, search.request.is_member)
+            if displaced is None:
+                return self.status_for(join.query, now_s)
+            ticket = search.followers.pop(displaced).ticket
+            answer = self.status_for(join.query, now_s)
+            self._outbox.append(AnswerJoin(peer_id=displaced, ticket=ticket, answer=answer))
+            search.table.forget_status(displaced)
         self._tickets += 1
         search.followers[peer_id] = GroupFollower(member, join.gathered, self._tickets)
         return self._tickets
-
-    def _displace_stranger(self, search: Search, peer_id: PeerId, now_s: float) -> bool:
-        """Make room for a member: a stranger leaves the full group, if there is one."""
-        strangers = [one for one in search.followers if not self._is_member(one)]
-        if not strangers or not self._is_member(peer_id):
-            return False
-        follower = search.followers.pop(strangers[-1])
-        answer = replace(search.status(), turn=self._history.turn)
-        self._outbox.append(AnswerJoin(peer_id=strangers[-1], ticket=follower.ticket, answer=answer))
-        search.table.forget_status(strangers[-1])
-        return True
 
     def on_join_lost(self, peer_id: PeerId, ticket: int) -> None:
         """Record that a follower's call ended before it was answered, because the follower gave up or

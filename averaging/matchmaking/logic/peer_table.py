@@ -6,7 +6,7 @@ Bookkeeping for `averaging.matchmaking.logic.matchmaking`; time is a parameter.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from averaging.matchmaking.logic.messages import (
     Rank,
     SearchFailed,
 )
+from averaging.matchmaking.logic.precedence import IsMember, asking_order, displaced_from_table
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
@@ -86,12 +87,13 @@ class PeerTable:
         started_s: float,
         grace_period: GracePeriod,
         first_queried_max: int = FIRST_QUERIED_MAX,
-        is_member: Callable[[PeerId], bool] = lambda peer_id: False,
+        is_member: IsMember = lambda peer_id: False,
     ) -> None:
         """`is_member`: returns whether a peer is a member of the run, and not a stranger."""
         self.query = query
         self._first_queried_max = first_queried_max
         self._is_member = is_member
+        self._order = functools.partial(asking_order, round_key=query.round_key, is_member=is_member)
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
         self.peers: dict[PeerId, PeerState] = {}
@@ -106,9 +108,8 @@ class PeerTable:
         """
 
         def order(peer_id: PeerId) -> tuple[bool, bool, bytes]:
-            is_stranger = not self._is_member(peer_id)
             differs = holders[peer_id].schema != self.query.schema
-            return is_stranger, differs, self._order(peer_id)
+            return not self._is_member(peer_id), differs, self._order(peer_id)
 
         chosen = sorted(holders, key=order)[:QUERIED_PEERS_MAX]
         recently_failed = set(unreachable)
@@ -397,33 +398,18 @@ class PeerTable:
         ]
         return "; ".join(part for part in parts if part)
 
-    def _order(self, peer_id: PeerId) -> bytes:
-        """Return the order in which peers are asked: members first, so that strangers do not come between
-        them, then by a hash that all searches of a round have in common.
-        """
-        first = b"\0" if self._is_member(peer_id) else b"\1"
-        return first + hashlib.sha256(self.query.round_key.encode() + b"\0" + peer_id.public_key).digest()
-
     def _find_or_add(self, contact: Contact) -> PeerState | None:
         peer = self.peers.get(contact.peer_id)
         if peer is None:
             if contact.peer_id == self.query.contact.peer_id:
                 return None
-            if len(self.peers) >= PEERS_MAX and not self._displace_stranger(contact.peer_id):
-                return None
+            if len(self.peers) >= PEERS_MAX:
+                displaced = displaced_from_table(self.peers, contact.peer_id, self._is_member)
+                if displaced is None:
+                    return None
+                del self.peers[displaced]
             peer = self.peers[contact.peer_id] = PeerState(contact, order=self._order(contact.peer_id))
         return peer
-
-    def _displace_stranger(self, peer_id: PeerId) -> bool:
-        """Make room for a member: a stranger with which nothing is under way leaves the full table."""
-        if not self._is_member(peer_id):
-            return False
-        for other, state in self.peers.items():
-            idle = state.status in (None, PeerStatus.REFUSED, PeerStatus.IDLE) and not state.query_pending
-            if idle and not self._is_member(other):
-                del self.peers[other]
-                return True
-        return False
 
     def _on_message(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
         """Mark the peer as alive. Return whether its message is the latest by its turn."""

@@ -168,7 +168,6 @@ class GroupService:
             target_group_size=target_group_size,
             min_group_size=min_group_size,
             grace_period=grace_period or GracePeriod(unknown_peer_s=timings.unknown_peer_s),
-            is_member=functools.partial(exchange.standing.is_member, run=name.run),
         )
         self.cells = Cells(
             exchange,
@@ -209,6 +208,7 @@ class GroupService:
             rank_deadline_s=rank_deadline_s,
             weight=member.weight,
             gathered=gathered,
+            is_member=functools.partial(self._exchange.standing.is_member, run=self.name.run),
             may_be_alone=may_be_alone,
         )
         cells = self.cells
