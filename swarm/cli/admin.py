@@ -130,35 +130,45 @@ def change(
       swarm change bytelm --pause
       swarm change bytelm --ban 12D3KooW... --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
     """
-    from swarm.run.changes import Change, differences, send_version, sign_change
-    from swarm.run.estimate import read_members
+    from swarm.dht.logic.blobs import version_text
+    from swarm.run.changes import Change, differences, sign_change
 
     wanted = Change(**changes)  # type: ignore[arg-type]
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
-    with _temporary_node(RunAddress(run=run, addresses=addresses)) as (node, directory):
+    with temporary_node(RunAddress(run=run, addresses=addresses)) as (node, directory):
         known = node.network.run(directory.find(run), 30.0)
         signed = sign_change(known, wanted, owner)
-        node.network.run(directory.publish(signed), 30.0)
-        node.network.run(directory.save(signed), 10.0)
-        contacts = node.network.run(read_members(node.dht.service, signed.run_id), 10.0)
-        versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
-    following = sum(version >= signed.version for version in versions.values())
-    sentences = differences(known.specification, signed.specification)
+        asked, following = tell_members(node, directory, signed)
+    sentences = differences(known, signed)
     fields = {
         "run": signed.full_name,
         "version": signed.version,
         "changes": sentences,
-        "members": len(contacts),
+        "members": asked,
         "following": following,
     }
     print_result(
         "changed",
         fields,
-        f"{signed.full_name}, version {signed.version}: {', '.join(sentences)}. "
-        f"{following} of {len(contacts)} members that were asked follow it; they forward it to the others",
+        f"{signed.full_name}, version {version_text(signed.version)}: {', '.join(sentences)}. "
+        f"{following} of {asked} members that were asked follow it; they forward it to the others",
         as_json=as_json,
     )
     return 0
+
+
+def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecification) -> tuple[int, int]:
+    """Publish and save a new version, and send it to members. Return how many were asked, and how many of
+    them follow it.
+    """
+    from swarm.run.changes import send_version
+    from swarm.run.estimate import read_members
+
+    node.network.run(directory.publish(signed), 30.0)
+    node.network.run(directory.save(signed), 10.0)
+    contacts = node.network.run(read_members(node.dht.service, signed.run_id), 10.0)
+    versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
+    return len(contacts), sum(version >= signed.version for version in versions.values())
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -192,7 +202,7 @@ def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, 
     if addresses:
         where = RunAddress(run=run, addresses=addresses)
         with (
-            _temporary_node(where) as (node, directory),
+            temporary_node(where) as (node, directory),
             tempfile.TemporaryDirectory(prefix="swarm-") as folder,
         ):
             signed = node.network.run(directory.find(run), 30.0)
@@ -213,18 +223,24 @@ def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, 
 
 def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:
     """Return the specification and newest checkpoint of a run on this machine."""
-    from swarm.run.directory import RunListing, choose
     from swarm.run.exporting import newest_checkpoint
+
+    signed = stored_run(run)
+    return signed, newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
+
+
+def stored_run(run: str) -> SignedSpecification:
+    """Return the specification of a run in which this machine took part."""
+    from swarm.run.directory import RunListing, choose
     from swarm.run.specification_store import SpecificationStore
 
     stored = {one.run_id: one for one in SpecificationStore(specifications_folder()).all()}
     if not stored:
         raise SwarmError(
-            "this machine took part in no run yet: fetch the model from peers with --from ADDRESS"
+            "this machine took part in no run yet: reach a run through its peers with --from ADDRESS"
         )
     chosen = choose([RunListing(one.name, one.run_id) for one in stored.values()], run)
-    signed = stored[chosen.run_id]
-    return signed, newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
+    return stored[chosen.run_id]
 
 
 def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, folder: Path) -> Checkpoint:
@@ -239,7 +255,7 @@ def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, 
 
 
 @contextlib.contextmanager
-def _temporary_node(where: RunAddress) -> Iterator[tuple[Node, RunDirectory]]:
+def temporary_node(where: RunAddress) -> Iterator[tuple[Node, RunDirectory]]:
     """Open a node with a new identity, and a directory of runs."""
     from swarm.node import Node
     from swarm.run.directory import RunDirectory

@@ -128,8 +128,14 @@ def _training_options(
     default=None,
     help="The owner's identity; `new` for one that is forgotten. [default: this user's]",
 )
+@click.option(
+    "--recovery-key",
+    metavar="PEERID",
+    default=None,
+    help="An identity kept offline that can give the run a new owner: its PeerID, or its file.",
+)
 @_training_options(checkpoint_every="10m")
-def start(file: Path, **given: Any) -> int:
+def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     """Create a run and train as its first volunteer.
 
     Publishes the run's signed specification and prints the command with which others join. Started again with
@@ -141,14 +147,18 @@ def start(file: Path, **given: Any) -> int:
       swarm start examples/bytelm.toml
       swarm start examples/bytelm.toml --listen 0.0.0.0:4000
       swarm start examples/bytelm.toml --from-scratch
+      swarm start examples/bytelm.toml --recovery-key 12D3KooW...
       swarm start RUN.toml --bootstrap /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
     """
     from swarm.run.machine import choose_device
+    from swarm.run.recovery import recovery_key_of
     from swarm.run.specification import RunSpecification
     from swarm.run.task import make_task
 
     choices = TrainChoices.of(**given)
     specification = RunSpecification.from_file(file)
+    if recovery_key is not None:
+        specification = specification.model_copy(update={"recovery_key": recovery_key_of(recovery_key)})
     # Report mistakes in the settings of the task before anything starts.
     make_task(specification.task.name, specification.task.settings)
     if specification.requirements.device == "cuda":

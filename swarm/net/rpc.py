@@ -192,6 +192,10 @@ class Handlers:
         """Remove a method; calls that are being handled go on."""
         self._by_name.pop(name, None)
 
+    def names(self) -> list[str]:
+        """Return the names of all methods that are answered now."""
+        return list(self._by_name)
+
     def find(self, name: str) -> UnaryHandler | StreamHandler | None:
         """Return the handler of a method, for transports; None when there is none."""
         return self._by_name.get(name)

@@ -30,8 +30,8 @@ PEERS_MAX = 1024  # in the table of one search
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
 # peers that a search queries first: the same ones in all searches of a round, so that each learns there who
-# leads. It queries others only if that gives it no leader to follow, twice as many after each answer. Smaller:
-# a dead one matters more; larger: more calls in large groups
+# leads. It queries others only if that gives it no leader to follow, twice as many after each answer.
+# Smaller: a dead one matters more; larger: more calls in large groups
 FIRST_QUERIED_MAX = 8
 # a peer that does not search yet is queried again after this. It announces itself when it starts: this only
 # compensates for lost messages

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from swarm.core.ids import Key, PeerId
 from swarm.core.standing import PeerStanding
+from swarm.dht.logic.blobs import VERSION_STEP_MAX, is_within_step
 from swarm.dht.logic.records import Owner, Record
 
 
@@ -127,6 +128,8 @@ class Storage:
         ):
             same = old.record is not None and record.version == old.version
             return None if same else "its writer has issued a later one"
+        if old is not None and record.is_blob and not is_within_step(old.version[0], record.version[0]):
+            return f"it is more than {VERSION_STEP_MAX} versions above the one that is held"
         if (
             old is not None
             and old.record is not None
