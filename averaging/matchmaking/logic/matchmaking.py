@@ -46,7 +46,6 @@ from averaging.matchmaking.logic.peer_table import (
     PeerState,
     PeerTable,
 )
-from averaging.matchmaking.logic.precedence import displaced_from_group
 from averaging.matchmaking.logic.search import GroupFollower, Search
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
@@ -253,13 +252,9 @@ class Matchmaker:
         if not fits or search.following is not None or not search.query.can_lead or ranks_lower:
             return self.status_for(join.query, now_s)
         if 1 + len(search.followers) >= self._target_group_size:
-            displaced = displaced_from_group(search.followers, peer_id, search.request.is_member)
-            if displaced is None:
+            if not (displaced := search.displace_stranger(peer_id, self.status_for(join.query, now_s))):
                 return self.status_for(join.query, now_s)
-            ticket = search.followers.pop(displaced).ticket
-            answer = self.status_for(join.query, now_s)
-            self._outbox.append(AnswerJoin(peer_id=displaced, ticket=ticket, answer=answer))
-            search.table.forget_status(displaced)
+            self._outbox.append(displaced)
         self._tickets += 1
         search.followers[peer_id] = GroupFollower(member, join.gathered, self._tickets)
         return self._tickets

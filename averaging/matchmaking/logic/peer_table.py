@@ -21,6 +21,7 @@ from averaging.matchmaking.logic.messages import (
     Rank,
     SearchFailed,
 )
+from averaging.matchmaking.logic.phrases import count_phrase
 from averaging.matchmaking.logic.precedence import IsMember, asking_order, displaced_from_table
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
@@ -46,7 +47,6 @@ _JOIN_WAIT_S = 1.0
 _LEADER_LOSS_S = 2.0
 _BUSY_MAX_S = 3600.0
 _CLOCK_OFF_NOTED_S = 3.0
-_NAMES_MAX = 3
 
 
 @dataclass(slots=True)
@@ -366,13 +366,13 @@ class PeerTable:
 
     def _sentence(self, peers: list[PeerState], kinds: dict[str, list[PeerState]]) -> str:
         parts = [
-            _count(
+            count_phrase(
                 kinds["schema"],
                 "has other tensors or another codec",
                 lambda p: f"{p.text or 'unknown'}; here {self.query.schema_text or 'unknown'}",
             ),
-            _count(kinds["passed"], f"has finished round {self.query.round_key!r} without this peer"),
-            _count(kinds["unreachable"], "does not answer", lambda p: p.failed),
+            count_phrase(kinds["passed"], f"has finished round {self.query.round_key!r} without this peer"),
+            count_phrase(kinds["unreachable"], "does not answer", lambda p: p.failed),
         ]
         rest = [p for p in peers if self.may_come(p)]
         idle = [p for p in rest if p.status in (None, PeerStatus.IDLE)]
@@ -382,15 +382,15 @@ class PeerTable:
         taken = [p for p in rest if p.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
         near = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key == self.query.round_key]
         parts += [
-            _count(idle, "holds this averager and is not averaging now"),
-            _count(
+            count_phrase(idle, "holds this averager and is not averaging now"),
+            count_phrase(
                 elsewhere,
                 f"looks for another round than {self.query.round_key!r}",
                 lambda p: repr(p.round_key),
             ),
-            _count(taken, "is in a group that was full or begun"),
-            _count(near, "was looking too, but no group came about in time"),
-            _count(
+            count_phrase(taken, "is in a group that was full or begun"),
+            count_phrase(near, "was looking too, but no group came about in time"),
+            count_phrase(
                 [p for p in peers if abs(p.clock_off_s) > _CLOCK_OFF_NOTED_S],
                 "has another time",
                 lambda p: f"{p.clock_off_s:+.0f} s from the time here: check the clocks",
@@ -494,25 +494,3 @@ class PeerTable:
         if peer.failed:
             return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
         return peer.queried_s + _QUERY_INTERVAL_S
-
-
-def _count(peers: list[PeerState], what: str, why: Callable[[PeerState], str] | None = None) -> str:
-    """Return `2 peers (…abcd, …efgh) do something (reasons)`, or "" for an empty list. `what` is in the
-    singular.
-    """
-    if not peers:
-        return ""
-    names = ", ".join(peer.contact.peer_id.short for peer in peers[:_NAMES_MAX]) + (
-        ", …" if len(peers) > _NAMES_MAX else ""
-    )
-    reasons = sorted({why(peer) for peer in peers[:_NAMES_MAX]}) if why is not None else []
-    number = "1 peer" if len(peers) == 1 else f"{len(peers)} peers"
-    return f"{number} ({names}) {what if len(peers) == 1 else _plural(what)}" + (
-        f" ({', '.join(reasons)})" if reasons else ""
-    )
-
-
-def _plural(what: str) -> str:
-    verb, _, rest = what.partition(" ")
-    verbs = {"has": "have", "does": "do", "holds": "hold", "looks": "look", "is": "are", "was": "were"}
-    return f"{verbs[verb]} {rest}".replace("and is not", "and are not")
