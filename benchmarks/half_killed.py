@@ -32,7 +32,7 @@ CASES = (
 
 @dataclass(slots=True)
 class Pauses:
-    """What the survivors of several launches did."""
+    """The pauses of the survivors of several launches."""
 
     pauses_s: list[float] = field(default_factory=list)  # beyond a usual epoch
     failed: int = 0

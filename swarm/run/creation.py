@@ -13,7 +13,7 @@ from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, newest, run_id_of, sign
 
 _READ_TRIES = 4  # of the present specification, while the network fails
-_RETRY_S_FIRST, _RETRY_S_MAX = 0.5, 4.0
+RETRY_S_FIRST, _RETRY_S_MAX = 0.5, 4.0
 
 
 async def create_run(
@@ -101,7 +101,7 @@ async def _present(directory: RunDirectory, run_id: str) -> SignedSpecification:
     """Return the specification that the swarm has. Raise PeerError if it has none, and NetworkError if that
     is not known after some tries: a second run of the same name must not begin because a peer was busy.
     """
-    retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, random.Random())
+    retries = Backoff(RETRY_S_FIRST, _RETRY_S_MAX, random.Random())
     while True:
         try:
             return await directory.specification(run_id, from_disk=False)

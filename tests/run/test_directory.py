@@ -213,7 +213,7 @@ def test_creating_a_run_tries_again_while_the_network_fails(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer that is too busy to answer must not make the owner begin the run a second time."""
-    monkeypatch.setattr("swarm.run.creation._RETRY_S_FIRST", 0.0)
+    monkeypatch.setattr("swarm.run.creation.RETRY_S_FIRST", 0.0)
     dht, owner = FakeDht(), Identity.generate()
     directory = dht.directory(owner.peer_id)
     first, _ = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
