@@ -401,7 +401,7 @@ class PeerTable:
                 if displaced is None:
                     return None
                 del self.peers[displaced]
-            peer = self.peers[contact.peer_id] = PeerState(contact)
+            peer = self.peers[contact.peer_id] = PeerState(contact=contact)
         return peer
 
     def _on_message(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
