@@ -184,9 +184,8 @@ class Averager:
         """Return how many rounds carry the values of all peers to all peers, in the swarm as this peer last
         saw it: 1 when it fits into one group.
 
-        For M^d peers in groups of M this is d, and the result is the exact average when each round has its
-        own `round_key` and each later `weight` is that of the result before; else the deviation shrinks each
-        time.
+        For M^d peers in groups of M this is d, and the result is the exact average when each round has a new
+        `round_key` and each later `weight` is that of the result before; else the deviation shrinks.
         """
         return self._groups.cells.grid.shape.rounds_to_mix
 

@@ -30,7 +30,6 @@ class Swarm:
 SWARMS = (
     Swarm(peers=100, group_size=16, epochs=4),
     Swarm(peers=256, group_size=16, epochs=2),
-    Swarm(peers=1000, group_size=16, epochs=1, state_every=1),
 )
 
 

@@ -196,8 +196,12 @@ class GridTraining:
         if not isinstance(found, Group):
             return None
         self._groups.setdefault(found.group_id, {})[trainer.peer_id] = value, weight
-        await asyncio.sleep(_ROUND_S)
-        trainer.volunteer.service.round_over(committed=True)
+        committed = False
+        try:
+            await asyncio.sleep(_ROUND_S)
+            committed = True
+        finally:
+            trainer.volunteer.service.round_over(committed=committed)
         return found
 
     def _mean(self, group: Group, *, holders: int) -> tuple[Values, float]:

@@ -20,6 +20,13 @@ def parameters(peer: Peer) -> torch.Tensor:
     return torch.cat([one.detach().flatten() for one in peer.net.parameters()])
 
 
+def assert_similar(peers: list[Peer]) -> None:
+    """Assert that models differ by no more than cells leave that are not full, which have no exact mean."""
+    first = parameters(peers[0])
+    for peer in peers[1:]:
+        assert float((parameters(peer) - first).norm() / first.norm()) < 0.05
+
+
 def is_canonical(peer: Peer) -> bool:
     view = peer.opt.state_view()
     view.close()
@@ -70,8 +77,7 @@ def test_the_electors_hold_the_canonical_state_and_peers_far_from_it_fetch_it() 
         for peer in others:
             assert any(report.resynchronised for report in peer.reports), "it had moved by more than 1 %"
         together([lambda peer=peer: peer.train_to(4) for peer in peers])  # type: ignore[misc]
-        for peer in peers[1:]:
-            assert_close(peer.net, peers[0].net)
+        assert_similar(peers)
 
 
 def test_a_pair_that_grows_beyond_a_group_goes_on_through_the_grid() -> None:
@@ -82,8 +88,7 @@ def test_a_pair_that_grows_beyond_a_group_goes_on_through_the_grid() -> None:
             peers.append(stack.enter_context(one_more(peers, "growing pairs", number, config=PAIRS)))
         together([lambda peer=peer: peer.train_to(8) for peer in peers])  # type: ignore[misc]
         assert len({peer.opt.history_head for peer in peers}) == 1
-        for peer in peers[1:]:
-            assert_close(peer.net, peers[0].net)
+        assert_similar(peers)
         last = [report.round for report in peers[0].reports if report.stepped and report.round][-1]
         assert last.certificate is not None
         assert last.certificate.proposal.grid_rounds == 2
@@ -112,6 +117,4 @@ def test_peers_whose_electors_died_go_on_with_a_break_and_one_history() -> None:
         assert len({peer.opt.history_head for peer in left}) == 1
         assert len({peer.opt.line for peer in left}) == 1
         assert left[0].opt.line, "nobody of those that had to decide was left"
-        norm = parameters(left[0]).norm()
-        for peer in left[1:]:  # cells that are not full leave a difference
-            assert float((parameters(peer) - parameters(left[0])).norm() / norm) < 0.05
+        assert_similar(left)
