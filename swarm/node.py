@@ -22,10 +22,12 @@ from swarm.core.notify import wait_until_set
 from swarm.core.presets import Preset, timings_of
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
+from swarm.membership.invite import Entrance
 from swarm.net.channels import Channels
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
 from swarm.net.listening import announced, parse_listen
+from swarm.net.membership import Membership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
 from swarm.net.server import Server
@@ -66,7 +68,8 @@ class Node:
     """This process as a peer: identity, server, connections, DHT, peer book. A context manager; `close()`
     takes under two seconds.
 
-    - `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts); they need not be reachable.
+    - `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts), which need not be reachable; or an
+      invite (swarm1…) to a run, and then this peer calls and answers members of that run only.
     - `listen`: host:port, port 0 for a free one; None: no peer can connect to this one.
     - `identity`: a file that is created when missing, an Identity, or None for a new one that lives as long
       as the node.
@@ -84,8 +87,7 @@ class Node:
     ) -> None:
         self.config = config or NodeConfig()
         self.timings = timings_of(self.config.preset)
-        entries = [bootstrap] if isinstance(bootstrap, str | Contact) else list(bootstrap)
-        contacts = [one if isinstance(one, Contact) else Contact.parse(one) for one in entries]
+        entrance = Entrance.of(bootstrap)
         listen_address = parse_listen(listen) if listen is not None else None
         self._owns_identity = not isinstance(identity, Identity)
         self.identity = (
@@ -98,6 +100,11 @@ class Node:
         self.peer_id: PeerId = self.identity.peer_id
         self.contact = Contact(self.peer_id)
         self.clock = SystemClock()
+        # None: not in an invited run; anybody is answered
+        self.membership: Membership | None = None
+        if entrance.invite is not None:
+            entry_points = [one.peer_id for one in entrance.contacts]
+            self.membership = Membership(entrance.invite, self.peer_id, entry_points, self.clock.swarm_s)
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
         self._services = Services(self)
@@ -107,7 +114,8 @@ class Node:
         self.network = NetworkThread()
         try:
             self.network.run(
-                self._start([one for one in contacts if one.peer_id != self.peer_id]), _START_TIMEOUT_S
+                self._start([one for one in entrance.contacts if one.peer_id != self.peer_id]),
+                _START_TIMEOUT_S,
             )
         except BaseException:
             self.close()
@@ -122,9 +130,11 @@ class Node:
             self.identity,
             on_connected=self._connected,
             throttle=throttle,
+            membership=self.membership,
             dial_timeout_s=self.timings.dial_timeout_s,
         )
-        self._server = Server(throttle=throttle)
+        self._server = Server(throttle=throttle, membership=self.membership)
+        register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
         service = DhtService(
@@ -174,6 +184,17 @@ class Node:
         """Return the peer book's entries: contact, last seen, round-trip time; the peer seen last first."""
         return self.book.known()
 
+    @property
+    def invite(self) -> str:
+        """The invite by which this peer joined, with this peer's address first; others can join by it while
+        it has uses left. Empty when this peer was not invited by one, or its invite is for its PeerID alone.
+        """
+        if self.membership is None or not self.membership.invite.key:
+            return ""
+        invite = self.membership.invite
+        others = [one for one in invite.contacts if one.peer_id != self.peer_id]
+        return invite.with_contacts([self.contact, *others]).text()
+
     def wait_joined(self, timeout_s: float) -> bool:
         """Wait until a bootstrap peer, or a peer remembered from an earlier run, has answered. Returns False
         when none did in time: `join_failures` says why.
@@ -184,6 +205,13 @@ class Node:
     def join_failures(self) -> list[str]:
         """Return one sentence for each peer that did not answer in the last attempt to join."""
         return list(self._joining.failures.values())
+
+    @property
+    def not_invited(self) -> str:
+        """Return the sentence with which a peer that answers invited peers only has refused this one; empty
+        if none has.
+        """
+        return self._joining.not_invited
 
     def service(self, kind: Callable[[Node], ServiceT]) -> ServiceT:
         """Return this node's single instance of a service, created as `kind(node)` on the network thread when

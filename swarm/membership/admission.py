@@ -107,7 +107,7 @@ class Admission:
         return ""
 
     def _count(self, holder: PeerId, standing: Standing, now_s: float) -> None:
-        """Take one use of each grant. Raise NotInvited if one has none left for a peer that signed so late."""
+        """Take one use of each grant. Raise NotInvited if one has none left for a peer that signed then."""
         self._uses = {subject: uses for subject, uses in self._uses.items() if now_s < uses.expires_s}
         displaced = set()
         for grant in standing.grants:

@@ -1,8 +1,8 @@
 """Invites: everything that a newcomer needs to join an invited run, in one line of text.
 
-An invite is `swarm1` and base58 of: the run's owner and name, addresses to dial, the grants, the private key of
-the invite (none if it is for one PeerID), and a checksum. Who has the text can use it: it is a secret as a
-password is, and `uses` and `expires` limit what a leak costs.
+An invite is `swarm1` and base58 of: the run's owner and name, addresses to dial, the grants, the private key
+of the invite (none if it is for one PeerID), and a checksum. Anybody with the text can use it: it is a secret
+as a password is, and `uses` and `expires` limit what a leak costs.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ def door(run: InvitedRun) -> Admission:
 def admitted(admission: Admission, holder: Identity, grants: Grants, now_s: float = NOW_S) -> bool:
     try:
         admission.admit(holder.peer_id, grants, now_s)
-    except NotInvited as error:
-        assert str(error).startswith(f"run {admission.run_id} is for invited peers only: ")
+    except NotInvited:
         return False
     return True
 

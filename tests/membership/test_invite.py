@@ -75,7 +75,7 @@ def test_a_peer_without_a_capability_of_its_own_cannot_invite() -> None:
     run, stranger, holder = InvitedRun(8), identity(random.Random(1)), identity(random.Random(2))
     held = run.invite(peer=holder).grants
     for capability in ((), held):
-        with pytest.raises(UsageError, match="cannot invite|belongs to"):
+        with pytest.raises(UsageError, match=r"cannot invite|belongs to"):
             run.invite(stranger, capability)
 
 
