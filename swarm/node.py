@@ -87,7 +87,7 @@ class Node:
     ) -> None:
         self.config = config or NodeConfig()
         self.timings = timings_of(self.config.preset)
-        entrance = Entrance.of(bootstrap)
+        entrance = self._entrance = Entrance.of(bootstrap)
         listen_address = parse_listen(listen) if listen is not None else None
         self._owns_identity = not isinstance(identity, Identity)
         self.identity = (
@@ -185,15 +185,17 @@ class Node:
         return self.book.known()
 
     @property
-    def invite(self) -> str:
-        """The invite by which this peer joined, with this peer's address first; others can join by it while
-        it has uses left. Empty when this peer was not invited by one, or its invite is for its PeerID alone.
+    def entry(self) -> str:
+        """What another peer can join by: in an invited run the invite by which this peer joined, with this
+        peer's address first, for as long as it has uses left; elsewhere the first address. Empty when no peer
+        can connect to this one, or its invite is for its PeerID alone.
         """
-        if self.membership is None or not self.membership.invite.key:
+        if self.membership is None:
+            return self.addresses[0] if self.addresses else ""
+        if not self.membership.invite.key:
             return ""
-        invite = self.membership.invite
-        others = [one for one in invite.contacts if one.peer_id != self.peer_id]
-        return invite.with_contacts([self.contact, *others]).text()
+        others = [one for one in self._entrance.contacts if one.peer_id != self.peer_id]
+        return self.membership.invite.with_contacts([self.contact, *others]).text()
 
     def wait_joined(self, timeout_s: float) -> bool:
         """Wait until a bootstrap peer, or a peer remembered from an earlier run, has answered. Returns False

@@ -40,6 +40,7 @@ class Admission:
     def __init__(self, run_id: str, owner: PeerId) -> None:
         self.run_id, self.owner = run_id, owner
         self.revoked: frozenset[PeerId] = frozenset()
+        self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
         self._standings: dict[PeerId, Standing] = {}
         self._uses: dict[PeerId, _Uses] = {}  # by subject of a grant
 
@@ -92,9 +93,10 @@ class Admission:
     def revoke(self, peers: Iterable[PeerId]) -> None:
         """Replace the list of revoked peers and invites, and forget the peers that they concern."""
         self.revoked = frozenset(peers) - {self.owner}
-        for holder, standing in list(self._standings.items()):
-            if standing.concerns(self.revoked):
-                self._forget(holder)
+        removed = {holder for holder, one in self._standings.items() if one.concerns(self.revoked)}
+        for holder in removed:
+            self._forget(holder)
+        self.removed |= removed
 
     def problem(self, peer: PeerId, grants: Grants, now_s: float) -> str:
         """Return why a capability would be refused here, without admitting anybody; empty if it would not."""

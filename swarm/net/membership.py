@@ -65,7 +65,7 @@ class Membership:
 
     def check_callee(self, peer_id: PeerId) -> None:
         """Raise NotInvited when this peer must not be called: it was revoked, or has shown no capability."""
-        if peer_id in self.admission.revoked:
+        if peer_id in self.admission.revoked or peer_id in self.admission.removed:
             raise NotInvited(f"peer {peer_id} was revoked by the owner of run {self.run_id}")
         refused = self._refused.get(peer_id)
         if refused is not None:

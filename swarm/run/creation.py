@@ -28,7 +28,7 @@ async def create_run(
         new = False
         # The file does not contain what the owner set with `swarm change`; those settings stay until
         # `swarm change` resets them.
-        changed = {key: getattr(known.specification, key) for key in ("paused", "ended", "banned")}
+        changed = {key: getattr(known.specification, key) for key in ("paused", "ended", "banned", "revoked")}
         specification = specification.model_copy(update=changed)
         if known.specification == specification:
             signed = known

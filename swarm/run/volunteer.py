@@ -32,6 +32,7 @@ from swarm.run.events import (
     StateDownloaded,
 )
 from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide
+from swarm.run.membership import check_invited, excluded_peers
 from swarm.run.memory import MemoryEstimate, device_peak, estimate_memory, peak_bytes
 from swarm.run.microbatches import MicroBatches, StepSize
 from swarm.run.specification import RunSpecification, SignedSpecification
@@ -76,7 +77,10 @@ class Volunteer:
         emit: Emit,
         stop: threading.Event,
     ) -> None:
-        """Raise UsageError if the task is not installed here or refuses the settings of the specification."""
+        """Raise UsageError if the task is not installed here or refuses the settings of the specification, or
+        if the run is for invited peers and the node is not one.
+        """
+        check_invited(signed, node.membership)
         self.signed = signed
         self._node, self._directory, self._config, self._emit, self._stop = (
             node,
@@ -115,6 +119,7 @@ class Volunteer:
             name=self.signed.name,
             run_id=self.signed.run_id,
             version=self.signed.version,
+            members=specification.members,
             created=created,
             summary=specification.description or description.summary,
             sample=description.sample,
@@ -240,7 +245,9 @@ class Volunteer:
         )
         if self._writer is not None:
             optimizer.register_reunion_hook(self._writer.before_reunion)
-        optimizer.ban(specification.banned_peers)
+        membership = self._node.membership
+        removed = membership.admission.removed if membership is not None else frozenset()
+        optimizer.ban(specification.banned_peers | removed)
         return optimizer
 
     def fetch_state(self, path: Path) -> Path:
@@ -327,6 +334,7 @@ class Volunteer:
             asked_to_pause=self._config.asked_to_pause(),
             run_paused=self.specification.paused,
             banned=self._node.peer_id in self.specification.banned_peers,
+            not_invited=self._node.membership.problem() if self._node.membership is not None else "",
         )
         return decide(limits, status)
 
@@ -394,12 +402,12 @@ class Volunteer:
         return result.epoch if result.loaded else None
 
     def _emit_joined(self, device: torch.device, data: str) -> None:
-        addresses = self._node.addresses
+        entry = self._node.entry
         self._emit(
             Joined(
                 peer_id=str(self._node.peer_id),
                 run_id=self.signed.run_id,
-                join_line=f"swarm join {addresses[0]}" if addresses else "",
+                join_line=f"swarm join {entry}" if entry else "",
                 device=str(device),
                 data=data,
                 start_s=machine.process_age_s(),
@@ -415,6 +423,7 @@ class Volunteer:
             members=self._other_members,
             on_newer=self._apply_version,
         )
+        training.optimizer.ban(excluded_peers(self.signed, self._node.membership))
         self._node.handlers.unary(CHANGE, follower.on_change)
         self._node.supervisor.spawn(
             f"renewing the specification of {self.signed.full_name}", follower.run, restart=True
@@ -438,12 +447,13 @@ class Volunteer:
         """Apply a newer version of the specification. Runs on the network thread."""
         old, new = self.signed.specification, newer.specification
         self.signed = newer
+        excluded = excluded_peers(newer, self._node.membership)
         training = self.training
         if training is not None:
             training.signed = newer
             if new.target_batch_size != old.target_batch_size:
                 training.optimizer.set_target(new.target_batch_size)
-            training.optimizer.ban(new.banned_peers)
+            training.optimizer.ban(excluded)
         self._emit(
             RunChanged(version=newer.version, changes=differences(old, new), restart=restart_needed(old, new))
         )
