@@ -27,7 +27,7 @@ from swarm.net.channels import Channels
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
 from swarm.net.listening import announced, parse_listen
-from swarm.net.membership import Membership, register
+from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
 from swarm.net.server import Server
@@ -101,10 +101,10 @@ class Node:
         self.contact = Contact(self.peer_id)
         self.clock = SystemClock()
         # None: not in an invited run; anybody is answered
-        self.membership: Membership | None = None
+        self.membership: RunMembership | None = None
         if entrance.invite is not None:
             entry_points = [one.peer_id for one in entrance.contacts]
-            self.membership = Membership(entrance.invite, self.peer_id, entry_points, self.clock.swarm_s)
+            self.membership = RunMembership(entrance.invite, self.peer_id, entry_points, self.clock.swarm_s)
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
         self._services = Services(self)
@@ -186,9 +186,9 @@ class Node:
 
     @property
     def entry(self) -> str:
-        """What another peer can join by: in an invited run the invite by which this peer joined, with this
-        peer's address first, for as long as it has uses left; elsewhere the first address. Empty when no peer
-        can connect to this one, or its invite is for its PeerID alone.
+        """Return the text by which another peer can join: in an invited run the invite by which this peer
+        joined, with this peer's address first, for as long as it has uses left; elsewhere the first address.
+        Empty when no peer can connect to this one, or its invite is for its PeerID alone.
         """
         if self.membership is None:
             return self.addresses[0] if self.addresses else ""

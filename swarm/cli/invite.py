@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -59,16 +59,7 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 @options.peers_of_run
 @options.owner_identity
 @options.as_json
-def invite(
-    run: str,
-    peer: str | None,
-    uses: int,
-    expires: str,
-    roles: tuple[str, ...],
-    addresses: tuple[str, ...],
-    identity: str | None,
-    as_json: bool,
-) -> int:
+def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **given: Any) -> int:
     """Make an invite to RUN: one word, `swarm1…`, that every command takes instead of an ADDRESS.
 
     The run's owner can invite, and every peer that joined with --identity by an invite with the role invite:
@@ -87,15 +78,16 @@ def invite(
     if signed.specification.members == "open":
         raise UsageError(f"{signed.full_name} is open: anybody joins it by an address, without an invite")
     issuer = Identity.read(Path(identity).expanduser() if identity else default_identity())
-    made = make_invite(
-        signed.owner,
-        signed.name,
-        issuer,
-        load_capability(specifications_folder(), signed.run_id, issuer.peer_id),
-        Terms(roles=roles_of(roles or _MEMBER_ROLES), uses=uses, lifetime_s=parse_duration_s(expires)),
-        now_s=time.time(),
-        peer=PeerId.parse(peer) if peer is not None else None,
-    ).with_contacts(Entrance.of(run_addresses(signed.run_id, addresses)).contacts)
+    terms = Terms(
+        roles=roles_of(given["roles"] or _MEMBER_ROLES),
+        uses=given["uses"],
+        lifetime_s=parse_duration_s(given["expires"]),
+        peer=PeerId.parse(given["peer"]) if given["peer"] is not None else None,
+    )
+    held = load_capability(specifications_folder(), signed.run_id, issuer.peer_id)
+    made = make_invite(signed.owner, signed.name, issuer, held, terms, now_s=time.time()).with_contacts(
+        Entrance.of(run_addresses(signed.run_id, addresses)).contacts
+    )
     last = made.grants[-1]
     fields = {
         "invite": made.text(),
@@ -151,8 +143,8 @@ def owners_entries(run: str, given: Sequence[str], owner: Identity, own: PeerId)
         return entries
     if signed.owner != owner.peer_id or signed.specification.members != "invited":
         return entries
-    terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_COMMAND_S)
-    own_invite = make_invite(signed.owner, signed.name, owner, (), terms, now_s=time.time(), peer=own)
+    terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_COMMAND_S, peer=own)
+    own_invite = make_invite(signed.owner, signed.name, owner, (), terms, now_s=time.time())
     return [own_invite.text(), *entries]
 
 

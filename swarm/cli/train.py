@@ -308,9 +308,10 @@ class _Session:
 
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
         """Describe the run, ask the user, and train until the end."""
-        from swarm.run.membership import require_role, save_capability
+        from swarm.run.membership import check_invited, require_role, save_capability
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
+        check_invited(signed, self.node.membership)
         require_role(self.node.membership, "train")
         control = Control(control_folder())
         config = VolunteerConfig(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from swarm.core.errors import NotInvited
 from swarm.core.ids import PeerId
-from swarm.membership.capability import ROLES, Grant, Grants, Role, Standing, check_grants
+from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_grants
 
 # What a caller needs for the methods of a service; methods that are not listed here take any member.
 NEEDED_ROLES: dict[str, frozenset[Role]] = {
@@ -41,7 +41,7 @@ class Admission:
         self.run_id, self.owner = run_id, owner
         self.revoked: frozenset[PeerId] = frozenset()
         self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
-        self._standings: dict[PeerId, Standing] = {}
+        self._standings: dict[PeerId, Rights] = {}
         self._uses: dict[PeerId, _Uses] = {}  # by subject of a grant
 
     def admit(self, holder: PeerId, grants: Grants, now_s: float) -> None:
@@ -108,7 +108,7 @@ class Admission:
             return "this peer's invite has expired"
         return ""
 
-    def _count(self, holder: PeerId, standing: Standing, now_s: float) -> None:
+    def _count(self, holder: PeerId, standing: Rights, now_s: float) -> None:
         """Take one use of each grant. Raise NotInvited if one has none left for a peer that signed then."""
         self._uses = {subject: uses for subject, uses in self._uses.items() if now_s < uses.expires_s}
         displaced = set()

@@ -1,8 +1,8 @@
 """Capabilities: what a run's owner allows a peer, as a chain of signed grants.
 
 The first grant is signed by the owner, each later one by the subject of the grant before it. A subject is a
-peer, or the key of an invite: whoever has the invite's text has that key and signs a grant for its own PeerID
-with it. A grant never allows more than the one before: the same roles or fewer, as many uses or fewer, and no
+peer, or the key of an invite: a peer with the invite's text has that key, and signs a grant for its own
+PeerID with it. A grant never allows more than the one before: the same roles or fewer, as many uses or fewer, and no
 later expiration. So a peer that may invite can pass on a part of what it has, without the owner.
 """
 
@@ -63,8 +63,8 @@ Grants = tuple[Grant, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What a checked capability allows its holder."""
+class Rights:
+    """The rights that a checked capability gives to its holder."""
 
     roles: frozenset[Role]
     expires_s: float
@@ -106,7 +106,7 @@ def bear(run_id: str, grants: Grants, key: Identity, holder: PeerId, now_s: floa
     return (*grants, issue(run_id, key, own))
 
 
-def check_grants(run_id: str, owner: PeerId, grants: Grants, now_s: float) -> Standing:
+def check_grants(run_id: str, owner: PeerId, grants: Grants, now_s: float) -> Rights:
     """Check a chain of grants and return what it allows to its last subject.
 
     Raises NotInvited with the reason. Each signature is checked only if everything before it is right, so
@@ -127,7 +127,7 @@ def check_grants(run_id: str, owner: PeerId, grants: Grants, now_s: float) -> St
             raise NotInvited("the capability was not signed by the run's owner, or for another run")
         issuer, before = grant.subject, grant
     assert before is not None
-    return Standing(
+    return Rights(
         roles=frozenset(before.roles), expires_s=before.expires_s, signed_s=before.issued_s, grants=grants
     )
 

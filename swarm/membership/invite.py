@@ -25,8 +25,8 @@ from swarm.membership.capability import (
     USES_MAX,
     Grant,
     Grants,
+    Rights,
     Role,
-    Standing,
     bear,
     check_grants,
     decode,
@@ -129,7 +129,7 @@ def is_invite(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """What addresses and invites say about where to enter a swarm."""
+    """The peers through which to enter a swarm, as addresses and invites name them."""
 
     contacts: tuple[Contact, ...]
     invite: Invite | None = None
@@ -157,11 +157,12 @@ class Entrance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What an issuer gives with an invite."""
+    """The terms of an invite: what its issuer gives."""
 
     roles: tuple[Role, ...]
     uses: int
     lifetime_s: float
+    peer: PeerId | None = None  # the only one that can use it; None: any peer that has its text
 
 
 def make_invite(
@@ -172,9 +173,8 @@ def make_invite(
     terms: Terms,
     *,
     now_s: float,
-    peer: PeerId | None = None,
 ) -> Invite:
-    """Issue an invite without addresses, for one `peer` or for whoever has its text.
+    """Issue an invite without addresses.
 
     `held` is the issuer's own capability; empty for the owner. Raises UsageError when the issuer may not give
     this. Uses and expiration are at most those of the issuer.
@@ -190,10 +190,10 @@ def make_invite(
         standing = _own_standing(run_id, owner, held, now_s, issuer.peer_id)
         uses = min(uses, standing.grants[-1].uses)
         expires_s = min(expires_s, int(standing.expires_s))
-    key = Identity.generate() if peer is None else None
+    key = Identity.generate() if terms.peer is None else None
     grant = Grant(
         kind="invite" if key is not None else "peer",
-        subject=key.peer_id if key is not None else peer,  # type: ignore[arg-type]
+        subject=key.peer_id if key is not None else terms.peer,  # type: ignore[arg-type]
         roles=terms.roles,
         uses=uses,
         issued_s=int(now_s),
@@ -208,7 +208,7 @@ def make_invite(
     return Invite(owner=owner, name=name, contacts=(), grants=grants, key=private)
 
 
-def _own_standing(run_id: str, owner: PeerId, held: Grants, now_s: float, issuer: PeerId) -> Standing:
+def _own_standing(run_id: str, owner: PeerId, held: Grants, now_s: float, issuer: PeerId) -> Rights:
     try:
         standing = check_grants(run_id, owner, held, now_s)
     except PeerError as error:

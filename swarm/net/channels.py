@@ -31,7 +31,7 @@ from swarm.net.calls import (
 )
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, dial
-from swarm.net.membership import ADMIT, Membership
+from swarm.net.membership import ADMIT, RunMembership
 from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
@@ -44,6 +44,14 @@ _STREAMS_END_S_MAX = 0.2
 # 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
 CONNECTIONS_MAX = 512
 IDLE_S = 120.0  # an unused connection is closed after this time: the peers of a round meet again within it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Limits of the pool of connections."""
+
+    connections_max: int = CONNECTIONS_MAX
+    idle_s: float = IDLE_S
 
 
 @dataclass(slots=True)
@@ -81,12 +89,13 @@ class Channels:
         on_connected: Callable[[Contact, Address, float], None] | None = None,
         throttle: Throttle | None = None,
         *,
-        membership: Membership | None = None,
+        membership: RunMembership | None = None,
         dial_timeout_s: float = WAN.dial_timeout_s,
-        connections_max: int = CONNECTIONS_MAX,
-        idle_s: float = IDLE_S,
+        limits: ConnectionLimits | None = None,
     ) -> None:
-        self._dial_timeout_s, self._connections_max, self._idle_s = dial_timeout_s, connections_max, idle_s
+        limits = limits or ConnectionLimits()
+        self._dial_timeout_s = dial_timeout_s
+        self._connections_max, self._idle_s = limits.connections_max, limits.idle_s
         self._own = identity.peer_id
         self._certificate = client_certificate(identity)
         self._on_connected = on_connected
@@ -407,7 +416,9 @@ async def _call_separately(
         return reply
 
 
-async def _admit(membership: Membership, peer_id: PeerId, connection: Connection, timeout_s: float) -> None:
+async def _admit(
+    membership: RunMembership, peer_id: PeerId, connection: Connection, timeout_s: float
+) -> None:
     """Show this process's capability to a peer that was dialed, and check the peer's. Raises NotInvited when
     one of the two is not a member, and closes the connection then.
     """

@@ -30,7 +30,7 @@ ADMIT = Method(
 )
 
 
-class Membership:
+class RunMembership:
     """The membership of this process in one invited run. It belongs to the network thread."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Membership:
         return run_pb2.AdmitReply(member=True, capability=encode(self.capability))
 
 
-def register(handlers: Handlers, membership: Membership | None) -> None:
+def register(handlers: Handlers, membership: RunMembership | None) -> None:
     """Register the handler of `ADMIT`. A process without a membership says so."""
 
     def no_member(caller: PeerId, request: run_pb2.AdmitRequest) -> run_pb2.AdmitReply:

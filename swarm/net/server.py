@@ -20,7 +20,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.net.calls import CALLS_NAME, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
-from swarm.net.membership import Membership
+from swarm.net.membership import RunMembership
 from swarm.net.rpc import (
     BULK_OPTIONS,
     END_OF_STREAM,
@@ -67,7 +67,7 @@ class Server:
         calls_per_peer_max: int = 256,
         throttle: Throttle | None = None,
         ping_interval_s_min: float = _PING_INTERVAL_S_MIN,
-        membership: Membership | None = None,
+        membership: RunMembership | None = None,
     ) -> None:
         """`ping_interval_s_min`: a caller that pings an idle connection more often loses it. `membership`: of
         this process in an invited run; it says which caller is answered.

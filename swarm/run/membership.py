@@ -20,7 +20,7 @@ from swarm.run.directory import RunDirectory
 from swarm.run.specification import SignedSpecification
 
 if TYPE_CHECKING:
-    from swarm.net.membership import Membership
+    from swarm.net.membership import RunMembership
     from swarm.node import Node
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _SUFFIX = ".capability"
 _FIND_FIRST_S, _FIND_S_MAX = 1.0, 60.0  # between two searches for the run's specification
 
 
-def check_invited(signed: SignedSpecification, membership: Membership | None) -> None:
+def check_invited(signed: SignedSpecification, membership: RunMembership | None) -> None:
     """Raise UsageError when this process must not take part in a run: it would answer anybody, or it was
     invited to another run.
     """
@@ -45,7 +45,7 @@ def check_invited(signed: SignedSpecification, membership: Membership | None) ->
         )
 
 
-def require_role(membership: Membership | None, role: Role) -> None:
+def require_role(membership: RunMembership | None, role: Role) -> None:
     """Raise UsageError when this process was invited without this role."""
     if membership is None or membership.own == membership.admission.owner:
         return
@@ -54,7 +54,7 @@ def require_role(membership: Membership | None, role: Role) -> None:
         raise UsageError(f"this invite is for the roles {', '.join(roles)}; this needs the role {role}")
 
 
-def save_capability(folder: Path, membership: Membership) -> None:
+def save_capability(folder: Path, membership: RunMembership) -> None:
     """Keep this peer's capability, from which `swarm invite` issues further invites. Disk errors are logged
     and not raised.
     """
@@ -80,7 +80,7 @@ def load_capability(folder: Path, run_id: str, holder: PeerId) -> Grants:
         return ()
 
 
-def excluded_peers(signed: SignedSpecification, membership: Membership | None) -> frozenset[PeerId]:
+def excluded_peers(signed: SignedSpecification, membership: RunMembership | None) -> frozenset[PeerId]:
     """Refuse those that this version revokes, and return the peers that it excludes: those that the owner has
     banned, and those that have lost their capability. Runs on the network thread.
     """
@@ -108,7 +108,7 @@ def follow_run(node: Node) -> None:
     node.network.run(follow(), 5.0)
 
 
-async def _follow(node: Node, directory: RunDirectory, membership: Membership) -> None:
+async def _follow(node: Node, directory: RunDirectory, membership: RunMembership) -> None:
     backoff = Backoff(_FIND_FIRST_S, _FIND_S_MAX, random)
     while True:
         try:

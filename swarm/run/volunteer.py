@@ -77,10 +77,7 @@ class Volunteer:
         emit: Emit,
         stop: threading.Event,
     ) -> None:
-        """Raise UsageError if the task is not installed here or refuses the settings of the specification, or
-        if the run is for invited peers and the node is not one.
-        """
-        check_invited(signed, node.membership)
+        """Raise UsageError if the task is not installed here or refuses the settings of the specification."""
         self.signed = signed
         self._node, self._directory, self._config, self._emit, self._stop = (
             node,
@@ -224,7 +221,10 @@ class Volunteer:
                 raise
 
     def _join(self, inner: torch.optim.Optimizer) -> Optimizer:
-        """Join the run with the current specification."""
+        """Join the run with the current specification. Raise UsageError if it is for invited peers, and this
+        is not one.
+        """
+        check_invited(self.signed, self._node.membership)
         from averaging.optim.optimizer import Optimizer, OptimizerConfig
         from swarm.run.inner_optimizer import schedule_factory
 

@@ -13,7 +13,7 @@ from swarm.cli.paths import default_identity, specifications_folder
 from swarm.core.identity import Identity
 from swarm.membership.capability import check_grants
 from swarm.membership.invite import Invite
-from swarm.net.membership import Membership
+from swarm.net.membership import RunMembership
 from swarm.run.membership import load_capability, save_capability
 from swarm.run.specification import RunSpecification, SignedSpecification, sign
 from swarm.run.specification_store import SpecificationStore
@@ -52,7 +52,7 @@ def test_the_owner_and_a_holder_that_may_invite_issue_valid_invites(
     assert [contact.multiaddrs[0] for contact in invite.contacts] == [ADDRESS]
     holder = Identity.load(tmp_path / "holder")
     holder.close()
-    membership = Membership(invite, holder.peer_id, (), time.time)
+    membership = RunMembership(invite, holder.peer_id, (), time.time)
     save_capability(specifications_folder(), membership)
     assert load_capability(specifications_folder(), run.run_id, holder.peer_id) == membership.capability
     options = ("--identity", str(tmp_path / "holder"), "--role", "train")

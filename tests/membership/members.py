@@ -48,8 +48,12 @@ class InvitedRun:
             NAME,
             issuer or self.owner,
             held,
-            Terms(roles=roles, uses=uses, lifetime_s=days * DAY_S),
+            Terms(
+                roles=roles,
+                uses=uses,
+                lifetime_s=days * DAY_S,
+                peer=peer.peer_id if peer is not None else None,
+            ),
             now_s=now_s,
-            peer=peer.peer_id if peer is not None else None,
         )
         return invite.with_contacts([Contact(self.owner.peer_id, (DIALED,))])

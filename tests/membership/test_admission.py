@@ -9,7 +9,7 @@ import pytest
 from swarm.core.errors import NotInvited
 from swarm.core.identity import Identity
 from swarm.membership.admission import Admission
-from swarm.membership.capability import Grants
+from swarm.membership.capability import Grants, roles_of
 from tests.membership.members import DAY_S, NOW_S, InvitedRun, identity
 
 JOIN, STATE, REPORT, EXPERT = (
@@ -62,7 +62,8 @@ def test_the_capability_of_another_peer_is_of_no_use() -> None:
 def test_a_role_allows_its_methods_only(roles: tuple[str, ...], allowed: set[str]) -> None:
     run, holder = InvitedRun(6), identity(random.Random(7))
     admission = door(run)
-    admission.admit(holder.peer_id, run.invite(roles=roles).capability_of(holder.peer_id, NOW_S), NOW_S)  # type: ignore[arg-type]
+    invite = run.invite(roles=roles_of(roles))
+    admission.admit(holder.peer_id, invite.capability_of(holder.peer_id, NOW_S), NOW_S)
     for method in (JOIN, STATE, REPORT, EXPERT):
         refusal = admission.refusal(holder.peer_id, method, NOW_S)
         assert (refusal == "") == (method in allowed), refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,9 +33,9 @@ def invite_of(
     now_s: float | None = None,
     peer: PeerId | None = None,
 ) -> Invite:
-    terms = Terms(roles=roles, uses=uses, lifetime_s=DAY_S)
+    terms = Terms(roles=roles, uses=uses, lifetime_s=DAY_S, peer=peer)
     now_s = time.time() if now_s is None else now_s
-    invite = make_invite(owner.peer_id, "tiny", owner, (), terms, now_s=now_s, peer=peer)
+    invite = make_invite(owner.peer_id, "tiny", owner, (), terms, now_s=now_s)
     return invite.with_contacts([node.contact] if node is not None else [])
 
 
@@ -49,7 +50,11 @@ def owner() -> Iterator[Node]:
 def serve(node: Node) -> None:
     """Answer two methods of a run with nothing."""
     for method in (JOIN, REPORT):
-        node.handlers.direct(method, lambda caller, request, method=method: method.reply())  # type: ignore[misc]
+        node.handlers.direct(method, functools.partial(_nothing, method))
+
+
+def _nothing(method: Method[Any, Any], caller: PeerId, request: object) -> Any:
+    return method.reply()
 
 
 async def call(node: Node, other: Node, method: Method[Any, Any]) -> object:
@@ -136,11 +141,11 @@ def test_an_invite_for_one_peer_takes_nobody_else_and_a_used_up_one_nobody_more(
         Node([invite.text()], listen=HERE)
     with Node([invite.text()], listen=HERE, identity=identity) as guest:
         assert guest.wait_joined(10)
-        assert guest.invite == ""
+        assert guest.entry == ""
     single = invite_of(owner.identity, owner, uses=1)
     with Node([single.text()], listen=HERE) as first:
         assert first.wait_joined(10)
-        assert Invite.parse(first.invite).contacts[0] == first.contact
+        assert Invite.parse(first.entry).contacts[0] == first.contact
         first_signed_s = first.membership.capability[-1].issued_s if first.membership else 0
         while int(time.time()) <= first_signed_s:
             time.sleep(0.05)
