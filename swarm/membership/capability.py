@@ -2,8 +2,8 @@
 
 The first grant is signed by the owner, each later one by the subject of the grant before it. A subject is a
 peer, or the key of an invite: a peer with the invite's text has that key, and signs a grant for its own
-PeerID with it. A grant never allows more than the one before: the same roles or fewer, as many uses or fewer, and no
-later expiration. So a peer that may invite can pass on a part of what it has, without the owner.
+PeerID with it. A grant never allows more than the one before: the same roles or fewer, as many uses or fewer,
+and no later expiration. So a peer that may invite can pass on a part of what it has, without the owner.
 """
 
 from __future__ import annotations
