@@ -11,6 +11,7 @@ from typing import Any
 from averaging.history.certificate import Certificate
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.core.ids import PeerId
+from swarm.runtime.waits import WaitEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,14 @@ class PendingRound:
     """
 
     def __init__(
-        self, finish: Callable[[RoundResult], RoundResult], release: Callable[[PendingRound], None]
+        self,
+        finish: Callable[[RoundResult], RoundResult],
+        release: Callable[[PendingRound], None],
+        ended: WaitEvent,
     ) -> None:
         self._finish = finish  # writes back, in the thread that takes the result
         self._release = release
-        self._ended = threading.Event()
+        self._ended = ended
         self._lock = threading.Lock()
         self._started = False
         self._outcome: RoundResult | None = None

@@ -5,7 +5,6 @@ all-reduce that serves their rounds.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ class AveragingService:
             channels=node.channels,
             pool=node.network.pool,
             clock=node.clock,
-            notary=Notary(node.identity, random.SystemRandom()),
+            notary=Notary(node.identity, node.rng),
         )
         self._averagers: list[Callable[[], Awaitable[None]]] = []
         node.at_close(self._close)

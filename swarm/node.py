@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import platform
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,7 @@ class Node:
         if entrance.invite is not None:
             entry_points = [one.peer_id for one in entrance.contacts]
             self.membership = RunMembership(entrance.invite, self.peer_id, entry_points, self.clock.swarm_s)
+        self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
         self._services = Services(self)
@@ -301,7 +303,9 @@ class Node:
 
     async def _introduce(self, contact: Contact) -> None:
         try:
-            await self._introductions.introduce(contact, timeout_s=self.timings.hello_timeout_s)
+            await self._introductions.introduce(
+                contact, timeout_s=self.timings.hello_timeout_s, connected=True
+            )
         except SwarmError as error:
             _logger.debug("%s", error)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -125,7 +123,7 @@ class AuxiliaryPeer:
         """
         if not 0 < timeout_s < float("inf"):
             raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
-        end_s = time.monotonic() + timeout_s
+        end_s = self.node.clock.monotonic_s() + timeout_s
         self._tracker.wait_refresh(min(_FIRST_LOOK_S_MAX, timeout_s), first=True)
         while True:
             self.node.network.check()
@@ -135,7 +133,11 @@ class AuxiliaryPeer:
             epoch = self.epoch
 
             def is_obsolete(epoch: int = epoch) -> bool:
-                return self._closed or self._tracker.swarm_epoch() > epoch or time.monotonic() > end_s
+                return (
+                    self._closed
+                    or self._tracker.swarm_epoch() > epoch
+                    or self.node.clock.monotonic_s() > end_s
+                )
 
             result = self._averager.average(epoch, is_obsolete, OBSOLETE_ROUND_GRACE_S)
             self._mode.failed(result.reason)  # there is nothing to apply
@@ -143,9 +145,9 @@ class AuxiliaryPeer:
                 self._history.commit(result.certificate)
             # after a round the trainers are in the next epoch, before they have reported so
             self._epoch = None if result.failed else epoch + 1
-            if not result.failed or time.monotonic() + _PAUSE_S > end_s:
+            if not result.failed or self.node.clock.monotonic_s() + _PAUSE_S > end_s:
                 return result
-            threading.Event().wait(_PAUSE_S)
+            self.node.network.waits.event().wait(_PAUSE_S)
 
     def close(self) -> None:
         """Leave the run. Idempotent; the node stays open."""

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import random
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +28,7 @@ from averaging.optim.state.intake import PartialState
 from averaging.optim.state.snapshot import read_header
 from averaging.optim.state.training_state import root_of_header
 from swarm.core.backoff import Backoff
+from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.dht.service.dht_service import Entry
@@ -67,6 +65,8 @@ _REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer 
 class _Attempt:
     """State of one call of `load` across its downloads."""
 
+    clock: Clock
+    retries: Backoff
     deadline_s: float
     started_s: float
     codec: str = EXACT
@@ -74,11 +74,14 @@ class _Attempt:
     partial: PartialState | None = None  # chunks of an incomplete download
     bytes_received: int = 0
     reason: str = ""
-    retries: Backoff = field(default_factory=lambda: Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, random.Random()))
 
     @property
     def left_s(self) -> float:
-        return self.deadline_s - time.monotonic()
+        return self.deadline_s - self.clock.monotonic_s()
+
+    @property
+    def seconds(self) -> float:
+        return self.clock.monotonic_s() - self.started_s
 
 
 class CatchUp:
@@ -94,6 +97,7 @@ class CatchUp:
         history: RunHistory | None,
     ) -> None:
         """`history`: of the state; None in modes without a common state."""
+        self.clock: Clock = node.clock
         self._history = history
         self._node, self._run_id, self._mode, self._state = node, tracker.run_id, mode, mode.state
         self._tracker, self._averager = tracker, averager
@@ -115,8 +119,9 @@ class CatchUp:
         The learner is suspended, and the caller resumes it. `bytes_received` and `failures` of the result
         cover all downloads of this call.
         """
-        now_s = time.monotonic()
-        attempt = _Attempt(deadline_s=now_s + timeout_s, started_s=now_s, codec=codec)
+        retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, self._node.rng)
+        now_s = self.clock.monotonic_s()
+        attempt = _Attempt(self.clock, retries, deadline_s=now_s + timeout_s, started_s=now_s, codec=codec)
         self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, timeout_s), first=True)
         while True:
             if self._blocklist.own_is_banned:
@@ -125,7 +130,7 @@ class CatchUp:
             donors = self._donors(attempt, among)
             if not donors:
                 # a peer that wrongly believes to be alone begins another history of the run
-                waited_s = time.monotonic() - attempt.started_s
+                waited_s = attempt.seconds
                 has_waited = waited_s >= self._node.timings.no_donor_wait_s
                 has_read = self._tracker.refresh_age_s() < waited_s
                 patient = has_waited and (has_read or waited_s >= _UNREADABLE_S)
@@ -145,7 +150,7 @@ class CatchUp:
             pause_s = attempt.retries.next_s()
             if attempt.left_s <= pause_s:
                 return self._not_loaded(attempt, f"not done within {timeout_s:g} s: {attempt.reason}")
-            threading.Event().wait(pause_s)
+            self._node.network.waits.event().wait(pause_s)
 
     def _alone_reason(self) -> str:
         """Describe a run in which no other peer is visible, including failed connections: perhaps this peer
@@ -168,7 +173,7 @@ class CatchUp:
             alone=alone,
             failures=dict(attempt.failures),
             bytes_received=attempt.bytes_received,
-            seconds=time.monotonic() - attempt.started_s,
+            seconds=attempt.seconds,
         )
 
     def _download_once(self, attempt: _Attempt, donors: list[Contact]) -> LoadResult | None:
@@ -236,7 +241,9 @@ class CatchUp:
         epoch, and the epoch that the swarm is in.
         """
         captured: dict[int, CapturedRound] = {}
-        concurrent.futures.wait([future], CAPTURE_AFTER_S)
+        ended = self._node.network.waits.event()
+        future.add_done_callback(lambda _: ended.set())
+        ended.wait(CAPTURE_AFTER_S)
         future.add_done_callback(lambda _: self._tracker.wake_waiters())
         while not future.done():
             if not self._tracker.wait_full(epoch, _POLL_INTERVAL_S, future.done):
@@ -258,7 +265,7 @@ class CatchUp:
                         result.detail,
                     )
                     self._mode.failed(result.reason)
-                    threading.Event().wait(_POLL_INTERVAL_S)
+                    self._node.network.waits.event().wait(_POLL_INTERVAL_S)
                     continue
                 if self._history is not None and result.certificate is not None:
                     self._history.commit(result.certificate)
@@ -323,12 +330,12 @@ class CatchUp:
             canonical=downloaded.canonical,
             replayed=len(replayed),
             bytes_received=attempt.bytes_received,
-            seconds=time.monotonic() - attempt.started_s,
+            seconds=attempt.seconds,
         )
 
     def _belongs(self, downloaded: DownloadedState) -> bool:
         """Return whether a downloaded state belongs to the history that this peer follows."""
-        if self._history is None or not self._history.covers_swarm:
+        if self._history is None:
             return True
         root = root_of_header(read_header(downloaded.blob)[0])
         if root is None:
@@ -348,16 +355,16 @@ class CatchUp:
         self._tracker.begin_epoch(self._state.epoch, joining=True)
 
     def _register(self, epoch: int, *, joining: bool) -> None:
-        """Enter `epoch`, and report it directly to the peers that have a state, unless they know it already:
-        one that reads it later in the DHT could close the epoch without this peer. `joining`: this peer has
-        not got the epoch's state.
+        """Enter `epoch`, and report it directly to some peers that have a state, unless they know it already:
+        a single one that reads it later in the DHT could close the epoch alone. Those that do not close it
+        alone learn of this peer from its averager. `joining`: this peer has not got the epoch's state.
         """
         self._tracker.begin_epoch(epoch, late=True, joining=joining)
         if not joining and epoch == self._registered_epoch:
             return
         self._registered_epoch = epoch
         try:
-            self.probe(_REGISTER_S)
+            self._node.network.run(self._tracker.introduce(), _REGISTER_S)
         except NetworkError as error:
             _log.info(
                 "not all peers know yet that this peer is in epoch %d of run %s: %s",
@@ -417,7 +424,9 @@ class CatchUp:
                 continue
             reported = value.get("epoch")
             plausible = isinstance(reported, int) and epoch - 1 <= reported <= epoch + 1
-            ranked.append((not plausible, value.get("canonical") is not True, random.random(), contact))
+            ranked.append(
+                (not plausible, value.get("canonical") is not True, self._node.rng.random(), contact)
+            )
         ranked.sort(key=lambda one: one[:3])
         donors = [contact for *_, contact in ranked]
         return [contact for contact in donors if contact.peer_id in among] or donors

@@ -5,14 +5,14 @@ when the swarm went on without this peer.
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from averaging.optim.background_round import RunningRound
 from averaging.optim.catchup import FIRST_REFRESH_TIMEOUT_S, CatchUp
 from averaging.optim.closing import CloseOutcome, EpochCloser
-from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, BackgroundRound, EpochAverager
+from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager
 from averaging.optim.modes import Mode
 from averaging.optim.progress.logic.punctuality import longest_wait_s
 from averaging.optim.progress.tracker import Tracker
@@ -30,7 +30,7 @@ _RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples
 class _BackgroundEpoch:
     """A round that runs while training continues."""
 
-    background_round: BackgroundRound
+    background_round: RunningRound
     epoch: int
     contributed: int  # samples of this peer in the round
     began_s: float
@@ -49,6 +49,7 @@ class EpochLoop:
         catch_up: CatchUp,
         load_timeout_s: float,
     ) -> None:
+        self._clock = catch_up.clock
         self._closer = EpochCloser(mode, tracker, donor, averager, catch_up)
         # called before epochs of this peer's own are given up, by the id that torch gave each
         self.reunion_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
@@ -70,7 +71,7 @@ class EpochLoop:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
         report of this call.
         """
-        began_s = time.monotonic()
+        began_s = self._clock.monotonic_s()
         self._measure(samples, began_s)
         if not self._started:
             self._start()
@@ -96,7 +97,7 @@ class EpochLoop:
                     self._start_background_round(report) if self._traits.overlapped else self._close(report)
                 )
             report = self._wait_for_round(report, samples)
-        self._last_step_ended_s = time.monotonic()
+        self._last_step_ended_s = self._clock.monotonic_s()
         return replace(
             report, progress=self._tracker.view().fraction, seconds=self._last_step_ended_s - began_s
         )
@@ -108,7 +109,8 @@ class EpochLoop:
             result = self._catch_up.load(timeout_s, self._resync_donors, codec)
         finally:
             with self._state.lock:
-                lost = self._learner.resume()
+                history = self._tracker.history
+                lost = self._learner.resume(parted=history is not None and history.has_parted)
         self._retry_at_samples = self._failed_at_samples = 0
         if result.loaded:
             self._resync_reason, self._resync_donors = "", frozenset()
@@ -259,7 +261,10 @@ class EpochLoop:
         _log.info("downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
         if loaded.dropped:
-            why += f"; {loaded.dropped} samples are dropped, for their epoch is too long ago"
+            history = self._tracker.history
+            is_parted = history is not None and history.has_parted
+            cause = "they are of a history that is given up" if is_parted else "their epoch is too long ago"
+            why += f"; {loaded.dropped} samples are dropped, for {cause}"
         if dropped + loaded.dropped:
             _log.warning("%d samples of this peer are dropped: %s", dropped + loaded.dropped, why)
         if self._tracker.history is not None and not loaded.loaded and loaded.alone:
@@ -308,7 +313,7 @@ class EpochLoop:
                 )
             return replace(report, reason="; ".join(filter(None, (report.reason, outcome.reason))))
         self._retry_at_samples = self._failed_at_samples = 0
-        state_round = self._closer.average_state_if_due(alone=outcome.alone)
+        state_round = self._closer.average_state_if_due(alone=outcome.others_missed_it)
         if state_round is not None and not state_round.result.failed:
             self._resync_reason, self._resync_donors = state_round.deviation, state_round.donors
         return replace(
@@ -333,7 +338,7 @@ class EpochLoop:
         if self._retry_at_samples:
             self._tracker.announce_full(epoch)
         background_round = self._averager.begin(epoch, self._closer.is_behind, OBSOLETE_ROUND_GRACE_S)
-        self._background = _BackgroundEpoch(background_round, epoch, contributed, time.monotonic())
+        self._background = _BackgroundEpoch(background_round, epoch, contributed, self._clock.monotonic_s())
         return replace(report, accumulated=self._learner.samples)
 
     def _poll_background_round(self, report: StepReport) -> StepReport:
@@ -354,7 +359,7 @@ class EpochLoop:
             raise
         self._background = None
         if not result.failed:
-            outcome = self._closer.committed(result, 0, time.monotonic() - background.began_s)
+            outcome = self._closer.committed(result, 0, self._clock.monotonic_s() - background.began_s)
         else:
             behind = self._closer.failed(result, 1)
             reason = f"round failed: {result.detail or result.reason}"

@@ -142,11 +142,7 @@ class Optimizer(DelegatingOptimizer):
             _START_S_MAX,
         )
 
-    async def _open(
-        self,
-        options: AveragingOptions,
-        config: OptimizerConfig,
-    ) -> None:
+    async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
         node, mode = self.node, self._mode
         self._blocklist = node.service(AveragingService).exchange.blocklist_of(self.run_id)
         self._donor = Donor(
@@ -199,6 +195,7 @@ class Optimizer(DelegatingOptimizer):
             peers=lambda: self._tracker.view().peers_total,
             publish=config.publish_metrics,
             every_s=node.timings.metrics_every_s,
+            rng=node.rng,
         )
         self._tasks = [
             node.supervisor.spawn(f"progress of run {self.run_id}", self._tracker.run, restart=True),
@@ -238,10 +235,8 @@ class Optimizer(DelegatingOptimizer):
         self._hyperparameters.record()
         if complaint:
             _log.warning("run %s: %s", self.run_id, complaint)
-        if report.stepped or report.rounds_failed or report.resynchronised is not None:
-            problems = (self.node.dht.clock_problem, self.node.dht.identity_problem)
-        else:
-            problems = None, None
+        ended = report.stepped or report.rounds_failed or report.resynchronised is not None
+        problems = (self.node.dht.clock_problem if ended else None, self.node.dht.identity_problem)
         if complaint or any(problems):
             reason = "; ".join(filter(None, (complaint, report.reason, *problems)))
             report = replace(report, reason=reason)
@@ -304,7 +299,9 @@ class Optimizer(DelegatingOptimizer):
 
     def _pace(self) -> Pace:
         mine = self._tracker.view().peers[self.node.peer_id]
-        return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
+        return Pace(
+            epoch=mine.epoch, samples_per_s=mine.samples_per_s, head=self.history_head, line=self.line
+        )
 
     @property
     def epoch(self) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from swarm.core.ids import Contact
 from swarm.core.presets import Timings
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.rpc import Caller
+from swarm.runtime.waits import Waits
 
 
 class HasDhtService(Protocol):
@@ -38,6 +40,11 @@ class HasLoop(Protocol):
         """Return the threads for work that would hold up the event loop."""
         ...
 
+    @property
+    def waits(self) -> Waits:
+        """Return the maker of what the trainer's thread waits for."""
+        ...
+
 
 class PeerNode(Protocol):
     """This process as a peer."""
@@ -55,6 +62,11 @@ class PeerNode(Protocol):
     @property
     def clock(self) -> Clock:
         """Return the clock of the swarm."""
+        ...
+
+    @property
+    def rng(self) -> random.Random:
+        """Return the source of random numbers that nobody else can predict."""
         ...
 
     @property

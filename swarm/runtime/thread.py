@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from swarm.core.errors import DeadlineExceeded, UsageError
+from swarm.runtime.waits import ThreadWaits, Waits
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,13 +35,15 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 class NetworkThread:
     """A thread with an event loop. `run` and `submit` are for other threads; coroutines on the loop simply
-    await. `pool` is for tensor work (torch releases the GIL there).
+    await. `pool` is for tensor work (torch releases the GIL there), `waits` makes what other threads wait
+    for.
     """
 
     def __init__(self, name: str = "swarm-network") -> None:
         self._process_id = os.getpid()
         self._stopped = False
         self._lock = threading.Lock()
+        self.waits: Waits = ThreadWaits()
         self.loop = new_event_loop()
         self.loop.set_exception_handler(_report)
         self.pool = ThreadPoolExecutor(

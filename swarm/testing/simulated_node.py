@@ -6,13 +6,16 @@ It has the parts of `swarm.Node` that `averaging.optim.peer_node.PeerNode` names
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.core.clock import Clock
 from swarm.core.ids import Contact
 from swarm.core.presets import WAN, Timings
+from swarm.runtime.waits import ThreadWaits, Waits
+from swarm.testing.chance import Chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,11 @@ class SimulatedDht:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedThread:
-    """The event loop and the pool of a network thread."""
+    """The event loop and the pool of a network thread, and how other threads wait for it."""
 
     loop: asyncio.AbstractEventLoop
     pool: Any = None
+    waits: Waits = field(default_factory=ThreadWaits)
 
 
 class SimulatedNode:
@@ -50,6 +54,7 @@ class SimulatedNode:
     ) -> None:
         self._own, self.clock, self.channels = own, clock, channels
         self.timings: Timings = WAN
+        self.rng: random.Random = Chance("node", own().peer_id)
         self.dht = SimulatedDht(dht)
         self.network = SimulatedThread(loop or asyncio.get_running_loop(), pool)
 

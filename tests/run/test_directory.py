@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from swarm.dht.service.dht_service import StoreResult
 from swarm.run.creation import create_run
 from swarm.run.directory import LISTING_KEY, RunDirectory, RunListing, choose
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
+from swarm.run.specification_store import SpecificationStore
 
 NOW_S = 1_000_000.0
 
@@ -43,6 +45,7 @@ class FakeDht:
         self.entries: dict[tuple[Key, PeerId, str | None], FakeEntry] = {}
         self.stores = 0
         self.refuses = False
+        self.failing_reads = 0  # that end with an error of the network
 
     def as_peer(self, own: PeerId) -> Any:
         dht = self
@@ -71,6 +74,9 @@ class FakeDht:
             async def get_all(
                 self, key: Key, *, latest: bool = False, timeout_s: float = 10.0
             ) -> list[FakeEntry]:
+                if dht.failing_reads:
+                    dht.failing_reads -= 1
+                    raise NetworkError("none of the 1 peers asked answered")
                 return [entry for (stored, _, _), entry in dht.entries.items() if stored == key]
 
         return View()
@@ -180,6 +186,24 @@ def test_creating_a_run_again_keeps_version_and_time_unless_it_changed() -> None
     assert (changed.version, changed.created_s, new) == (2, NOW_S, False)
 
 
+@pytest.mark.parametrize("failing", [1, 3, 4])
+def test_creating_a_run_tries_again_while_the_network_fails(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is too busy to answer must not make the owner begin the run a second time."""
+    monkeypatch.setattr("swarm.run.creation._RETRY_S_FIRST", 0.0)
+    dht, owner = FakeDht(), Identity.generate()
+    directory = dht.directory(owner.peer_id)
+    first, _ = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+    dht.failing_reads = failing
+    if failing == 4:
+        with pytest.raises(NetworkError, match="none of the 1 peers"):
+            asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+        assert dht.stores == 2
+    else:
+        assert asyncio.run(create_run(directory, specification(), owner, FixedClock())) == (first, False)
+
+
 def test_some_members_renew_the_specification_after_its_creator_left() -> None:
     dht, owner = FakeDht(), Identity.generate()
     for _ in range(9):
@@ -216,3 +240,15 @@ def _renew_once(
                 await directory.renew(one, on_newer)
 
     asyncio.run(once())
+
+
+def test_a_run_that_the_swarm_forgot_is_created_again_with_its_revocations(tmp_path: Path) -> None:
+    owner, revoked = Identity.generate(), str(Identity.generate().peer_id)
+    store = SpecificationStore(tmp_path)
+    store.save(
+        sign(specification().model_copy(update={"revoked": (revoked,)}), owner, version=4, created_s=1.0)
+    )
+    view = FakeDht().as_peer(owner.peer_id)
+    directory = RunDirectory(view, owner.peer_id, clock=FixedClock(), rng=random.Random(0), store=store)
+    again, new = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+    assert (again.version, new, again.specification.revoked) == (5, True, (revoked,))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -206,7 +205,7 @@ class Donor:
         earlier = [name for name, lease in self._leases.items() if lease.peer == peer]
         if not earlier and len(self._leases) >= LEASES_MAX:
             raise PeerError(f"busy: {LEASES_MAX} peers are downloading from this one already")
-        name, now_s = secrets.token_bytes(16), self._node.clock.monotonic_s()
+        name, now_s = self._node.rng.randbytes(16), self._node.clock.monotonic_s()
         self._leases[name] = _Lease(peer, view, now_s, now_s)
         for one in earlier:  # after the new one, so that a view that both have stays open
             self._end_lease(one)
