@@ -41,7 +41,8 @@ class RunMembership:
         self.own = own
         self.capability = invite.capability_of(own, now_s())
         self.admission = Admission(invite.run_id, invite.owner)
-        self._entry_points = frozenset(entry_points)
+        # without those that turn out to be members: what these may do follows from their capability alone
+        self._entry_points = set(entry_points)
         self._now_s = now_s
         # peers that turned out to be no members: when, and why
         self._refused: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
@@ -59,7 +60,11 @@ class RunMembership:
         if method == ADMIT.name:
             return ""
         refusal = self.admission.refusal(caller, method, self._now_s())
-        if refusal and caller in self._entry_points and method.startswith(ENTRY_POINT_METHODS):
+        if (
+            refusal
+            and caller in self._entry_points - self.admission.revoked
+            and method.startswith(ENTRY_POINT_METHODS)
+        ):
             return ""
         return refusal
 
@@ -82,6 +87,7 @@ class RunMembership:
         """Admit the peer that was dialed. Raises NotInvited if it is neither a member nor an entry point."""
         try:
             if reply.member:
+                self._entry_points.discard(peer_id)
                 self.admission.admit(peer_id, decode(reply.capability), self._now_s())
             elif peer_id not in self._entry_points:
                 raise NotInvited(f"peer {peer_id} takes no part in run {self.run_id}")
@@ -96,6 +102,7 @@ class RunMembership:
         """Admit a caller and show it this process's capability (`ADMIT`). Raises NotInvited."""
         if request.run != self.run_id:
             raise NotInvited(f"this peer takes part in run {self.run_id}, and in no other one")
+        self._entry_points.discard(caller)
         self.admission.admit(caller, decode(request.capability), self._now_s())
         self._refused.pop(caller, None)
         return run_pb2.AdmitReply(member=True, capability=encode(self.capability))

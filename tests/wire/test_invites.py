@@ -169,3 +169,16 @@ def test_an_entry_point_takes_part_in_the_dht_and_in_nothing_else() -> None:
         assert reached(guest, owner)
         with pytest.raises(NotInvited, match="joins with an invite"):
             entry.network.run(call(entry, owner, JOIN), 10.0)
+
+
+def test_a_member_that_was_named_as_an_address_gets_nothing_after_its_revocation(owner: Node) -> None:
+    invite = invite_of(owner.identity, owner)
+    with Node([invite.text()], listen=HERE) as guest:
+        assert guest.wait_joined(10)
+        second = invite_of(owner.identity).with_contacts([guest.contact, owner.contact])
+        with Node([second.text()], listen=HERE) as other:
+            assert other.wait_joined(10)
+            assert reached(guest, other)
+            assert other.membership is not None
+            other.network.loop.call_soon_threadsafe(other.membership.admission.revoke, [invite.subject])
+            assert not reached(guest, other)
