@@ -6,6 +6,7 @@
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make histories  peers that keep one history through cuts, restarts and a liar: a million random steps, every order of votes
+# make fuzz    made and mutated input for every decoder and every call, ten minutes: make fuzz [SEED=7 SECONDS=600]
 # make proto   regenerate swarm/wire from proto/
 # make docs    the documentation as a site in build/docs; needs no network once its tools are installed
 PYTHON ?= python3
@@ -15,10 +16,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 
 DOCS_OUT ?= build/docs
 
-.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick histories install install-dev install-docs clean
+.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick histories fuzz fuzz-quick install install-dev install-docs clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -10
+	@sed -n 's/^# //p' Makefile | head -11
 
 # The stamps hold what was installed: a change of pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -84,6 +85,13 @@ sim: install-dev
 
 histories: install-dev
 	$(BIN)/python -m pytest -m "slow" tests/sim/test_histories.py tests/sim/test_vote_states.py $(ARGS)
+
+SECONDS ?= 600
+fuzz: install-dev
+	@$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS) $(if $(filter command line environment,$(origin SEED)),--seed $(SEED)) $(ARGS)
+
+fuzz-quick: install-dev
+	@$(BIN)/python -m tests.fuzz.run --seconds 30 $(ARGS)
 
 sim-quick:
 	@$(MAKE) --no-print-directory sim PEERS=40 HOURS=0.2

@@ -21,6 +21,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import Preset, timings_of
+from swarm.core.standing import PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
@@ -109,6 +110,7 @@ class Node:
         self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
+        self.standing = PeerStanding()
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
@@ -135,7 +137,7 @@ class Node:
             membership=self.membership,
             dial_timeout_s=self.timings.dial_timeout_s,
         )
-        self._server = Server(throttle=throttle, membership=self.membership)
+        self._server = Server(throttle=throttle, standing=self.standing, membership=self.membership)
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
@@ -148,6 +150,7 @@ class Node:
             clock=self.clock,
             supervisor=self.supervisor,
             timings=self.timings,
+            standing=self.standing,
         )
         self.dht = Dht(service, self.network)
         # Registered first and called last, because other services send their goodbyes through it.

@@ -323,6 +323,7 @@ class RunHistory:
             self._judged.clear()
 
     def _moved(self) -> None:
+        self._node.standing.add_members(self._run, self._lineage.electors)
         self._is_break = False
         if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
             self._ahead = None

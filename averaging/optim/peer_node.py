@@ -13,6 +13,7 @@ from typing import Protocol
 from swarm.core.clock import Clock
 from swarm.core.ids import Contact
 from swarm.core.presets import Timings
+from swarm.core.standing import PeerStanding
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.rpc import Caller
 from swarm.runtime.waits import Waits
@@ -72,6 +73,11 @@ class PeerNode(Protocol):
     @property
     def timings(self) -> Timings:
         """Return the times of the node's preset."""
+        ...
+
+    @property
+    def standing(self) -> PeerStanding:
+        """Return which peers are members of this node's runs."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ PAYLOAD_BYTES_MAX = 256 << 20
 UIDS_PER_DESCRIBE_MAX = 256
 REQUEST_ID_BYTES = 16
 SILENCE_S_MAX = 30.0
+# A payload arrives at least this fast, on average and after the first silence: it holds memory meanwhile.
+PACE_BYTES_PER_S_MIN = 32 << 10
 _HEADER_BYTES_MAX = 16 << 10
 
 DESCRIBE = Method(
@@ -62,20 +64,28 @@ async def send_payload(stream: Stream, payloads: Sequence[TensorPayload]) -> Non
         await stream.send(chunk)
 
 
-async def receive_payload(stream: Stream, size_bytes: int) -> torch.Tensor:
-    """Receive a payload of exactly `size_bytes` bytes; return it as flat uint8 on the host.
+async def receive_payload(
+    stream: Stream, size_bytes: int, on_received: Callable[[int], None] = lambda size_bytes: None
+) -> torch.Tensor:
+    """Receive a payload of exactly `size_bytes` bytes; return it as flat uint8 on the host. `on_received` is
+    called with the size of each message, and may raise.
 
-    Raises PeerError when the stream ends before that, continues after it, or is silent for SILENCE_S_MAX: the
-    announced size already holds memory.
+    Raises PeerError when the stream ends before that, continues after it, is silent for SILENCE_S_MAX, or is
+    slower than PACE_BYTES_PER_S_MIN: what has come already holds memory.
     """
     payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
     array = payload.numpy()
-    filled = 0
+    filled, started_s = 0, asyncio.get_running_loop().time()
     while filled < size_bytes:
+        slowest_s = started_s + SILENCE_S_MAX + filled / PACE_BYTES_PER_S_MIN
+        left_s = min(slowest_s - asyncio.get_running_loop().time(), SILENCE_S_MAX)
         try:
-            async with asyncio.timeout(SILENCE_S_MAX):
+            async with asyncio.timeout(left_s):
                 message = await stream.receive()
         except TimeoutError:
+            if left_s < SILENCE_S_MAX:
+                so_far = f"{filled} of {size_bytes} bytes so far"
+                raise PeerError(f"peer {stream.peer_id} sends its tensors too slowly: {so_far}") from None
             raise PeerError(
                 f"peer {stream.peer_id} sent nothing for {SILENCE_S_MAX:g} s in the middle of its tensors"
             ) from None
@@ -85,4 +95,5 @@ async def receive_payload(stream: Stream, size_bytes: int) -> torch.Tensor:
             raise PeerError(f"peer {stream.peer_id} announced {size_bytes} bytes and sends more")
         array[filled : filled + len(message)] = np.frombuffer(message, np.uint8)
         filled += len(message)
+        on_received(len(message))
     return payload

@@ -182,13 +182,7 @@ class HostingService:
                 raise request_refused(
                     f"{admitted.size_bytes} bytes of tensors should follow, not {request.payload_bytes}"
                 )
-            self._receiving[admitted.caller] += admitted.size_bytes
-            try:
-                payload = await receive_payload(stream, admitted.size_bytes)
-            finally:
-                self._receiving[admitted.caller] -= admitted.size_bytes
-                if not self._receiving[admitted.caller]:
-                    del self._receiving[admitted.caller]
+            payload = await self._receive(stream, admitted)
             outcome = await self._outcome(admitted, payload)
         except RequestRefused as refusal:
             await stream.send(self._refusal(request, refusal).SerializeToString())
@@ -197,6 +191,27 @@ class HostingService:
         reply.payload_bytes = payload_bytes(outcome.payloads)
         await stream.send(reply.SerializeToString())
         await send_payload(stream, outcome.payloads)
+
+    async def _receive(self, stream: Stream, admitted: AdmittedRequest) -> torch.Tensor:
+        """Receive the payload of a request. Bytes count from when they have come: an announcement costs
+        nothing. Raises RequestRefused when too many have come meanwhile.
+        """
+        caller, received_bytes = admitted.caller, 0
+
+        def count(size_bytes: int) -> None:
+            nonlocal received_bytes
+            busy = self._receiving_refusal(caller, size_bytes)
+            if busy:
+                raise request_overloaded(admitted.hosted, busy)
+            received_bytes += size_bytes
+            self._receiving[caller] += size_bytes
+
+        try:
+            return await receive_payload(stream, admitted.size_bytes, count)
+        finally:
+            self._receiving[caller] -= received_bytes
+            if not self._receiving[caller]:
+                del self._receiving[caller]
 
     # --- checks
 
@@ -256,7 +271,13 @@ class HostingService:
     def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
         """Return why no payload of that size can be received now; "" when it can."""
         total, own = self._receiving.total(), self._receiving.get(caller, 0)
-        if total + size_bytes > _RECEIVING_BYTES_MAX or own + size_bytes > _RECEIVING_BYTES_PER_CALLER_MAX:
+        is_member = self._node.standing.is_member
+        # strangers together get half
+        shared, shared_max = total, _RECEIVING_BYTES_MAX
+        if not is_member(caller):
+            shared = sum(held for peer, held in self._receiving.items() if not is_member(peer))
+            shared_max = _RECEIVING_BYTES_MAX // 2
+        if shared + size_bytes > shared_max or own + size_bytes > _RECEIVING_BYTES_PER_CALLER_MAX:
             return f"{total >> 20} MiB are being received already, {own >> 20} of them from you"
         return ""
 

@@ -14,7 +14,7 @@ import click
 
 from swarm.cli import options
 from swarm.cli.control import Control
-from swarm.cli.invite import check_answered, contacts_of, owners_entries, run_addresses, specification_on_disk
+from swarm.cli.invite import check_answered, contacts_of, owners_entries, run_addresses, stored_run
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
@@ -137,35 +137,45 @@ def change(
       swarm change bytelm --ban 12D3KooW... --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm change bytelm --revoke swarm1...
     """
-    from swarm.run.changes import Change, differences, send_version, sign_change
-    from swarm.run.estimate import read_members
+    from swarm.dht.logic.blobs import version_text
+    from swarm.run.changes import Change, differences, sign_change
 
     wanted = Change(**changes)  # type: ignore[arg-type]
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
-    with _temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
+    with temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
         known = node.network.run(directory.find(run), 30.0)
         signed = sign_change(known, wanted, owner)
-        node.network.run(directory.publish(signed), 30.0)
-        node.network.run(directory.save(signed), 10.0)
-        contacts = node.network.run(read_members(node.dht.service, signed.run_id), 10.0)
-        versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
-    following = sum(version >= signed.version for version in versions.values())
-    sentences = differences(known.specification, signed.specification)
+        asked, following = tell_members(node, directory, signed)
+    sentences = differences(known, signed)
     fields = {
         "run": signed.full_name,
         "version": signed.version,
         "changes": sentences,
-        "members": len(contacts),
+        "members": asked,
         "following": following,
     }
     print_result(
         "changed",
         fields,
-        f"{signed.full_name}, version {signed.version}: {', '.join(sentences)}. "
-        f"{following} of {len(contacts)} members that were asked follow it; they forward it to the others",
+        f"{signed.full_name}, version {version_text(signed.version)}: {', '.join(sentences)}. "
+        f"{following} of {asked} members that were asked follow it; they forward it to the others",
         as_json=as_json,
     )
     return 0
+
+
+def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecification) -> tuple[int, int]:
+    """Publish and save a new version, and send it to members. Return how many were asked, and how many of
+    them follow it.
+    """
+    from swarm.run.changes import send_version
+    from swarm.run.estimate import read_members
+
+    node.network.run(directory.publish(signed), 30.0)
+    node.network.run(directory.save(signed), 10.0)
+    contacts = node.network.run(read_members(node.dht.service, signed.run_id), 10.0)
+    versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
+    return len(contacts), sum(version >= signed.version for version in versions.values())
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -199,7 +209,7 @@ def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, 
     if addresses:
         where = RunAddress(run=run, addresses=addresses)
         with (
-            _temporary_node(where) as (node, directory),
+            temporary_node(where) as (node, directory),
             tempfile.TemporaryDirectory(prefix="swarm-") as folder,
         ):
             signed = node.network.run(directory.find(run), 30.0)
@@ -222,7 +232,7 @@ def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:
     """Return the specification and newest checkpoint of a run on this machine."""
     from swarm.run.exporting import newest_checkpoint
 
-    signed = specification_on_disk(run)
+    signed = stored_run(run)
     return signed, newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
 
 
@@ -238,7 +248,7 @@ def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, 
 
 
 @contextlib.contextmanager
-def _temporary_node(where: RunAddress, owner: Identity | None = None) -> Iterator[tuple[Node, RunDirectory]]:
+def temporary_node(where: RunAddress, owner: Identity | None = None) -> Iterator[tuple[Node, RunDirectory]]:
     """Open a node with a new identity, and a directory of runs. `owner`: lets it into an invited run."""
     from swarm.node import Node
     from swarm.run.directory import RunDirectory

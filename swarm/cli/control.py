@@ -128,9 +128,15 @@ class Control:
 def _read(file: Path) -> Running | None:
     try:
         with file.open("rb") as stream:
-            return Running(**json.loads(stream.read(_BYTES_MAX)))
-    except (OSError, ValueError, TypeError):
+            one = Running(**json.loads(stream.read(_BYTES_MAX)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    texts = [one.name, one.run_id, one.peer_id]
+    if not isinstance(one.addresses, list) or not all(
+        isinstance(text, str) for text in [*texts, *one.addresses]
+    ):
+        return None
+    return one if type(one.pid) is int and isinstance(one.started_s, int | float) else None
 
 
 def _alive(one: Running) -> bool:
@@ -138,5 +144,5 @@ def _alive(one: Running) -> bool:
 
     try:
         return abs(psutil.Process(one.pid).create_time() - one.started_s) < _AGE_SLACK_S
-    except (psutil.Error, ValueError):
+    except (psutil.Error, ValueError, OverflowError):
         return False

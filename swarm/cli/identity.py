@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -13,33 +14,83 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 
 NEW = "new"
+PASSPHRASE_CHARACTERS_MAX = 1024
 
 
 @click.command(context_settings=options.CONTEXT)
 @click.option("--identity", metavar="FILE", default=None, help="The identity file. [default: this user's]")
 @click.option("--create", is_flag=True, help="Make the file if there is none.")
+@click.option(
+    "--export", "exported", metavar="COPY", default=None, help="Write a copy, encrypted with a passphrase."
+)
+@click.option("--import", "imported", metavar="COPY", default=None, help="Make the file from such a copy.")
+@click.option(
+    "--passphrase-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Read the passphrase from the first line of a file, and do not ask.",
+)
 @options.as_json
-def identity(identity: str | None, create: bool, as_json: bool) -> int:
+def identity(
+    identity: str | None,
+    create: bool,
+    exported: str | None,
+    imported: str | None,
+    passphrase_file: Path | None,
+    as_json: bool,
+) -> int:
     """Show or make an identity: the key that says who a peer is and which runs it owns.
+
+    Keep a copy of the identity that owns a run: without it nobody can change the run any more. A copy is
+    worthless to others without its passphrase, and to you as well.
 
     \b
     Examples:
       swarm identity
       swarm identity --create
       swarm identity --create --identity ~/other.identity
+      swarm identity --export ~/usb/owner.swarm
+      swarm identity --import ~/usb/owner.swarm
     """
+    if sum((create, exported is not None, imported is not None)) > 1:
+        raise UsageError("--create, --export and --import are three things: choose one")
     path = Path(identity).expanduser() if identity is not None else default_identity()
     existed = path.exists()
     if create and not existed:
         Identity.load(path, create=True).close()
-    peer_id = str(Identity.read(path).peer_id)  # without the lock: a peer may be using it
+    if imported is not None:
+        if existed:
+            raise UsageError(
+                f"{path} exists, and no key is ever overwritten: choose another with --identity FILE"
+            )
+        peer_id = str(Identity.restore(imported, path, _passphrase(passphrase_file)).peer_id)
+    else:
+        own = Identity.read(path)  # without the lock: a peer may be using it
+        if exported is not None:
+            own.export(exported, _passphrase(passphrase_file, new=True))
+        peer_id = str(own.peer_id)
     print_result(
         "identity",
-        {"peer_id": peer_id, "path": str(path), "created": not existed},
-        f"{peer_id}\n{'kept in' if existed else 'made and kept in'} {path}",
+        {"peer_id": peer_id, "path": str(path), "created": not existed, "copy": exported},
+        f"{peer_id}\n{'kept in' if existed else 'made and kept in'} {path}"
+        + (f"\nan encrypted copy is in {exported}" if exported is not None else ""),
         as_json=as_json,
     )
     return 0
+
+
+def _passphrase(file: Path | None, *, new: bool = False) -> str:
+    """Return the passphrase from the first line of a file, or ask for it; a new one is asked for twice."""
+    if file is not None:
+        try:
+            with file.expanduser().open(encoding="utf-8") as stream:
+                return stream.readline(PASSPHRASE_CHARACTERS_MAX).rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read a passphrase from {file}: {error}") from error
+    if not sys.stdin.isatty():
+        raise UsageError("there is no terminal to ask for the passphrase: pass --passphrase-file FILE")
+    return str(click.prompt("Passphrase", hide_input=True, confirmation_prompt=new, err=True))
 
 
 def open_identity(choice: str | None, default: Path | None) -> Identity:

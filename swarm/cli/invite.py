@@ -17,12 +17,12 @@ from swarm.core.errors import NetworkError, NotInvited, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
 from swarm.membership.capability import ROLES, USES_MAX, Role, roles_of
-from swarm.membership.invite import Entrance, Invite, Terms, make_invite
+from swarm.membership.invite import Entrance, Invite, RunIdentity, Terms, make_invite
 from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
     from swarm.node import Node
-    from swarm.run.specification import SignedSpecification
+    from swarm.run.specification import RunSpecification, SignedSpecification
 
 # The invite that `swarm start` prints is meant to be passed around among people who know each other.
 _START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
@@ -74,7 +74,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     """
     from swarm.run.membership import load_capability
 
-    signed = specification_on_disk(run)
+    signed = stored_run(run)
     if signed.specification.members == "open":
         raise UsageError(f"{signed.full_name} is open: anybody joins it by an address, without an invite")
     issuer = Identity.read(Path(identity).expanduser() if identity else default_identity())
@@ -85,7 +85,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
         peer=PeerId.parse(given["peer"]) if given["peer"] is not None else None,
     )
     held = load_capability(specifications_folder(), signed.run_id, issuer.peer_id)
-    made = make_invite(signed.owner, signed.name, issuer, held, terms, now_s=time.time()).with_contacts(
+    made = make_invite(_identity_of(signed), issuer, held, terms, now_s=time.time()).with_contacts(
         Entrance.of(run_addresses(signed.run_id, addresses)).contacts
     )
     last = made.grants[-1]
@@ -101,12 +101,22 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     return 0
 
 
-def starting_invite(owner: Identity, name: str) -> Invite:
+def starting_invite(owner: Identity, specification: RunSpecification) -> Invite:
     """Return the invite by which an owner's own volunteer enters its run, and which it prints."""
-    return make_invite(owner.peer_id, name, owner, (), _START_TERMS, now_s=time.time())
+    from swarm.run.specification_store import SpecificationStore
+
+    run = RunIdentity(owner.peer_id, specification.name, specification.recovery_peer)
+    for known in SpecificationStore(specifications_folder()).all():
+        if (known.founder, known.name) == (run.founder, run.name):
+            run = _identity_of(known)  # a run that goes on has the recovery key that it began with
+    return make_invite(run, owner, (), _START_TERMS, now_s=time.time())
 
 
-def specification_on_disk(run: str) -> SignedSpecification:
+def _identity_of(signed: SignedSpecification) -> RunIdentity:
+    return RunIdentity(signed.founder, signed.name, signed.specification.recovery_peer)
+
+
+def stored_run(run: str) -> SignedSpecification:
     """Return the run of this machine that a name means. Raise SwarmError if there is none, and UsageError if
     it is not clear.
     """
@@ -115,7 +125,9 @@ def specification_on_disk(run: str) -> SignedSpecification:
 
     stored = {one.run_id: one for one in SpecificationStore(specifications_folder()).all()}
     if not stored:
-        raise SwarmError("this machine took part in no run yet: name a peer of it with --from")
+        raise SwarmError(
+            "this machine took part in no run yet: reach a run through its peers with --from ADDRESS"
+        )
     return stored[choose([RunListing(one.name, one.run_id) for one in stored.values()], run).run_id]
 
 
@@ -138,13 +150,13 @@ def owners_entries(run: str, given: Sequence[str], owner: Identity, own: PeerId)
     """
     entries = run_addresses(run, given)
     try:
-        signed = specification_on_disk(run)
+        signed = stored_run(run)
     except SwarmError:
         return entries
-    if signed.owner != owner.peer_id or signed.specification.members != "invited":
+    if signed.founder != owner.peer_id or signed.specification.members != "invited":
         return entries
     terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_COMMAND_S, peer=own)
-    own_invite = make_invite(signed.owner, signed.name, owner, (), terms, now_s=time.time())
+    own_invite = make_invite(_identity_of(signed), owner, (), terms, now_s=time.time())
     return [own_invite.text(), *entries]
 
 

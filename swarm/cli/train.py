@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from swarm.net.throttle import Bandwidth
     from swarm.node import Node
     from swarm.run.checkpoints import CheckpointConfig
-    from swarm.run.specification import SignedSpecification
+    from swarm.run.specification import RunSpecification, SignedSpecification
 
 _BYTES_PER_MBIT = 125_000.0
 _POLL_S = 0.5
@@ -129,8 +129,14 @@ def _training_options(
     default=None,
     help="The owner's identity; `new` for one that is forgotten. [default: this user's]",
 )
+@click.option(
+    "--recovery-key",
+    metavar="PEERID",
+    default=None,
+    help="An identity kept offline that can give the run a new owner: its PeerID, or its file.",
+)
 @_training_options(checkpoint_every="10m")
-def start(file: Path, **given: Any) -> int:
+def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     """Create a run and train as its first volunteer.
 
     Publishes the run's signed specification and prints the command with which others join. Started again with
@@ -142,20 +148,24 @@ def start(file: Path, **given: Any) -> int:
       swarm start examples/bytelm.toml
       swarm start examples/bytelm.toml --listen 0.0.0.0:4000
       swarm start examples/bytelm.toml --from-scratch
+      swarm start examples/bytelm.toml --recovery-key 12D3KooW...
       swarm start RUN.toml --bootstrap /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
     """
     from swarm.run.machine import choose_device
+    from swarm.run.recovery import recovery_key_of
     from swarm.run.specification import RunSpecification
     from swarm.run.task import make_task
 
     choices = TrainChoices.of(**given)
     specification = RunSpecification.from_file(file)
+    if recovery_key is not None:
+        specification = specification.model_copy(update={"recovery_key": recovery_key_of(recovery_key)})
     # Report mistakes in the settings of the task before anything starts.
     make_task(specification.task.name, specification.task.settings)
     if specification.requirements.device == "cuda":
         # Publish no run that this machine cannot train itself.
         choose_device(choices.device, specification)
-    invited_to = specification.name if specification.members == "invited" else None
+    invited_to = specification if specification.members == "invited" else None
     with _session(choices, default_identity(), invited_to) as session:
         from swarm.run.creation import create_run
 
@@ -340,9 +350,9 @@ class _Session:
 
 @contextlib.contextmanager
 def _session(
-    choices: TrainChoices, identity: Path | None, invited_to: str | None = None
+    choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
 ) -> Iterator[_Session]:
-    """Open the node. `invited_to`: the name of a run of this identity that is for invited peers."""
+    """Open the node. `invited_to`: a run of this identity that is for invited peers."""
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=choices.as_json) as output,

@@ -20,6 +20,7 @@ from nacl.exceptions import BadSignatureError
 from swarm.core.errors import UsageError
 from swarm.core.files import write_private
 from swarm.core.ids import PeerId
+from swarm.core.passphrase import TEXT_BYTES_MAX, decrypt, encrypt
 
 _SEED_BYTES = 32
 _SIGNATURE_BYTES = 64
@@ -79,6 +80,34 @@ class Identity:
             return cls(Ed25519PrivateKey.from_private_bytes(_decode(_read_or_create(file), file)), path=file)
         except OSError as error:
             raise UsageError(f"cannot use the identity file {file}: {error.strerror or error}") from error
+
+    def export(self, path: str | os.PathLike[str], passphrase: str) -> None:
+        """Write a copy that is encrypted with a passphrase to a new file (mode 0600).
+
+        Raises UsageError when the passphrase is too short, or the file exists or cannot be written.
+        """
+        _write_new(Path(path).expanduser(), encrypt(self.encode(), passphrase).encode())
+
+    @classmethod
+    def restore(
+        cls, exported: str | os.PathLike[str], path: str | os.PathLike[str], passphrase: str
+    ) -> Identity:
+        """Make an identity file (mode 0600) from an exported copy, and read it as `read` does.
+
+        Raises UsageError when the copy cannot be read, the passphrase is wrong, or the identity file exists.
+        """
+        source, file = Path(exported).expanduser(), Path(path).expanduser()
+        try:
+            with source.open("rb") as stream:
+                text = stream.read(TEXT_BYTES_MAX + 1)
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the exported identity {source}: {error.strerror or error}"
+            ) from error
+        raw = decrypt(text, passphrase)
+        _decode(raw, source)
+        _write_new(file, raw)
+        return cls.read(file)
 
     @property
     def private_key(self) -> Ed25519PrivateKey:
@@ -150,6 +179,17 @@ def _decode(raw: bytes, file: Path) -> bytes:
     if publics != public * (len(publics) // _SEED_BYTES):
         raise UsageError(f"{file} is damaged: its public and private keys do not belong together")
     return seed
+
+
+def _write_new(file: Path, raw: bytes) -> None:
+    """Write a private file. Raises UsageError if there is one already: a key cannot be made again."""
+    if file.exists():
+        raise UsageError(f"{file} exists, and no key is ever overwritten: choose another file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_private(file, raw)
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def _read_or_create(file: Path) -> bytes:

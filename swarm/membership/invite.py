@@ -43,19 +43,40 @@ _KEY_BYTES = 32
 _EXPIRES_S_MAX = 10 * 365 * 86400.0
 
 
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What the id of a run follows from."""
+
+    founder: PeerId
+    name: str
+    recovery: PeerId | None = None  # the run's recovery key, if it has one
+
+    @property
+    def run_id(self) -> str:
+        return run_id_of(self.founder, self.name, self.recovery)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invite:
     """An invite to one run."""
 
-    owner: PeerId
-    name: str  # of the run
+    run: RunIdentity
     contacts: tuple[Contact, ...]  # peers to dial
     grants: Grants
     key: bytes  # private key of the invite; empty: the invite is for one PeerID
 
     @property
+    def owner(self) -> PeerId:
+        """The founder of the run, with whose signature every capability begins."""
+        return self.run.founder
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
     def run_id(self) -> str:
-        return run_id_of(self.owner, self.name)
+        return self.run.run_id
 
     @property
     def subject(self) -> PeerId:
@@ -90,7 +111,9 @@ class Invite:
     def text(self) -> str:
         """Return the invite as one word, `swarm1…`."""
         contacts = [[contact.peer_id.public_key, contact.published] for contact in self.contacts]
-        fields = [_FORMAT, self.owner.public_key, self.name, contacts, encode(self.grants), self.key]
+        recovery = self.run.recovery.public_key if self.run.recovery is not None else b""
+        founder, grants = self.owner.public_key, encode(self.grants)
+        fields = [_FORMAT, founder, self.name, recovery, contacts, grants, self.key]
         packed: bytes = msgpack.packb(fields)
         return PREFIX + base58.b58encode(packed + _checksum(packed)).decode()
 
@@ -99,7 +122,7 @@ class Invite:
         """Decode an invite. Raises UsageError when it is damaged or malformed. Signatures are not checked."""
         try:
             raw = _decoded(text.strip())
-            format_, owner, name, contacts, grants, key = msgpack.unpackb(
+            format_, founder, name, recovery, contacts, grants, key = msgpack.unpackb(
                 raw, max_map_len=0, max_array_len=CONTACTS_MAX, max_bin_len=CAPABILITY_BYTES_MAX
             )
             if format_ != _FORMAT:
@@ -107,8 +130,7 @@ class Invite:
             if not isinstance(name, str) or not isinstance(key, bytes) or len(key) not in (0, _KEY_BYTES):
                 raise ValueError("a field has another type")
             invite = cls(
-                owner=PeerId(owner),
-                name=name,
+                run=RunIdentity(PeerId(founder), name, PeerId(recovery) if recovery else None),
                 contacts=tuple(_contact(*item) for item in contacts),
                 grants=decode(grants),
                 key=key,
@@ -165,15 +187,7 @@ class Terms:
     peer: PeerId | None = None  # the only one that can use it; None: any peer that has its text
 
 
-def make_invite(
-    owner: PeerId,
-    name: str,
-    issuer: Identity,
-    held: Grants,
-    terms: Terms,
-    *,
-    now_s: float,
-) -> Invite:
+def make_invite(run: RunIdentity, issuer: Identity, held: Grants, terms: Terms, *, now_s: float) -> Invite:
     """Issue an invite without addresses.
 
     `held` is the issuer's own capability; empty for the owner. Raises UsageError when the issuer may not give
@@ -183,7 +197,7 @@ def make_invite(
         raise UsageError(f"an invite has 1 to {USES_MAX} uses, not {terms.uses}")
     if not 0 < terms.lifetime_s <= _EXPIRES_S_MAX:
         raise UsageError("an invite lives for more than nothing and at most ten years")
-    run_id = run_id_of(owner, name)
+    owner, run_id = run.founder, run.run_id
     expires_s = int(now_s + terms.lifetime_s)
     uses = terms.uses
     if issuer.peer_id != owner:
@@ -203,9 +217,9 @@ def make_invite(
     try:
         check_grants(run_id, owner, grants, now_s)
     except PeerError as error:
-        raise UsageError(f"this identity cannot give that invite to {name}: {error}") from error
+        raise UsageError(f"this identity cannot give that invite to {run.name}: {error}") from error
     private = key.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption()) if key else b""
-    return Invite(owner=owner, name=name, contacts=(), grants=grants, key=private)
+    return Invite(run=run, contacts=(), grants=grants, key=private)
 
 
 def _own_standing(run_id: str, owner: PeerId, held: Grants, now_s: float, issuer: PeerId) -> Rights:

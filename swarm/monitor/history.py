@@ -7,6 +7,7 @@ Times without samples have no buckets, so that a gap in a chart is a gap in what
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from swarm.core.errors import UsageError
 from swarm.monitor.logic.view import MonitorEvent, MonitorView
 
 _FORMAT = 1
+_MAGIC = b"SQLite format 3\0"
 _NAMES_MAX = 48
 _EVENTS_MAX = 5000
 _PRUNE_EVERY = 500
@@ -44,6 +46,11 @@ CREATE TABLE IF NOT EXISTS event (
     number INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, level TEXT NOT NULL,
     text TEXT NOT NULL, peer TEXT NOT NULL);
 """
+# They fail where a file has other tables under these names.
+_COLUMNS = (
+    "SELECT tier, name, at, samples, total, least, most FROM point LIMIT 1",
+    "SELECT number, at, kind, level, text, peer FROM event LIMIT 1",
+)
 _ADD = """
 INSERT INTO point (tier, name, at, samples, total, least, most) VALUES (?, ?, ?, 1, ?, ?, ?)
 ON CONFLICT (tier, name, at) DO UPDATE SET
@@ -56,19 +63,25 @@ class ChartHistory:
     """History of one run. Every method may be called from any thread; each call is short."""
 
     def __init__(self, path: Path | None, run_id: str, tiers: Sequence[Tier] = TIERS) -> None:
-        """Open the history at `path`, or in memory when it is None. Raise UsageError when the file is no
-        history of this run or another monitor uses it.
+        """Open the history at `path`, or in memory when it is None. A damaged one is moved away first.
+
+        Raises UsageError when the file is no history of this run or another monitor uses it.
         """
         self.path, self._tiers = path, tuple(tiers)
         self._lock = threading.Lock()
         self._added = 0
         self._connection: sqlite3.Connection | None = None
+        # where a damaged file of this name was moved to; None: there was none
+        self.damaged: Path | None = None
         try:
             if path is not None:
+                self.damaged = _set_aside_if_damaged(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = connection = sqlite3.connect(
                 path or ":memory:", timeout=0.5, check_same_thread=False, isolation_level=None
             )
+            # a damaged file may hold any bytes as text
+            connection.text_factory = lambda raw: raw.decode(errors="replace")
             for pragma in (
                 "locking_mode=EXCLUSIVE",
                 "journal_mode=WAL",
@@ -93,6 +106,8 @@ class ChartHistory:
             raise
 
     def _check(self, connection: sqlite3.Connection, run_id: str) -> None:
+        for columns in _COLUMNS:
+            connection.execute(columns).fetchall()
         about = dict(connection.execute("SELECT name, value FROM about"))
         if about.get("run", run_id) != run_id:
             raise UsageError(
@@ -204,6 +219,29 @@ class ChartHistory:
         connection.execute(
             "DELETE FROM event WHERE number <= (SELECT max(number) FROM event) - ?", (_EVENTS_MAX,)
         )
+
+
+def _set_aside_if_damaged(path: Path) -> Path | None:
+    """Move a damaged history away and return its new name. A file that is no history, or that another process
+    uses, is left where it is.
+    """
+    try:
+        with path.open("rb") as stream:
+            if stream.read(len(_MAGIC)) != _MAGIC:
+                return None
+        with contextlib.closing(sqlite3.connect(path, timeout=0.5)) as connection:
+            connection.text_factory = bytes
+            if connection.execute("PRAGMA quick_check(1)").fetchone() == (b"ok",):
+                return None
+    except (OSError, sqlite3.OperationalError):
+        return None
+    except sqlite3.DatabaseError:
+        pass  # too damaged to be checked
+    damaged = path.with_name(f"{path.name}.damaged")
+    path.replace(damaged)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    return damaged
 
 
 def samples_of(view: MonitorView) -> dict[str, float]:

@@ -176,10 +176,15 @@ class Watch:
     def _open_history(self, run_id: str) -> ChartHistory:
         path = self.config.history(run_id)
         try:
-            return ChartHistory(path, run_id)
+            history = ChartHistory(path, run_id)
         except UsageError as error:
             self.notice = f"{error}. This monitor keeps its history in memory"
             return ChartHistory(None, run_id)
+        if history.damaged is not None:
+            self.notice = (
+                f"the history {path} was damaged: it is kept as {history.damaged}, and a new one begins"
+            )
+        return history
 
     async def _find(self, wanted: str | None) -> RunView:
         """Return the wanted run: one with an owner's specification, or an open run of that name."""

@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import ipaddress
 import json
 import mimetypes
 import socket
+import urllib.parse
 from collections.abc import AsyncIterator
 from importlib import resources
 from types import TracebackType
@@ -21,9 +23,11 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swarm.core.errors import UsageError
 from swarm.core.notify import ChangeEvent
@@ -211,6 +215,36 @@ def make_app(watch: Watch, stream: EventStream) -> Starlette:
     )
 
 
+def names_this_machine(host: str) -> bool:
+    """Return whether a request's Host header is an address, or a name of this machine. A foreign name means
+    that somebody's name service sent a browser here, to read the page through a page of theirs (DNS
+    rebinding).
+    """
+    own = socket.gethostname().lower()
+    try:
+        name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+        if name in ("localhost", own, f"{own.split('.')[0]}.local") or name.endswith(".localhost"):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class HostCheck:
+    """The application, for requests whose Host header names this machine."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not names_this_machine(Headers(scope=scope).get("host", "")):
+            refusal = PlainTextResponse("this page is not served under that name", 421, headers=_HEADERS)
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
 class WebServer:
     """Server of the page at host:port, as a context manager. Raise UsageError when the port cannot be
     used.
@@ -247,7 +281,7 @@ class WebServer:
     async def _start(self) -> None:
         self._stream = EventStream(self._watch)
         config = uvicorn.Config(
-            make_app(self._watch, self._stream),
+            HostCheck(make_app(self._watch, self._stream)),
             log_config=None,
             log_level="critical",
             access_log=False,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,6 +23,7 @@ from grpc import aio
 
 from swarm.core.errors import PeerError
 from swarm.core.notify import ChangeEvent
+from swarm.net.room import PeerRoom
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
 CALLS_NAME = "/swarm.Node/Calls"
@@ -33,6 +35,8 @@ _BATCH_CANCELLED_MAX = 1024
 _METHOD_CHARACTERS_MAX = 200
 _TURNS = 2  # of the event loop that a message waits for further calls, while other calls are in progress
 UNSENT_MAX = 1024  # queued answers at which the callee stops reading calls from a slow caller
+_TURN_S = 0.01  # a callee that works through a message lets other tasks run this often
+ANSWER_S_MAX = 20.0  # a caller that takes no answer for this long loses its stream
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _UNKNOWN = grpc.StatusCode.UNKNOWN
@@ -187,25 +191,27 @@ def _expire(answer: asyncio.Future[Outcome]) -> None:
 class ServedCalls:
     """The callee's end of a shared stream.
 
-    `handle(method, request)` is the RPC boundary and must not raise. `handle_now` does the same for methods
-    that never wait and need no task; it returns None for methods that may wait. `enter` and `leave` count
-    calls: a call is open until its answer has been sent, so a caller that reads nothing cannot make answers
-    pile up.
+    `handle(method, request)` is the RPC boundary and must not raise. `handle_now` does the same for calls
+    that never wait and need no task; for any other call it returns how many bytes of its answer are to be
+    counted before it begins. `enter` and `leave` count calls: a call is open until its answer has been sent,
+    so a caller that reads nothing cannot make answers pile up; `room` counts their bytes.
     """
 
     def __init__(
         self,
         context: aio.ServicerContext[Any, Any],
         handle: Callable[[str, bytes], Awaitable[Outcome]],
-        handle_now: Callable[[str, bytes], Outcome | None],
+        handle_now: Callable[[str, bytes], Outcome | int],
         enter: Callable[[], str | None],
         leave: Callable[[], None],
+        room: PeerRoom,
     ) -> None:
         self._context = context
         self._handle = handle
         self._handle_now = handle_now
         self._enter = enter
         self._leave = leave
+        self._room = room
         self._open: dict[int, asyncio.Task[None]] = {}
         # number, outcome, whether the call was counted by `enter`
         self._unsent: deque[tuple[int, Outcome, bool]] = deque()
@@ -245,7 +251,8 @@ class ServedCalls:
         except* aio.BaseError:
             pass  # the connection broke; the caller notices it, too
         finally:
-            for *_, counted in self._unsent:
+            for _, outcome, counted in self._unsent:
+                self._room.release(_answer_bytes(outcome))
                 if counted:
                     self._leave()
         if broken is not None:
@@ -256,6 +263,7 @@ class ServedCalls:
             raw = await self._context.read()
             if raw is aio.EOF:
                 return
+            turn_ends_s = time.perf_counter() + _TURN_S
             try:
                 batch = CallBatch.FromString(raw)
             except DecodeError:
@@ -263,7 +271,12 @@ class ServedCalls:
             if len(batch.calls) > BATCH_CALLS_MAX or len(batch.cancelled) > _BATCH_CANCELLED_MAX:
                 raise PeerError(f"at most {BATCH_CALLS_MAX} calls share a message, not {len(batch.calls)}")
             for call in batch.calls:
+                if not self._room.fits():
+                    await self._room.wait(0)
                 self._take(call, group)
+                if time.perf_counter() >= turn_ends_s:
+                    await asyncio.sleep(0)
+                    turn_ends_s = time.perf_counter() + _TURN_S
             for number in batch.cancelled:
                 task = self._open.get(number)
                 if task is not None:
@@ -290,16 +303,20 @@ class ServedCalls:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
         outcome = self._handle_now(call.method, call.request)
-        if outcome is not None:
+        if not isinstance(outcome, int):
             self._put(call.number, _checked(call.method, outcome), counted=True)
             return
-        task = self._open[call.number] = group.create_task(self._perform(call))
+        task = self._open[call.number] = group.create_task(self._perform(call, outcome))
         task.add_done_callback(functools.partial(self._performed, call.number))
 
-    async def _perform(self, call: Call) -> None:
-        self._put(
-            call.number, _checked(call.method, await self._handle(call.method, call.request)), counted=True
-        )
+    async def _perform(self, call: Call, reserved_bytes: int) -> None:
+        if reserved_bytes:
+            await self._room.wait(reserved_bytes)
+        try:
+            outcome = _checked(call.method, await self._handle(call.method, call.request))
+        finally:
+            self._room.release(reserved_bytes)
+        self._put(call.number, outcome, counted=True)
 
     def _performed(self, number: int, task: asyncio.Task[None]) -> None:
         """Count a call out whose task was cancelled before it began, because no line of its coroutine ran."""
@@ -311,6 +328,7 @@ class ServedCalls:
 
     def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
         self._unsent.append((number, outcome, counted))
+        self._room.take(_answer_bytes(outcome))
         self._wake.notify()
 
     async def _write(self) -> None:
@@ -327,11 +345,20 @@ class ServedCalls:
                     counted += was_counted
                     size_bytes += len(reply) + len(details)
                 try:
-                    await self._context.write(batch.SerializeToString())
+                    async with asyncio.timeout(ANSWER_S_MAX):
+                        await self._context.write(batch.SerializeToString())
+                except TimeoutError:
+                    raise PeerError(f"it took no answer for {ANSWER_S_MAX:g} s") from None
                 finally:
+                    self._room.release(size_bytes)
                     for _ in range(counted):
                         self._leave()
                 self._below_limit.set()
+
+
+def _answer_bytes(outcome: Outcome) -> int:
+    """Return the bytes of an answer that wait to be sent."""
+    return len(outcome[1]) + len(outcome[2])
 
 
 def _checked(method: str, outcome: Outcome) -> Outcome:

@@ -6,6 +6,7 @@ PeerID in the handshake, so a wrong entry costs one failed attempt.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -20,6 +21,8 @@ from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
 
 _logger = logging.getLogger(__name__)
 
+# what reading a file raises that is not a peer book, or is nested too deep for JSON
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _FILE_BYTES_MAX = 4 << 20
 _FORMAT = 1
 _ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean
@@ -144,15 +147,28 @@ class PeerBook:
                 ]
 
     def _load(self, path: Path) -> None:
-        """Read the copy on disk. A copy that cannot be read does not prevent the start."""
+        """Read the copy on disk. A copy that cannot be read is set aside and does not prevent the start."""
         try:
             with path.open("rb") as stream:
                 document = json.loads(stream.read(_FILE_BYTES_MAX))
             peers = [_from_json(item) for item in _checked(document)]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _logger.warning("the peer book %s cannot be read and is replaced by a new one: %s", path, error)
+        except OSError as error:
+            _logger.warning(
+                "the peer book %s cannot be read, and this node begins a new one: %s", path, error
+            )
+            return
+        except _DAMAGE as error:
+            aside = path.with_name(f"{path.name}.damaged")
+            with contextlib.suppress(OSError):  # then the next save replaces it
+                path.replace(aside)
+            _logger.warning(
+                "the peer book %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
+                path,
+                error or type(error).__name__,
+                aside.name,
+            )
             return
         for peer in peers[: self._entries_max]:
             if peer.peer_id != self._own:

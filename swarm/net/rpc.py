@@ -25,7 +25,10 @@ from swarm.core.ids import Contact, PeerId
 RequestT = TypeVar("RequestT", bound=Message)
 ReplyT = TypeVar("ReplyT", bound=Message)
 
-MESSAGE_BYTES_MAX = 16 << 20  # limit of the transport; methods have their own, lower limits
+# Limits of the transport; methods have their own, lower limits. A server holds a message from its first byte
+# on, so requests have the lower one.
+REQUEST_BYTES_MAX = (4 << 20) + (64 << 10)
+REPLY_BYTES_MAX = 16 << 20
 # Finishing the stream must differ from breaking it: the caller's end sends an empty message.
 END_OF_STREAM = b""
 
@@ -36,9 +39,13 @@ BULK_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
 )
-TRANSPORT_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+CALLER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", REQUEST_BYTES_MAX),
+    ("grpc.max_receive_message_length", REPLY_BYTES_MAX),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", REPLY_BYTES_MAX),
+    ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
 )
 
 
@@ -53,7 +60,7 @@ class Method(Generic[RequestT, ReplyT]):
     reply_bytes_max: int = 1 << 20
 
     def __post_init__(self) -> None:
-        _check_method(self.name, max(self.request_bytes_max, self.reply_bytes_max))
+        _check_method(self.name, self.request_bytes_max, self.reply_bytes_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +71,7 @@ class StreamMethod:
     message_bytes_max: int = 4 << 20
 
     def __post_init__(self) -> None:
-        _check_method(self.name, self.message_bytes_max)
+        _check_method(self.name, self.message_bytes_max, self.message_bytes_max)
 
 
 class Stream(Protocol):
@@ -130,7 +137,8 @@ class UnaryHandler:
 
     method: Method[Any, Any]
     function: Callable[[PeerId, Any], Awaitable[Message]]
-    function_now: Callable[[PeerId, Any], Message] | None = None  # the same for a handler that never waits
+    # the same for a handler that never waits; it returns None for a request that needs a task
+    function_now: Callable[[PeerId, Any], Message | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,17 @@ class Handlers:
 
         self._add(method.name, UnaryHandler(method, function, handler))
 
+    def quick(
+        self,
+        method: Method[RequestT, ReplyT],
+        handler_now: Callable[[PeerId, RequestT], ReplyT | None],
+        handler: Callable[[PeerId, RequestT], Awaitable[ReplyT]],
+    ) -> None:
+        """Register `handler_now` for requests that take well under a millisecond and have small answers. For
+        any other request it returns None, and `handler` answers it.
+        """
+        self._add(method.name, UnaryHandler(method, handler, handler_now))
+
     def stream(self, method: StreamMethod, handler: Callable[[Stream], Awaitable[None]]) -> None:
         """Register `handler(stream)` for this method; the stream finishes when it returns. Raises UsageError
         when the name is taken.
@@ -172,6 +191,10 @@ class Handlers:
     def remove(self, name: str) -> None:
         """Remove a method; calls that are being handled go on."""
         self._by_name.pop(name, None)
+
+    def names(self) -> list[str]:
+        """Return the names of all methods that are answered now."""
+        return list(self._by_name)
 
     def find(self, name: str) -> UnaryHandler | StreamHandler | None:
         """Return the handler of a method, for transports; None when there is none."""
@@ -203,8 +226,11 @@ def check_incoming(method: StreamMethod, message: bytes) -> None:
         )
 
 
-def _check_method(name: str, bytes_max: int) -> None:
+def _check_method(name: str, request_bytes_max: int, reply_bytes_max: int) -> None:
     if name.count("/") != 2 or not name.startswith("/"):
         raise UsageError(f"a method is called like /swarm.Service/Name, not {name!r}")
-    if bytes_max > MESSAGE_BYTES_MAX:
-        raise UsageError(f"{name}: the transport takes messages of at most {MESSAGE_BYTES_MAX} bytes")
+    if request_bytes_max > REQUEST_BYTES_MAX or reply_bytes_max > REPLY_BYTES_MAX:
+        raise UsageError(
+            f"{name}: the transport takes requests of at most {REQUEST_BYTES_MAX} bytes and replies of at "
+            f"most {REPLY_BYTES_MAX} bytes"
+        )

@@ -18,13 +18,15 @@ from grpc import aio
 from swarm.core.errors import NetworkError, NotInvited, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
-from swarm.net.calls import CALLS_NAME, Outcome, ServedCalls
+from swarm.core.standing import PeerStanding
+from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.membership import RunMembership
+from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
     BULK_OPTIONS,
     END_OF_STREAM,
-    TRANSPORT_OPTIONS,
+    SERVER_OPTIONS,
     Handlers,
     StreamHandler,
     StreamMethod,
@@ -43,8 +45,8 @@ _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # A caller pings every 20 s on an idle connection (`swarm.net.dial`). Half of that leaves room for pings that
 # the network delays; gRPC's own 300 s would end every stream that is idle for a minute ("too_many_pings").
 _PING_INTERVAL_S_MIN = 10.0
-_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    *TRANSPORT_OPTIONS,
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    *SERVER_OPTIONS,
     *BULK_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a shared port
     ("grpc.max_concurrent_streams", 256),  # per connection
@@ -67,17 +69,22 @@ class Server:
         calls_per_peer_max: int = 256,
         throttle: Throttle | None = None,
         ping_interval_s_min: float = _PING_INTERVAL_S_MIN,
+        standing: PeerStanding | None = None,
         membership: RunMembership | None = None,
     ) -> None:
-        """`ping_interval_s_min`: a caller that pings an idle connection more often loses it. `membership`: of
-        this process in an invited run; it says which caller is answered.
+        """`ping_interval_s_min`: a caller that pings an idle connection more often loses it. `standing`:
+        callers that are strangers share half of every limit. `membership`: of this process in an invited run;
+        it says which caller is answered.
         """
         self.throttle = throttle or Throttle(Bandwidth())
+        self.standing = standing or PeerStanding()
+        self.room = AnswerRoom(self.standing)
+        self.reads = RequestReads(self.standing)
         self._membership = membership
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
         self._options = (
-            *_SERVER_OPTIONS,
+            *_OPTIONS,
             *self.throttle.options,
             ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * ping_interval_s_min)),
         )
@@ -194,23 +201,13 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         handler = self._handlers.find(handler_call_details.method)
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED
-        if isinstance(handler, UnaryHandler):
-            unary = handler
+        serve = self._serve_unary if isinstance(handler, UnaryHandler) else self._serve_stream
 
-            async def answer(raw: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
-                return await self._guarded(
-                    unary.method.name, context, lambda peer_id: self._answer(unary, peer_id, raw)
-                )
+        # A unary call is read as a stream of one message: the caller is known before its request is read.
+        async def serve_call(_: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            await self._guarded(handler, context, serve)
 
-            return grpc.unary_unary_rpc_method_handler(answer)
-        streaming = handler
-
-        async def serve(_: Any, context: aio.ServicerContext[Any, Any]) -> None:
-            await self._guarded(
-                streaming.method.name, context, lambda peer_id: self._serve(streaming, peer_id, context)
-            )
-
-        return grpc.stream_stream_rpc_method_handler(serve)
+        return grpc.stream_stream_rpc_method_handler(serve_call)
 
     async def _share(self, _: Any, context: aio.ServicerContext[Any, Any]) -> None:
         """Serve a stream of shared calls."""
@@ -225,19 +222,18 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 return grpc.StatusCode.UNIMPLEMENTED, "", b""
             return await self._outcome(name, peer_id, self._answer(handler, peer_id, raw))
 
-        def handle_now(name: str, raw: bytes) -> Outcome | None:
+        def handle_now(name: str, raw: bytes) -> Outcome | int:
             handler = self._handlers.find(name)
             if not isinstance(handler, UnaryHandler) or handler.function_now is None:
-                return None
+                return 0
             not_invited = self._server.refusal(peer_id, name)
             if not_invited:
                 return _NOT_INVITED, not_invited, b""
             try:
-                return (
-                    grpc.StatusCode.OK,
-                    "",
-                    _encoded(handler, handler.function_now(peer_id, _decoded(handler, raw))),
-                )
+                reply = handler.function_now(peer_id, _decoded(handler, raw))
+                if reply is None:
+                    return min(handler.method.reply_bytes_max, SHARED_REPLY_BYTES_MAX)
+                return grpc.StatusCode.OK, "", _encoded(handler, reply)
             except (SwarmError, _Ended) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
@@ -248,7 +244,8 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             functools.partial(self._server.enter, peer_id),
             functools.partial(self._server.leave, peer_id),
         )
-        stream = ServedCalls(context, handle, handle_now, enter, leave)
+        room = PeerRoom(self._server.room, peer_id)
+        stream = ServedCalls(context, handle, handle_now, enter, leave, room)
         try:
             await self._server.serve_calls(peer_id, stream)
         except PeerError as error:
@@ -259,10 +256,41 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
     async def _answer(self, handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
         return await _answer(handler, peer_id, raw, self._server.throttle)
 
-    async def _serve(
+    async def _serve_unary(
+        self, handler: UnaryHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]
+    ) -> Outcome:
+        """Serve a unary call to its end: read the request, and send the answer."""
+        name, room = handler.method.name, self._server.room
+        try:
+            async with self._server.reads.place(peer_id):
+                raw = await context.read()
+        except TimeoutError:
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, "the request did not arrive in time", b""
+        if raw is aio.EOF:
+            return grpc.StatusCode.FAILED_PRECONDITION, f"{name} wants a request", b""
+        reserved_bytes = handler.method.reply_bytes_max if handler.function_now is not None else 0
+        await room.wait(peer_id, reserved_bytes)
+        try:
+            outcome = await self._outcome(name, peer_id, self._answer(handler, peer_id, raw))
+            if outcome[0] is grpc.StatusCode.OK:
+                room.take(peer_id, len(outcome[2]))
+                room.release(peer_id, reserved_bytes)
+                reserved_bytes = len(outcome[2])
+                async with asyncio.timeout(ANSWER_S_MAX):
+                    await context.write(outcome[2])
+        except TimeoutError:
+            return grpc.StatusCode.CANCELLED, f"the answer was not taken for {ANSWER_S_MAX:g} s", b""
+        finally:
+            room.release(peer_id, reserved_bytes)
+        return outcome
+
+    async def _serve_stream(
         self, handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]
-    ) -> bytes:
-        return await _serve(handler, peer_id, context, self._server.throttle)
+    ) -> Outcome:
+        throttle = self._server.throttle
+        return await self._outcome(
+            handler.method.name, peer_id, _serve(handler, peer_id, context, throttle, self._server.reads)
+        )
 
     async def _identified(self, context: aio.ServicerContext[Any, Any]) -> PeerId:
         try:
@@ -271,22 +299,25 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
 
     async def _guarded(
-        self, name: str, context: aio.ServicerContext[Any, Any], work: Callable[[PeerId], Awaitable[bytes]]
-    ) -> bytes:
+        self,
+        handler: Any,
+        context: aio.ServicerContext[Any, Any],
+        serve: Callable[[Any, PeerId, aio.ServicerContext[Any, Any]], Awaitable[Outcome]],
+    ) -> None:
+        """Serve a call of its own. No byte of a request is read before its caller is known."""
         peer_id = await self._identified(context)
-        not_invited = self._server.refusal(peer_id, name)
+        not_invited = self._server.refusal(peer_id, handler.method.name)
         if not_invited:
             await _refuse(context, _NOT_INVITED, not_invited)
         refusal = self._server.enter(peer_id)
         if refusal is not None:
             await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
         try:
-            code, text, reply = await self._outcome(name, peer_id, work(peer_id))
+            code, text, _ = await serve(handler, peer_id, context)
         finally:
             self._server.leave(peer_id)
         if code is not grpc.StatusCode.OK:
             await _refuse(context, code, text)
-        return reply
 
     async def _outcome(self, name: str, peer_id: PeerId, work: Awaitable[bytes]) -> Outcome:
         """Return the outcome of a handler for its caller."""
@@ -323,8 +354,15 @@ class _Ended(Exception):
 class _HandlerStream:
     """The handler's end of a stream."""
 
-    def __init__(self, method: StreamMethod, peer_id: PeerId, context: aio.ServicerContext[Any, Any]) -> None:
+    def __init__(
+        self,
+        method: StreamMethod,
+        peer_id: PeerId,
+        context: aio.ServicerContext[Any, Any],
+        reads: RequestReads,
+    ) -> None:
         self.peer_id = peer_id
+        self._reads: RequestReads | None = reads  # for the first message; None once it has arrived
         self._method = method
         self._context = context
         self._task = asyncio.current_task()
@@ -342,7 +380,7 @@ class _HandlerStream:
         if self._finished:
             return None
         try:
-            message = await self._context.read()
+            message = await self._read()
         except aio.BaseError as error:
             raise NetworkError(f"the stream {self._method.name} from {self.peer_id} broke: {error}") from None
         if message is aio.EOF:
@@ -352,6 +390,16 @@ class _HandlerStream:
             return None
         check_incoming(self._method, message)
         return message  # type: ignore[no-any-return, unused-ignore]
+
+    async def _read(self) -> Any:
+        reads, self._reads = self._reads, None
+        if reads is None:
+            return await self._context.read()
+        try:
+            async with reads.place(self.peer_id):  # the handler knows its caller by the first message
+                return await self._context.read()
+        except TimeoutError:
+            raise PeerError("the first message did not arrive in time") from None
 
     async def finish(self) -> None:
         return None
@@ -399,9 +447,13 @@ def _encoded(handler: UnaryHandler, message: Message) -> bytes:
 
 
 async def _serve(
-    handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any], throttle: Throttle
+    handler: StreamHandler,
+    peer_id: PeerId,
+    context: aio.ServicerContext[Any, Any],
+    throttle: Throttle,
+    reads: RequestReads,
 ) -> bytes:
-    stream = _HandlerStream(handler.method, peer_id, context)
+    stream = _HandlerStream(handler.method, peer_id, context, reads)
     try:
         await handler.function(throttle.stream(stream))
         return b""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
+from swarm.dht.logic.blobs import version_text
 from swarm.membership.invite import Invite, is_invite
 from swarm.net.rpc import Caller, Method
 from swarm.run.directory import RunDirectory
@@ -64,7 +65,7 @@ class RunFollower:
         """Follow, save and forward a valid version if it is newer than the current one."""
         if (
             signed.run_id != self.signed.run_id
-            or newest([self.signed, signed]) == self.signed
+            or newest([signed], held=self.signed) == self.signed
             or signed.version == self.signed.version
         ):
             return
@@ -101,9 +102,9 @@ async def send_version(
             following[contact.peer_id] = reply.version
         except SwarmError as error:
             _log.info(
-                "peer %s did not receive version %d of %s: %s",
+                "peer %s did not receive version %s of %s: %s",
                 contact.peer_id,
-                signed.version,
+                version_text(signed.version),
                 signed.full_name,
                 error,
             )
@@ -146,13 +147,22 @@ def sign_change(signed: SignedSpecification, change: Change, owner: Identity) ->
         )
     specification = change.apply(signed.specification)
     if specification == signed.specification:
-        raise UsageError(f"{signed.full_name} is like that already (version {signed.version})")
-    return sign(specification, owner, version=signed.version + 1, created_s=signed.created_s)
+        raise UsageError(f"{signed.full_name} is like that already (version {version_text(signed.version)})")
+    return sign(
+        specification,
+        owner,
+        version=signed.version + 1,
+        created_s=signed.created_s,
+        handover=signed.handover,
+    )
 
 
-def differences(old: RunSpecification, new: RunSpecification) -> list[str]:
+def differences(before: SignedSpecification, after: SignedSpecification) -> list[str]:
     """Describe the changes that running peers follow, one sentence each."""
+    old, new = before.specification, after.specification
     sentences = []
+    if before.owner != after.owner:
+        sentences.append(f"the recovery key made {after.owner} its owner")
     if old.target_batch_size != new.target_batch_size:
         sentences.append(f"an epoch is {new.target_batch_size:,} samples now, not {old.target_batch_size:,}")
     if old.paused != new.paused:

@@ -7,7 +7,7 @@ import random
 
 from swarm.core.backoff import Backoff
 from swarm.core.clock import Clock
-from swarm.core.errors import NetworkError, PeerError
+from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, newest, run_id_of, sign
@@ -25,18 +25,35 @@ async def create_run(
     creation time, and a changed one becomes the next version. If the swarm has forgotten the run, it is
     created again with a version above that of every copy that members may still have on disk. What the owner
     has revoked stays revoked.
+
+    Raises UsageError if the recovery key gave the run to another owner.
     """
-    run_id = run_id_of(owner.peer_id, specification.name)
+    stored = _stored_run(await directory.stored(specification.name), specification, owner)
+    if stored is not None:
+        run_id = stored.run_id
+        specification = specification.model_copy(update={"recovery_key": stored.specification.recovery_key})
+    else:
+        run_id = run_id_of(owner.peer_id, specification.name, specification.recovery_peer)
     try:
         known = await _present(directory, run_id)
     except PeerError:
-        stored = newest(await directory.stored(run_id))
-        version = 1 if stored is None else stored.version + 1
-        if stored is not None:  # an invite that was revoked must not be valid again
-            specification = specification.model_copy(update={"revoked": stored.specification.revoked})
-        signed, new = sign(specification, owner, version=version, created_s=clock.swarm_s()), True
+        last = newest(await directory.stored(run_id))
+        _check_owner(last, owner)
+        if last is not None:  # an invite that was revoked must not be valid again
+            specification = specification.model_copy(update={"revoked": last.specification.revoked})
+        signed = sign(
+            specification,
+            owner,
+            version=last.version + 1 if last is not None else 1,
+            created_s=clock.swarm_s(),
+            handover=last.handover if last is not None else None,
+        )
+        new = True
     else:
         new = False
+        if stored is not None:
+            known = newest([known], held=stored) or known
+        _check_owner(known, owner)
         # The file does not contain what the owner set with `swarm change`; those settings stay until
         # `swarm change` resets them.
         changed = {key: getattr(known.specification, key) for key in ("paused", "ended", "banned", "revoked")}
@@ -44,14 +61,48 @@ async def create_run(
         if known.specification == specification:
             signed = known
         else:
-            signed = sign(specification, owner, version=known.version + 1, created_s=known.created_s)
+            signed = sign(
+                specification,
+                owner,
+                version=known.version + 1,
+                created_s=known.created_s,
+                handover=known.handover,
+            )
     await directory.publish(signed)
     return signed, new
 
 
+def _stored_run(
+    stored: list[SignedSpecification], specification: RunSpecification, owner: Identity
+) -> SignedSpecification | None:
+    """Return the run on disk that a run file means: of this owner and name, with the file's recovery key, or
+    with any if the file names none. It may have had another founder, if the owner recovered it.
+    """
+    matching = [
+        one
+        for one in stored
+        if one.name == specification.name
+        and one.owner == owner.peer_id
+        and specification.recovery_key in (None, one.specification.recovery_key)
+    ]
+    return max(
+        matching,
+        key=lambda one: (one.specification.recovery_key == specification.recovery_key, one.version),
+        default=None,
+    )
+
+
+def _check_owner(known: SignedSpecification | None, owner: Identity) -> None:
+    if known is not None and known.owner != owner.peer_id:
+        raise UsageError(
+            f"{known.full_name} belongs to {known.owner} since it was recovered, and this identity is "
+            f"{owner.peer_id}: take part with `swarm join`, or pass the owner's identity with --identity"
+        )
+
+
 async def _present(directory: RunDirectory, run_id: str) -> SignedSpecification:
-    """Return the specification that the swarm has. Raise PeerError if it has none, and NetworkError if that is
-    not known after some tries: a second run of the same name must not begin because a peer was busy.
+    """Return the specification that the swarm has. Raise PeerError if it has none, and NetworkError if that
+    is not known after some tries: a second run of the same name must not begin because a peer was busy.
     """
     retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, random.Random())
     while True:

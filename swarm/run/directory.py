@@ -1,10 +1,11 @@
 """Publish and find runs: the DHT holds their signed specifications and a list of their names, and every
 member renews both.
 
-No record is trusted because of the peer that stored it. A listing contains the owner's key and the name, from
-which the run's id is computed. A specification is a blob that the owner signed. It is one entry of the DHT,
-no matter which member stored it last, so the peer that created the run may leave, a thousand members cost no
-more than one, and replicas refuse blobs that the owner did not sign (`swarm.dht.logic.blobs`).
+No record is trusted because of the peer that stored it. A listing contains the founder's key, the name and
+the recovery key, from which the run's id is computed. A specification is a blob that the owner signed. It is
+one entry of the DHT, no matter which member stored it last, so the peer that created the run may leave, a
+thousand members cost no more than one, and replicas refuse blobs that the owner did not sign
+(`swarm.dht.logic.blobs`).
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class RunDirectory:
 
         Raises NetworkError if no peer stored them, not even this one.
         """
-        listing = {"name": signed.name, "owner": signed.owner.to_bytes()}
+        listing: dict[str, object] = {"name": signed.name, "owner": signed.founder.to_bytes()}
+        if signed.specification.recovery_peer is not None:
+            listing["recovery_key"] = signed.specification.recovery_peer.to_bytes()
         async with asyncio.TaskGroup() as group:
             stored = [
                 group.create_task(
@@ -125,7 +128,7 @@ class RunDirectory:
             if own is None:
                 raise
             valid, refused = [], []
-        found = newest([signed for _, signed in valid] + ([own] if own is not None else []))
+        found = newest([signed for _, signed in valid], held=own)
         if found is None:
             reasons = (
                 "; ".join(sorted(set(refused))[:3])
@@ -162,9 +165,8 @@ class RunDirectory:
         async def renew_once() -> bool:
             nonlocal signed
             valid, _ = await self._copies(signed.run_id, 10.0)
-            latest = newest(
-                [signed, *([current()] if current is not None else []), *(copy for _, copy in valid)]
-            )
+            reached = [current()] if current is not None else []
+            latest = newest([*reached, *(copy for _, copy in valid)], held=signed)
             if latest is not None and latest.version > signed.version:
                 signed = latest
                 await self.save(signed)
@@ -230,7 +232,9 @@ def _listing(entry: Entry) -> RunListing | None:
     value = entry.value
     with contextlib.suppress(UsageError, TypeError, KeyError):
         if isinstance(value, dict) and isinstance(value["name"], str):
-            run_id = run_id_of(PeerId.from_bytes(value["owner"]), value["name"])
+            recovery = value.get("recovery_key")
+            recovery = PeerId.from_bytes(recovery) if recovery is not None else None
+            run_id = run_id_of(PeerId.from_bytes(value["owner"]), value["name"], recovery)
             if entry.subkey == run_id:
                 return RunListing(value["name"], run_id)
     return None

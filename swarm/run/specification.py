@@ -2,9 +2,9 @@
 checked by every peer that joins.
 
 A specification is declarative: it names a task that is installed on each machine and never contains code. The
-run's id is a hash of the owner's key and the run's name, so a peer that knows the id can tell a genuine
-specification from a forged one, no matter which peer sent it. Of several versions that the owner signed, the
-highest counts.
+run's id is a hash of its founder's key, its recovery key and its name, so a peer that knows the id can tell a
+genuine specification from a forged one, no matter which peer sent it. Of several versions that the owner
+signed, the highest counts. `swarm.run.recovery` gives a run a new owner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity, verify
 from swarm.core.ids import Key, PeerId
-from swarm.dht.logic.blobs import SIGNATURE_CONTEXT, VERSION_MAX, blob_key, run_id_of
+from swarm.dht.logic.blobs import (
+    SIGNATURE_CONTEXT,
+    VERSION_MAX,
+    Handover,
+    blob_key,
+    is_version_of,
+    is_within_step,
+    ownership_of,
+    run_id_of,
+)
 from swarm.run.choices import Mode, ModeChoice, Strategy
 
 SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
@@ -125,6 +134,8 @@ class RunSpecification(_Table):
     optimizer: OptimizerChoice = OptimizerChoice()
     end: End = End()
     requirements: Requirements = Requirements()
+    # PeerID of the identity, kept offline, that can give the run a new owner. The run's id depends on it.
+    recovery_key: str | None = None
     # The owner sets these with `swarm change` while the run is going on.
     paused: bool = False  # no peer trains; members stay and keep the state
     ended: bool = False  # the run is over, regardless of `end`
@@ -181,6 +192,14 @@ class RunSpecification(_Table):
                 raise ValueError(str(error)) from error
         return tuple(sorted(set(value)))
 
+    @field_validator("recovery_key")
+    @classmethod
+    def _recovery_key_is_a_peer(cls, value: str | None) -> str | None:
+        try:
+            return str(PeerId.parse(value)) if value is not None else None
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
     @field_validator("optimizer")
     @classmethod
     def _cosine_knows_its_end(cls, value: OptimizerChoice) -> OptimizerChoice:
@@ -201,6 +220,11 @@ class RunSpecification(_Table):
             if self.strategy is None
             else f"{self.strategy.name} of rank {self.strategy.rank} in {self.codec}"
         )
+
+    @property
+    def recovery_peer(self) -> PeerId | None:
+        """The identity that can give the run a new owner, or None."""
+        return PeerId.parse(self.recovery_key) if self.recovery_key is not None else None
 
     @property
     def banned_peers(self) -> frozenset[PeerId]:
@@ -295,6 +319,12 @@ class SignedSpecification:
     version: int
     created_s: float  # swarm time at which version 1 was signed: `end.seconds` counts from here
     blob: bytes  # the encoded, signed specification
+    handover: Handover | None = None  # by which the owner got the run; None for its founder
+
+    @property
+    def founder(self) -> PeerId:
+        """The owner that signed version 1."""
+        return self.handover.founder if self.handover is not None else self.owner
 
     @property
     def name(self) -> str:
@@ -302,7 +332,7 @@ class SignedSpecification:
 
     @property
     def run_id(self) -> str:
-        return run_id_of(self.owner, self.specification.name)
+        return run_id_of(self.founder, self.specification.name, self.specification.recovery_peer)
 
     @property
     def full_name(self) -> str:
@@ -311,16 +341,24 @@ class SignedSpecification:
 
 
 def sign(
-    specification: RunSpecification, owner: Identity, *, version: int, created_s: float
+    specification: RunSpecification,
+    owner: Identity,
+    *,
+    version: int,
+    created_s: float,
+    handover: Handover | None = None,
 ) -> SignedSpecification:
-    """Sign a specification with the owner's key. Raise UsageError if the result is too large to store."""
+    """Sign a specification with the owner's key. Raise UsageError if the result is too large to store.
+
+    `handover`: by which this owner got the run; None for its founder.
+    """
     table = {
         "specification": specification.table(),
         "version": version,
         "created_s": float(created_s),
-        "owner": owner.peer_id.to_bytes(),
+        "owner": (handover.founder if handover is not None else owner.peer_id).to_bytes(),
         "format": _FORMAT,
-    }
+    } | ({"handover": handover.encode()} if handover is not None else {})
     body = _canonical(table)
     blob: bytes = msgpack.packb([body, owner.sign(SIGNATURE_CONTEXT + body)])
     if len(blob) > SPECIFICATION_BYTES_MAX:
@@ -328,7 +366,7 @@ def sign(
             f"the specification takes {len(blob):,} bytes, {SPECIFICATION_BYTES_MAX:,} are allowed: "
             "shorten the task's settings"
         )
-    return SignedSpecification(specification, owner.peer_id, version, float(created_s), blob)
+    return SignedSpecification(specification, owner.peer_id, version, float(created_s), blob, handover)
 
 
 def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
@@ -344,10 +382,12 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
     try:
         body, signature = msgpack.unpackb(blob, strict_map_key=True, max_map_len=0, max_array_len=2)
         table = msgpack.unpackb(body, strict_map_key=True)
-        owner = PeerId.from_bytes(table["owner"])
         format_, version, created_s = table["format"], table["version"], table["created_s"]
         contents = table["specification"]
-    except (ValueError, TypeError, KeyError, UsageError, msgpack.UnpackException) as error:
+        _, owner, handover = ownership_of(table)
+    except UsageError as error:
+        raise PeerError(f"a specification was refused: {error}") from error
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise PeerError(
             f"a specification was refused: it cannot be decoded ({type(error).__name__})"
         ) from error
@@ -362,7 +402,7 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
             f"the run's specification has the format {format_!r:.40}, this swarm reads {_FORMAT!r}: "
             "update swarm"
         )
-    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
+    if not is_version_of(version, handover):
         raise PeerError("a specification was refused: its version is not a number from 1 up")
     if not isinstance(created_s, float) or not 0 <= created_s < 1e12:
         raise PeerError("a specification was refused: its creation time is not a time")
@@ -375,18 +415,31 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
             "the run's specification was signed by its owner but cannot be used here "
             f"(is this swarm too old?): {error}"
         ) from error
-    signed = SignedSpecification(specification, owner, version, created_s, blob)
+    signed = SignedSpecification(specification, owner, version, created_s, blob, handover)
     if run_id is not None and signed.run_id != run_id:
         raise PeerError(f"a specification was refused: it belongs to run {signed.run_id}, not to {run_id}")
     return signed
 
 
-def newest(signed: list[SignedSpecification]) -> SignedSpecification | None:
-    """Return the specification with the highest version, or None for an empty list.
+def newest(
+    signed: list[SignedSpecification], held: SignedSpecification | None = None
+) -> SignedSpecification | None:
+    """Return the specification with the highest version that is within reach of the one that is `held`, or
+    of the lowest one. None if there is none.
 
-    Of two with the same version, the one with the lower bytes counts, so that all peers choose the same.
+    A specification of a later owner is always within reach, one of the same owner if it is not more than
+    VERSION_STEP_MAX versions above another one that is. Of two with the same version, the one with the lower
+    bytes counts, so that all peers choose the same.
     """
-    return min(signed, key=lambda one: (-one.version, one.blob), default=None)
+    chosen = held
+    for one in sorted(signed, key=lambda one: (one.version, one.blob)):
+        if (
+            chosen is None
+            or (chosen.version < one.version and is_within_step(chosen.version, one.version))
+            or (chosen.version == one.version and one.blob < chosen.blob)
+        ):
+            chosen = one
+    return chosen
 
 
 def _canonical(value: object) -> bytes:

@@ -36,7 +36,7 @@ class SpecificationStore:
         """Save this version, unless a newer one is stored already."""
         stored = self.load(signed.run_id)
         try:
-            if stored is None or newest([stored, signed]) != stored:
+            if stored is None or newest([signed], held=stored) != stored:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 write_private(self._file(signed.run_id), signed.blob)
             for file in sorted(self._files(), key=lambda file: file.stat().st_mtime_ns)[:-SPECIFICATIONS_MAX]:

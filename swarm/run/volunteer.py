@@ -446,6 +446,7 @@ class Volunteer:
     def _apply_version(self, newer: SignedSpecification) -> None:
         """Apply a newer version of the specification. Runs on the network thread."""
         old, new = self.signed.specification, newer.specification
+        changes = differences(self.signed, newer)
         self.signed = newer
         excluded = excluded_peers(newer, self._node.membership)
         training = self.training
@@ -454,9 +455,7 @@ class Volunteer:
             if new.target_batch_size != old.target_batch_size:
                 training.optimizer.set_target(new.target_batch_size)
             training.optimizer.ban(excluded)
-        self._emit(
-            RunChanged(version=newer.version, changes=differences(old, new), restart=restart_needed(old, new))
-        )
+        self._emit(RunChanged(version=newer.version, changes=changes, restart=restart_needed(old, new)))
 
     def _emit_finished(self, training: Training, reason: str, seconds: float) -> Finished:
         stats, device = training.stats, training.micro_batches.device

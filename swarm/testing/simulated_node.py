@@ -14,6 +14,7 @@ from typing import Any
 from swarm.core.clock import Clock
 from swarm.core.ids import Contact
 from swarm.core.presets import WAN, Timings
+from swarm.core.standing import PeerStanding
 from swarm.runtime.waits import ThreadWaits, Waits
 from swarm.testing.chance import Chance
 
@@ -54,6 +55,7 @@ class SimulatedNode:
     ) -> None:
         self._own, self.clock, self.channels = own, clock, channels
         self.timings: Timings = WAN
+        self.standing = PeerStanding()
         self.rng: random.Random = Chance("node", own().peer_id)
         self.dht = SimulatedDht(dht)
         self.network = SimulatedThread(loop or asyncio.get_running_loop(), pool)

@@ -43,6 +43,7 @@ COMMANDS = (
     "bootstrap",
     "identity",
     "invite",
+    "recover",
 )
 
 

@@ -227,6 +227,14 @@ def test_an_unsupported_value_is_refused_with_a_reason(value: Any) -> None:
     assert encode_value(nested(31))
 
 
+def test_the_value_of_a_forged_record_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    forged = replace(record_of(value=encode_value([1, 2, 3])), signature=bytes(64))
+    decoded: list[bytes] = []
+    monkeypatch.setattr(records, "decode_value", decoded.append)
+    assert refusal(forged) == records.FORGED
+    assert not decoded
+
+
 def test_a_cyclic_value_is_refused() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)

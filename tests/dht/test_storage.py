@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swarm.core.ids import Key, PeerId
+from swarm.core.standing import PeerStanding
 from swarm.dht.logic.records import Record
 from swarm.dht.logic.storage import Quotas, Storage, latest_by_owner
 
@@ -296,3 +298,91 @@ def test_a_record_stored_as_near_is_not_counted_as_far() -> None:
         record = record_of(issued, 100)
         assert storage.store(record, 20, far=far) is None
         assert storage.far_bytes == (record.size_bytes if counted else 0), issued
+
+
+RUN = "a" * 20
+RUN_KEY = Key(f"run.{RUN}", "progress")
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def written(number: int, *, key: Key = RUN_KEY, size: int = 100, ttl_s: int = 30, now_us: int = 0) -> Record:
+    return Record(
+        key=key,
+        subkey=str(number),
+        value=bytes(size),
+        issued_at_us=now_us,
+        expiration_us=now_us + ttl_s * 1_000_000,
+        writer=peer(number),
+    )
+
+
+def knowing(*members: int) -> PeerStanding:
+    standing = PeerStanding()
+    standing.add_members(RUN, map(peer, members))
+    return standing
+
+
+def test_many_identities_that_fill_a_runs_key_do_not_keep_members_out() -> None:
+    quotas = Quotas(entries_per_key_max=100, bytes_per_key_max=40_000)
+    storage = Storage(quotas, standing=knowing(*range(60)))
+    flood = [storage.store(written(1000 + number), 0) for number in range(300)]
+    assert flood.count(None) == 50, "strangers share half of the entries"
+    assert [storage.store(written(number), 0) for number in range(60)] == [None] * 60
+    writers = {record.writer for record in storage.records(RUN_KEY, 0)}
+    assert {peer(number) for number in range(60)} <= writers
+    assert len(writers) == 100
+    assert storage.store(written(5000), 0) is not None
+
+
+def test_many_identities_that_fill_a_replica_do_not_keep_short_and_small_records_out() -> None:
+    """17 identities filled 128 MiB at two replicas for 24 hours."""
+    storage = Storage(Quotas(bytes_max=4 << 20))
+    for number in range(100):
+        key = Key("public", str(number))
+        storage.store(written(1000 + number, key=key, size=60_000, ttl_s=86_400), 0)
+    assert storage.size_bytes > 3 << 20
+    assert [storage.store(written(number), 0) for number in range(1000)] == [None] * 1000
+    assert storage.store(written(9999, key=Key("public", "large"), size=64_000, ttl_s=86_400), 0) is not None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_strangers_get_half_and_members_are_never_displaced(seed: int) -> None:
+    rng = random.Random(seed)
+    quotas = Quotas(entries_per_key_max=20, bytes_per_key_max=12_000, bytes_max=30_000, bytes_far_max=8_000)
+    storage, now_us = Storage(quotas, standing=knowing(*range(10))), 0
+    keys = [RUN_KEY, Key(f"run.{RUN}", "donors"), Key("public", "x"), Key(f"run.{'b' * 20}", "progress")]
+    for _ in range(400):
+        now_us += rng.randrange(2_000_000)
+        key, number = rng.choice(keys), rng.randrange(40)
+        record = written(number, key=key, size=rng.randrange(900), ttl_s=rng.randrange(1, 90), now_us=now_us)
+        storage.expire(now_us)
+        before = {key: storage.records(key, now_us) for key in keys}
+        refused = storage.store(record, now_us, far=rng.random() < 0.3)
+        after = {key: storage.records(key, now_us) for key in keys}
+        if refused:
+            assert {key: sorted(held, key=repr) for key, held in before.items()} == {
+                key: sorted(held, key=repr) for key, held in after.items()
+            }
+        gone = [
+            one for key in keys for one in before[key] if one.owner not in {left.owner for left in after[key]}
+        ]
+        assert not any(is_known(one) for one in gone)
+        strangers = [one for held in after.values() for one in held if not is_known(one)]
+        assert sum(one.size_bytes for one in strangers) <= quotas.bytes_max // 2
+        assert storage.size_bytes <= quotas.bytes_max
+        slots = [slot for owned in storage._slots.values() for slot in owned.values()]
+        assert storage.strangers_bytes == sum(slot.size_bytes for slot in slots if slot.is_stranger)
+        assert storage.size_bytes == sum(slot.size_bytes for slot in slots)
+        for key in keys[:2]:
+            of_strangers = [one for one in after[key] if not is_known(one)]
+            assert len(of_strangers) <= quotas.entries_per_key_max // 2
+            assert sum(one.size_bytes for one in of_strangers) <= quotas.bytes_per_key_max // 2
+
+
+def is_known(record: Record) -> bool:
+    """Return whether the writer is a member of the run of the record, or of any run outside one."""
+    number = int.from_bytes(record.writer.public_key, "big")
+    return number < 10 and record.run in (None, RUN)

@@ -10,7 +10,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact
 from swarm.dht.logic.blobs import run_id_of
 from swarm.membership.capability import ROLES, Grants, Role
-from swarm.membership.invite import Invite, Terms, make_invite
+from swarm.membership.invite import Invite, RunIdentity, Terms, make_invite
 
 NAME = "tiny"
 NOW_S = 1_700_000_000.0
@@ -44,8 +44,7 @@ class InvitedRun:
     ) -> Invite:
         """Return an invite of the owner, or of another issuer with its capability."""
         invite = make_invite(
-            self.owner.peer_id,
-            NAME,
+            RunIdentity(self.owner.peer_id, NAME),
             issuer or self.owner,
             held,
             Terms(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
+from swarm.dht.logic.blobs import run_id_of
 from swarm.membership.capability import ROLES, USES_MAX, check_grants
-from swarm.membership.invite import CONTACTS_MAX, Entrance, Invite, Terms, is_invite, make_invite
+from swarm.membership.invite import CONTACTS_MAX, Entrance, Invite, RunIdentity, Terms, is_invite, make_invite
 from tests.membership.members import DAY_S, DIALED, NAME, NOW_S, InvitedRun, identity
 
 
@@ -20,6 +22,9 @@ def test_an_invite_survives_its_text_form(seed: int) -> None:
     invite = run.invite(uses=run.rng.randint(1, USES_MAX), peer=peer)
     contacts = [Contact(identity(run.rng).peer_id, (DIALED,)) for _ in range(run.rng.randint(0, 12))]
     invite = invite.with_contacts([*contacts, Contact(run.owner.peer_id)])
+    if seed % 3 == 0:
+        invite = replace(invite, run=replace(invite.run, recovery=identity(run.rng).peer_id))
+        run.run_id = run_id_of(run.owner.peer_id, NAME, invite.run.recovery)
     text = invite.text()
     assert is_invite(text)
     assert text.isalnum()
@@ -84,7 +89,7 @@ def test_uses_and_lifetime_of_an_invite_are_bounded(uses: int, lifetime_s: float
     run = InvitedRun(9)
     terms = Terms(roles=ROLES, uses=uses, lifetime_s=lifetime_s)
     with pytest.raises(UsageError, match="an invite"):
-        make_invite(run.owner.peer_id, NAME, run.owner, (), terms, now_s=NOW_S)
+        make_invite(RunIdentity(run.owner.peer_id, NAME), run.owner, (), terms, now_s=NOW_S)
 
 
 def test_an_entrance_takes_addresses_and_invites_to_one_run() -> None:

@@ -120,6 +120,20 @@ def test_files_of_others_are_refused_and_left_unchanged(tmp_path: Path) -> None:
     assert text.read_text().startswith("these are my notes")
 
 
+def test_a_damaged_history_is_kept_aside_and_a_new_one_begins(tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    ChartHistory(path, RUN.run_id).close()
+    raw = bytearray(path.read_bytes())
+    raw[4096:] = bytes(len(raw) - 4096)
+    path.write_bytes(raw)
+    history = ChartHistory(path, RUN.run_id)
+    assert history.damaged == tmp_path / "run.sqlite.damaged"
+    assert history.damaged.read_bytes() == raw
+    assert history.events() == []
+    history.close()
+    assert ChartHistory(path, RUN.run_id).damaged is None
+
+
 def test_a_closed_history_ignores_calls() -> None:
     history = ChartHistory(None, RUN.run_id)
     history.close()

@@ -115,6 +115,10 @@ def test_the_copy_on_disk_is_read_back(tmp_path: Path) -> None:
         '{"format": 2, "peers": []}',
         '{"format": 1, "peers": [{}]}',
         '{"format": 1, "peers": [3]}',
+        '{"format": 1, "peers": [{"peer_id": "x", "addresses": [null]}]}',
+        '{"format": 1, "peers": [{"peer_id": "x", "addresses": [7]}]}',
+        '{"format": 1, "peers": [{"peer_id": null, "addresses": []}]}',
+        "[" * 100_000,
         "\udcff",
     ],
 )
@@ -125,6 +129,7 @@ def test_a_damaged_copy_is_replaced(tmp_path: Path, text: str, caplog: pytest.Lo
         book = PeerBook(OWN, Time(), path)
     assert "cannot be read" in caplog.text
     assert book.known() == []
+    assert path.with_name("identity.peers.damaged").read_bytes() == text.encode("utf-8", "surrogateescape")
     book.add_reported(contact(1, 10))
     book.save()
     assert json.loads(path.read_text())["peers"][0]["peer_id"] == str(peer(1))

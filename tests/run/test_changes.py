@@ -34,13 +34,13 @@ def test_each_change_signs_the_next_version_with_that_difference() -> None:
     assert (second.version, second.created_s, second.run_id) == (2, 5.0, FIRST.run_id)
     assert verified(second.blob, FIRST.run_id).specification.banned == (PEER,)
     assert [str(peer) for peer in second.specification.banned_peers] == [PEER]
-    assert differences(FIRST.specification, second.specification) == [
+    assert differences(FIRST, second) == [
         "an epoch is 128 samples now, not 64",
         "1 peer is banned",
     ]
     assert not restart_needed(FIRST.specification, second.specification)
     third = sign_change(second, Change(paused=True, unban=(PEER,)), OWNER)
-    assert differences(second.specification, third.specification) == [
+    assert differences(second, third) == [
         "training is paused",
         "1 peer is let in again",
     ]

@@ -16,6 +16,7 @@ from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import StoreResult
 from swarm.run.creation import create_run
 from swarm.run.directory import LISTING_KEY, RunDirectory, RunListing, choose
+from swarm.run.recovery import recover
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
 from swarm.run.specification_store import SpecificationStore
 
@@ -184,6 +185,27 @@ def test_creating_a_run_again_keeps_version_and_time_unless_it_changed() -> None
     assert (again, new) == (first, False)
     changed, new = asyncio.run(create_run(directory, specification(batch_size=4), owner, FixedClock()))
     assert (changed.version, changed.created_s, new) == (2, NOW_S, False)
+
+
+def test_a_recovered_run_is_started_again_from_its_file_by_its_new_owner(tmp_path: Path) -> None:
+    dht, store = FakeDht(), SpecificationStore(tmp_path)
+    owner, successor, recovery = (Identity.generate() for _ in range(3))
+    named = specification().model_copy(update={"recovery_key": str(recovery.peer_id)})
+    first, _ = asyncio.run(create_run(dht.directory(owner.peer_id), named, owner, FixedClock()))
+    recovered = recover(first, recovery, successor)
+    store.save(recovered)
+    directory = RunDirectory(
+        dht.as_peer(successor.peer_id),  # type: ignore[arg-type]
+        successor.peer_id,
+        clock=FixedClock(),
+        store=store,
+    )
+    signed, new = asyncio.run(create_run(directory, specification(), successor, FixedClock()))
+    assert (signed, new) == (recovered, False), "the copy on disk is newer than the first owner's in the DHT"
+    changed, _ = asyncio.run(create_run(directory, specification(batch_size=4), successor, FixedClock()))
+    assert (changed.run_id, changed.version) == (first.run_id, recovered.version + 1)
+    with pytest.raises(UsageError, match="since it was recovered"):
+        asyncio.run(create_run(directory, named, owner, FixedClock()))
 
 
 @pytest.mark.parametrize("failing", [1, 3, 4])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 from averaging.optim.exchange import CHUNKS as CHUNKS_METHOD
-from averaging.optim.state.donor import LEASE_IDLE_S, LEASES_MAX, Donor
+from averaging.optim.exchange import OPEN
+from averaging.optim.state.donor import LEASE_IDLE_S, LEASE_S, LEASES_MAX, Donor
 from swarm.core.errors import NotEnoughPeers, PeerError
 from swarm.core.ids import Key, PeerId
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
@@ -74,6 +76,67 @@ def test_a_peer_has_one_lease_and_a_new_one_ends_its_last() -> None:
         assert (await made.on_open(_other(1), state_pb2.OpenRequest(run=RUN))).total_bytes, (
             "its place is kept"
         )
+
+    play(scenario, donors=1)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["silent", "repeating"])
+def test_strangers_that_fetch_little_lose_their_places_to_those_who_ask(again: bool) -> None:
+    """Four identities fetch one chunk every 10 s, the same one over and over, or open again and again."""
+
+    async def attack(peer: SimulatedPeer, victim: SimulatedPeer) -> None:
+        while True:
+            lease = state_pb2.OpenRequest(run=RUN)
+            try:
+                reply = await peer.caller.call(victim.contact, OPEN, lease, timeout_s=5)
+                async with peer.caller.open_stream(victim.contact, CHUNKS_METHOD, timeout_s=None) as stream:
+                    while True:
+                        request = state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[0])
+                        await stream.send(request.SerializeToString())
+                        assert await stream.receive()
+                        await asyncio.sleep(10)
+                        if again:
+                            break
+            except PeerError:
+                await asyncio.sleep(4)
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        made, began_s = donor(peers[0], state_of(1)), joiner.clock.monotonic_s()
+        attackers = [network.peer() for _ in range(LEASES_MAX)]
+        async with asyncio.TaskGroup() as group:
+            attacks = [group.create_task(attack(one, peers[0])) for one in attackers]
+            await asyncio.sleep(5)
+            for _ in range(20):
+                with contextlib.suppress(PeerError):
+                    request = state_pb2.OpenRequest(run=RUN)
+                    await joiner.caller.call(peers[0].contact, OPEN, request, timeout_s=5)
+                    break
+                await asyncio.sleep(3)
+            for task in attacks:
+                task.cancel()
+        assert made.downloads
+        assert joiner.clock.monotonic_s() - began_s < LEASE_S + 15.0
+
+    play(scenario, donors=1)
+
+
+def test_a_member_takes_the_place_of_a_stranger() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        node = SimulatedNode(lambda: peers[0].contact, peers[0].clock, None)
+        made = Donor(node, RUN, state_of(1))
+        made.start()
+        await asyncio.sleep(0.1)
+        reserve = state_pb2.OpenRequest(run=RUN, reserve=True)
+        members = [_other(number) for number in range(LEASES_MAX + 1)]
+        node.standing.add_members(RUN, members)
+        for number in range(LEASES_MAX):
+            await made.on_open(_other(100 + number), reserve)
+        with pytest.raises(PeerError, match="busy"):
+            await made.on_open(_other(200), reserve)
+        for member in members[:LEASES_MAX]:
+            await made.on_open(member, reserve)
+        with pytest.raises(PeerError, match="busy"):
+            await made.on_open(members[LEASES_MAX], reserve)
 
     play(scenario, donors=1)
 

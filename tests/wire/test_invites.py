@@ -15,7 +15,7 @@ from swarm.core.errors import NotInvited, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.membership.capability import ROLES, Role
-from swarm.membership.invite import Invite, Terms, make_invite
+from swarm.membership.invite import Invite, RunIdentity, Terms, make_invite
 from swarm.net.hello import HELLO
 from swarm.net.rpc import Method
 from swarm.node import Node
@@ -35,7 +35,7 @@ def invite_of(
 ) -> Invite:
     terms = Terms(roles=roles, uses=uses, lifetime_s=DAY_S, peer=peer)
     now_s = time.time() if now_s is None else now_s
-    invite = make_invite(owner.peer_id, "tiny", owner, (), terms, now_s=now_s)
+    invite = make_invite(RunIdentity(owner.peer_id, "tiny"), owner, (), terms, now_s=now_s)
     return invite.with_contacts([node.contact] if node is not None else [])
 
 

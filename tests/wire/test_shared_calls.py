@@ -15,9 +15,11 @@ import pytest
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.standing import PeerStanding
 from swarm.net import calls, server
 from swarm.net.calls import CALLS_NAME
 from swarm.net.channels import Channels
+from swarm.net.room import AnswerRoom, PeerRoom
 from swarm.net.rpc import Handlers, Method
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
@@ -325,9 +327,10 @@ def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_rea
         served = calls.ServedCalls(
             context,  # type: ignore[arg-type]
             handle,
-            lambda name, request: None,
+            lambda name, request: 0,
             enter,
             leave,
+            PeerRoom(AnswerRoom(PeerStanding()), Identity.generate().peer_id),
         )
         async with asyncio.TaskGroup() as group:
             task = group.create_task(served.run())

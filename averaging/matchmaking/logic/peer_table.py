@@ -29,8 +29,8 @@ PEERS_MAX = 1024  # in the table of one search
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
 # peers that a search queries first: the same ones in all searches of a round, so that each learns there who
-# leads. It queries others only if that gives it no leader to follow, twice as many after each answer. Smaller:
-# a dead one matters more; larger: more calls in large groups
+# leads. It queries others only if that gives it no leader to follow, twice as many after each answer.
+# Smaller: a dead one matters more; larger: more calls in large groups
 FIRST_QUERIED_MAX = 8
 # a peer that does not search yet is queried again after this. It announces itself when it starts: this only
 # compensates for lost messages
@@ -202,7 +202,9 @@ class PeerTable:
         `needs_no_query` returns whether a peer needs no query; `first_only` restricts the result to peers
         that were never queried, and that all searches query first.
         """
-        first, again, known, pending = [], [], 0, 0
+        first: list[PeerState] = []
+        again: list[PeerState] = []
+        known = pending = 0
         for peer_id, peer in self.peers.items():
             known += peer.status is not None or bool(peer.failed)
             pending += peer.query_pending

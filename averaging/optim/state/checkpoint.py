@@ -39,6 +39,16 @@ _LINE_CHARACTERS = 16  # of a line's name in the name of a file
 _LINES_MAX = (
     8  # lines of history with checkpoints in one folder; the line written to least recently goes first
 )
+# what the description of a damaged file may raise
+_DAMAGE = (
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    msgpack.UnpackException,
+)
 _NAMES_MAX = 1 << 20
 
 
@@ -150,7 +160,7 @@ def read(path: Path) -> Checkpoint:
         ):
             raise PeerError(f"{path} is damaged: its contents are not what was written")
         line = metadata.get("line", "")  # files of earlier versions have none
-    except (KeyError, ValueError, TypeError, msgpack.UnpackException) as error:
+    except _DAMAGE as error:
         raise PeerError(f"{path} is damaged: {type(error).__name__} in its description") from error
     return Checkpoint(path=path, epoch=int(metadata["epoch"]), line=line, blob=blob, tensors=tensors)
 

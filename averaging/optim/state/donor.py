@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from averaging.blocklist import PeerBlocklist
 from averaging.optim.exchange import chunk_head, parse_chunks_request
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.state.encoding import EXACT, STATE_CODECS, encode_view
+from averaging.optim.state.snapshot import CHUNK_BYTES
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
 from swarm.core.device import is_out_of_memory
@@ -43,6 +44,12 @@ SNAPSHOTS_MAX = 2
 COPY_AFTER_S = 0.5
 COPY_WORTH_S = 5.0
 LEASE_IDLE_S = 30.0  # a joiner that is silent for this long is considered gone
+# When all places are taken, a peer keeps its place for this long, and for the time that its chunks take
+# at this rate. Too much of either: slow or malicious downloads lock the others out. A download that loses its
+# place keeps what it has fetched, and asks again.
+LEASE_S = 30.0
+LEASE_PACE_BYTES_PER_S = 256 << 10
+SEND_S_MAX = 60.0  # one chunk; a peer that takes it more slowly loses its place
 # a failed donor is asked in vain for at most this long; at least twice `RECORD_RENEW_S`
 RECORD_TTL_S = 60.0
 RECORD_RENEW_S = 15.0
@@ -68,8 +75,13 @@ class _Lease:
     view: StateView | None
     opened_s: float
     used_s: float
-    sent: int = 0  # chunks
     copying: bool = False
+    sent: set[int] = field(default_factory=set)  # chunks; one that is asked for twice earns no time
+
+    @property
+    def ends_s(self) -> float:
+        """Return when the place belongs to others that ask for one."""
+        return self.opened_s + LEASE_S + len(self.sent) * CHUNK_BYTES / LEASE_PACE_BYTES_PER_S
 
 
 class Donor:
@@ -203,13 +215,31 @@ class Donor:
     def _grant(self, peer: PeerId, view: StateView | None) -> bytes:
         """Give a peer a lease instead of its earlier one. Raise PeerError when this peer is busy."""
         earlier = [name for name, lease in self._leases.items() if lease.peer == peer]
-        if not earlier and len(self._leases) >= LEASES_MAX:
-            raise PeerError(f"busy: {LEASES_MAX} peers are downloading from this one already")
         name, now_s = self._node.rng.randbytes(16), self._node.clock.monotonic_s()
-        self._leases[name] = _Lease(peer, view, now_s, now_s)
+        opened_s, sent = now_s, set[int]()
+        if earlier:  # opening again wins no time
+            opened_s, sent = self._leases[earlier[0]].opened_s, self._leases[earlier[0]].sent
+        elif len(self._leases) >= LEASES_MAX:
+            self._make_room(peer, now_s)
+        self._leases[name] = _Lease(peer, view, opened_s, now_s, sent=sent)
         for one in earlier:  # after the new one, so that a view that both have stays open
             self._end_lease(one)
         return name
+
+    def _make_room(self, peer: PeerId, now_s: float) -> None:
+        """End the lease of a peer whose time is over, or for a member that of a stranger. Raise PeerError
+        when there is none.
+        """
+        is_member = self._node.standing.is_member
+        displaced = [
+            (is_member(lease.peer, self.run_id), lease.ends_s, name)
+            for name, lease in self._leases.items()
+            if lease.ends_s <= now_s
+            or (is_member(peer, self.run_id) and not is_member(lease.peer, self.run_id))
+        ]
+        if not displaced:
+            raise PeerError(f"busy: {LEASES_MAX} peers are downloading from this one already")
+        self._end_lease(min(displaced)[2])
 
     async def on_close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply:
         """End a lease of the calling peer."""
@@ -235,23 +265,38 @@ class Donor:
             for index in request.indices:
                 if index >= view.chunks:
                     raise PeerError(f"the state has {view.chunks} chunks; there is no number {index}")
-                await stream.send(await self._chunk_message(view, index))
-                lease.sent += 1
+                if self._leases.get(request.lease) is not lease:
+                    raise PeerError("this lease is over: open the state again")
+                await self._send(stream, await self._chunk_message(view, index))
+                lease.sent.add(index)
                 lease.used_s = self._node.clock.monotonic_s()
                 if not lease.copying and self._takes_long(lease, view):
                     lease.copying = True
                     self._copy(view)
-            message = await stream.receive()
+            try:
+                async with asyncio.timeout(LEASE_IDLE_S):
+                    message = await stream.receive()
+            except TimeoutError:
+                raise PeerError(f"nothing was asked for {LEASE_IDLE_S:g} s") from None
             if message is None:
                 return
             request = parse_chunks_request(message)
+
+    @staticmethod
+    async def _send(stream: Stream, message: bytes) -> None:
+        try:
+            async with asyncio.timeout(SEND_S_MAX):
+                await stream.send(message)
+        except TimeoutError:
+            raise PeerError(f"a chunk was not taken for {SEND_S_MAX:g} s") from None
 
     def _takes_long(self, lease: _Lease, view: StateView) -> bool:
         """Return whether a download is slow enough to be worth a copy: it has taken some time, and at its
         rate is far from its end.
         """
         took_s = lease.used_s - lease.opened_s
-        return took_s > COPY_AFTER_S and took_s * (view.chunks - lease.sent) > COPY_WORTH_S * lease.sent
+        sent = len(lease.sent)
+        return took_s > COPY_AFTER_S and took_s * (view.chunks - sent) > COPY_WORTH_S * sent
 
     async def _chunk_message(self, view: StateView, index: int) -> bytes:
         """Return the message for a chunk, assembled in one copy."""

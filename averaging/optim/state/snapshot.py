@@ -28,6 +28,7 @@ ALIGNMENT_BYTES = 64
 _FORMAT = 1
 _HEADER_BYTES_MAX = 64 << 20
 _EPOCH_MAX = 1 << 40
+_STRIDE_MAX = 1 << 48  # elements; of a tensor without elements, the product of its other dimensions
 _DEPTH_MAX = 8  # of nested hyperparameters
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -230,6 +231,7 @@ def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str,
             not isinstance(item, list)
             or len(item) != 3
             or not isinstance(item[0], str)
+            or not isinstance(item[1], str)
             or item[1] not in _DTYPES
             or item[0] in views
         ):
@@ -238,7 +240,8 @@ def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str,
         if (
             not isinstance(shape, list)
             or len(shape) > 16
-            or not all(isinstance(n, int) and 0 <= n <= len(blob) for n in shape)
+            or not all(type(n) is int and 0 <= n <= len(blob) for n in shape)  # a bool is no dimension
+            or math.prod(n or 1 for n in shape) > _STRIDE_MAX
         ):
             raise PeerError(f"the state gives {name[:40]!r} an impossible shape")
         start = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

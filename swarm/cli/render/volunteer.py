@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarm.cli.render.output import Presentation
 from swarm.cli.render.text import size, sparkline
+from swarm.dht.logic.blobs import version_text
 from swarm.run import events
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ class VolunteerPresentation(Presentation):
             case events.RunChanged():
                 restart = "; start again to follow the rest" if event.restart else ""
                 changes = ", ".join(event.changes) or "settings of its training"
-                return f"the owner changed the run (version {event.version}): {changes}{restart}"
+                return (
+                    f"the owner changed the run (version {version_text(event.version)}): {changes}{restart}"
+                )
             case events.Contributed():
                 return f"contributing since {event.start_s:.1f} s after the start (epoch {event.epoch})"
             case events.EpochDone():
@@ -155,7 +158,7 @@ def _run_description(event: events.RunFound) -> str:
         memory += f"; and about {size(event.device_memory_bytes)} of the CUDA device's own"
     return "\n".join(
         (
-            f"{first} {event.name}@{event.run_id}, version {event.version}: {event.summary}",
+            f"{first} {event.name}@{event.run_id}, version {version_text(event.version)}: {event.summary}",
             f"  model     {event.parameters:,} parameters; a sample is {event.sample}",
             f"  batch     {event.target_batch_size:,} samples of the whole swarm per epoch, "
             f"{event.batch_size} in each step of a volunteer",

@@ -13,6 +13,8 @@ from swarm.dht.logic.schema import Binary, Flag, Many, Named, Number, Table, Tex
 _ADDRESSES = Many(Text(300), 8)
 _COUNT_MAX = 1 << 40
 _TIME_S_MAX = 1e12
+# The longest addresses with the other fields; a record that is larger carries something else.
+_CONTACT_BYTES_MAX = 3072
 # All of these are renewed within seconds; a record must not outlive its writer by a day.
 _TTL_S_MAX = 3600.0
 _SUM = Many(Number(0.0, 1e16), 8)
@@ -92,7 +94,9 @@ METRICS = Table(
 
 RUN_RULES: tuple[NamespaceRules, ...] = (
     # Announcements of present peers. Readers use only the writer's name, so only the size is bounded.
-    NamespaceRules(name="presence", value_bytes_max=4096, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1),
+    NamespaceRules(
+        name="presence", value_bytes_max=_CONTACT_BYTES_MAX, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1
+    ),
     # averaging.matchmaking.service.presence: peers that run an averager.
     NamespaceRules(
         name="holders.*",
@@ -100,7 +104,7 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
             {"addresses": _ADDRESSES, "schema": Binary(64), "text": Text(300)},
             optional={"bits": Number(0, 64, whole=True)},
         ),
-        value_bytes_max=8192,
+        value_bytes_max=_CONTACT_BYTES_MAX,
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
@@ -108,7 +112,11 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
     # dictionary per shard.
     *(
         NamespaceRules(
-            name=name, schema=_PROGRESS, value_bytes_max=8192, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1
+            name=name,
+            schema=_PROGRESS,
+            value_bytes_max=_CONTACT_BYTES_MAX,
+            ttl_s_max=_TTL_S_MAX,
+            entries_per_writer_max=1,
         )
         for name in ("progress", "progress.*")
     ),
@@ -128,7 +136,7 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
                 {"epoch": Number(0, _COUNT_MAX, whole=True), "addresses": _ADDRESSES},
                 optional={"canonical": Flag(), "digest": Binary(64), "bytes": Number(0, 1 << 50, whole=True)},
             ),
-            value_bytes_max=8192,
+            value_bytes_max=_CONTACT_BYTES_MAX,
             ttl_s_max=_TTL_S_MAX,
             entries_per_writer_max=1,
         )

@@ -17,6 +17,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import WAN, Timings
+from swarm.core.standing import PeerStanding
 from swarm.dht.logic.cache import ReadCache
 from swarm.dht.logic.constants import BULK_KEYS_MAX, CACHED_BYTES_MAX, CACHED_MAX
 from swarm.dht.logic.issued import IssuedRecords
@@ -91,6 +92,7 @@ class DhtService:
     timings: Timings = WAN
     quotas: Quotas = PRODUCTION_QUOTAS
     rng: random.Random = field(default_factory=random.Random)
+    standing: PeerStanding = field(default_factory=PeerStanding)
 
     def __post_init__(self) -> None:
         self.overlay = Overlay(
@@ -102,7 +104,7 @@ class DhtService:
             self.timings,
         )
         self.namespaces = Namespaces()
-        self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max)
+        self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max, self.standing)
         self._validator = RecordValidator(self.namespaces)
         self.replication = Replication(self.overlay, self.storage, self.rng)
         self._cache = ReadCache(CACHED_MAX, CACHED_BYTES_MAX)

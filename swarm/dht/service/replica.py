@@ -18,7 +18,7 @@ from swarm.dht.logic.constants import (
     RECORDS_PER_CALL_MAX,
 )
 from swarm.dht.logic.issued import IssuedRecords
-from swarm.dht.logic.records import Record, RecordValidator
+from swarm.dht.logic.records import FORGED, Record, RecordValidator
 from swarm.dht.logic.storage import Storage
 from swarm.dht.logic.summary import ENTRY_BYTES
 from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE, Overlay
@@ -52,7 +52,17 @@ _log = logging.getLogger(__name__)
 _REPLY_RECORD_BYTES_MAX = 3 << 20  # the rest of a Find reply is for contacts
 _CONTACTS_MAX = 384  # per reply, over all queries: with the longest addresses less than a megabyte
 _CONTACTS_MIN = 6  # per query
-_CHECKS_PER_TURN = 16  # a signature check takes 0.2 ms: other calls get their turn in between
+# a Find within these limits is answered without a task, in well under a millisecond
+_QUERIES_NOW_MAX = 8
+_RECORDS_NOW_MAX = 32
+_RECORD_BYTES_NOW_MAX = 16 << 10
+_RECORDS_PER_TURN = 512  # encoded in a few milliseconds
+# Other calls get their turn between checks. To check a signature takes 0.2 ms, as long as to decode this many
+# bytes of a value.
+_CHECK_COST_BYTES = 1024
+_TURN_COST_BYTES = 16 << 10
+_STORES_PER_TURN = 64
+_FORGED_MAX = 8  # in one call; the rest of its records are not checked
 
 
 class ReplicaStore:
@@ -77,7 +87,7 @@ class ReplicaStore:
     def serve(self, handlers: Handlers) -> None:
         """Register the handlers of the DHT's calls."""
         handlers.direct(PING, self._on_ping)
-        handlers.direct(FIND, self._on_find)
+        handlers.quick(FIND, self._find_now, self._on_find)
         handlers.unary(STORE, self._on_store)  # checking signatures takes time
         handlers.direct(HOLDS, self._on_holds)
 
@@ -112,18 +122,25 @@ class ReplicaStore:
     async def validate(self, messages: Iterable[DhtRecord]) -> list[Record | str]:
         """Return each record, or why it is refused."""
         results: list[Record | str] = []
-        for number, message in enumerate(messages, 1):
+        forged = cost_bytes = 0
+        for message in messages:
             try:
                 record = record_from_wire(message)
             except PeerError as error:
                 results.append(str(error))
                 continue
+            if forged >= _FORGED_MAX:
+                results.append("its sender forges records")
+                continue
             now_us = self._overlay.now_us
             refusal = self._validator.refusal(record, now_us)
             results.append(refusal or record)
+            forged += refusal == FORGED
             if not refusal and self._issued.on_received(record, now_us):
                 _log.warning("%s", self._issued.problem(now_us))
-            if number % _CHECKS_PER_TURN == 0:
+            cost_bytes += _CHECK_COST_BYTES + len(record.value)
+            if cost_bytes >= _TURN_COST_BYTES:
+                cost_bytes = 0
                 await asyncio.sleep(0)
         return results
 
@@ -136,37 +153,65 @@ class ReplicaStore:
             self._overlay.on_call(sender)
         return DhtPingReply(time_us=time_us, contact=self._overlay.sender)
 
-    def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
+    def _find_now(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply | None:
+        """Answer a request at once when the answer is small; return None otherwise."""
+        if len(request.queries) > _QUERIES_NOW_MAX:
+            return None
+        count = size_bytes = 0
+        for query in request.queries:
+            if query.WhichOneof("what") != "target":
+                usage = self._storage.usage(key_from_wire(query.key))
+                count, size_bytes = count + usage.entries, size_bytes + usage.size_bytes
+        if count > _RECORDS_NOW_MAX or size_bytes > _RECORD_BYTES_NOW_MAX:
+            return None
+        reply, free_bytes = self._begin_find(caller, request), _REPLY_RECORD_BYTES_MAX
+        for query in request.queries:
+            result, records = self._answer(query, caller, free_bytes, request)
+            result.records.extend(map(record_to_wire, records))
+            free_bytes -= sum(record.size_bytes for record in records)
+            reply.results.append(result)
+        return reply
+
+    async def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
+        reply, free_bytes = self._begin_find(caller, request), _REPLY_RECORD_BYTES_MAX
+        for query in request.queries:
+            result, records = self._answer(query, caller, free_bytes, request)
+            for begin in range(0, len(records), _RECORDS_PER_TURN):
+                part = records[begin : begin + _RECORDS_PER_TURN]
+                result.records.extend(map(record_to_wire, part))
+                free_bytes -= sum(record.size_bytes for record in part)
+                await asyncio.sleep(0)
+            reply.results.append(result)
+            await asyncio.sleep(0)
+        return reply
+
+    def _begin_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
+        """Return the empty reply to a request. Raises PeerError when the request asks too much."""
         time_us = self._overlay.raw_us
         self._overlay.on_call(sender_from_wire(request.sender, caller))
         if len(request.queries) > QUERIES_PER_CALL_MAX:
             raise PeerError(
                 f"a call may ask at most {QUERIES_PER_CALL_MAX} queries, not {len(request.queries)}"
             )
-        reply = DhtFindReply(time_us=time_us)
-        free_bytes = _REPLY_RECORD_BYTES_MAX
-        nearest_max = max(_CONTACTS_MAX // max(len(request.queries), 1), _CONTACTS_MIN)
-        nearest_max = min(request.nearest_max or nearest_max, nearest_max)
-        for query in request.queries:
-            result, size_bytes = self._answer(query, caller, free_bytes, nearest_max, request.known)
-            free_bytes -= size_bytes
-            reply.results.append(result)
-        return reply
+        asked = {query.SerializeToString(deterministic=True) for query in request.queries}
+        if len(asked) < len(request.queries):
+            raise PeerError("a call asks the same query twice")
+        return DhtFindReply(time_us=time_us)
 
     def _answer(
-        self, query: DhtFindQuery, caller: PeerId, free_bytes: int, nearest_max: int, known: bytes
-    ) -> tuple[DhtFindResult, int]:
+        self, query: DhtFindQuery, caller: PeerId, free_bytes: int, request: DhtFindRequest
+    ) -> tuple[DhtFindResult, list[Record]]:
+        """Return the result of a query without its records, and the records."""
+        count_max = max(_CONTACTS_MAX // len(request.queries), _CONTACTS_MIN)
+        count_max = min(request.nearest_max or count_max, count_max)
         if query.WhichOneof("what") == "target":
-            return DhtFindResult(
-                nearest=self._nearest(id_from_wire(query.target), caller, nearest_max, known)
-            ), 0
+            target = id_from_wire(query.target)
+            return DhtFindResult(nearest=self._nearest(target, caller, count_max, request.known)), []
         key = key_from_wire(query.key)
-        records = self._storage.records(key, self._overlay.now_us)
-        size_bytes = sum(record.size_bytes for record in records)
-        nearest = self._nearest(key.dht_id, caller, nearest_max, known)
-        if size_bytes > free_bytes:
-            return DhtFindResult(nearest=nearest, left_out=True), 0
-        return DhtFindResult(records=map(record_to_wire, records), nearest=nearest), size_bytes
+        nearest = self._nearest(key.dht_id, caller, count_max, request.known)
+        if self._storage.usage(key).size_bytes > free_bytes:
+            return DhtFindResult(nearest=nearest, left_out=True), []
+        return DhtFindResult(nearest=nearest), self._storage.records(key, self._overlay.now_us)
 
     async def _on_store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:
         time_us = self._overlay.raw_us
@@ -182,7 +227,9 @@ class ReplicaStore:
         )
         refusals, records = [], await self.validate(request.records)
         held = self._held_before(caller, records, request.previous_us)
-        for record in records:
+        for number, record in enumerate(records, 1):
+            if number % _STORES_PER_TURN == 0:
+                await asyncio.sleep(0)
             refusals.append(
                 record
                 if isinstance(record, str)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from averaging.optim.progress.logic.reports import ProgressTotal
 from swarm.core.ids import PeerId
+from swarm.dht.logic.blobs import version_text
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
 from swarm.monitor.logic.histories import KnownLines, histories_of
@@ -129,7 +130,9 @@ class Model:
     def on_run(self, run: RunView, now_s: float) -> None:
         """Take in a newer version of the specification."""
         if self.run.version:
-            self.events.add(now_s, "run", "info", f"the owner changed the run: version {run.version}")
+            self.events.add(
+                now_s, "run", "info", f"the owner changed the run: version {version_text(run.version)}"
+            )
         self.run = run
 
     def on_dialed(self, peer: PeerId, answered: bool) -> None:

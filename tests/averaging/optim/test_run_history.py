@@ -12,6 +12,7 @@ from averaging.history.lineage import Chain
 from averaging.optim.history import RunHistory
 from swarm.core.errors import NetworkError
 from swarm.core.ids import Address, Contact
+from swarm.core.standing import PeerStanding
 from swarm.testing.identities import SeededIdentity
 
 HEAD = b"h" * 32
@@ -41,7 +42,10 @@ def test_a_stale_report_of_a_dead_elector_does_not_lengthen_the_grace(again: int
     async def play() -> None:
         own = SeededIdentity(1)
         node: Any = SimpleNamespace(
-            contact=contact(1), channels=Calls(), network=SimpleNamespace(loop=asyncio.get_running_loop())
+            contact=contact(1),
+            channels=Calls(),
+            network=SimpleNamespace(loop=asyncio.get_running_loop()),
+            standing=PeerStanding(),
         )
         history = RunHistory(node, "run", own.sign, group_size_max=64)
         dead = [contact(2), contact(3)]
@@ -67,7 +71,10 @@ def test_an_elector_that_reports_another_head_lives() -> None:
     async def play() -> None:
         own = SeededIdentity(1)
         node: Any = SimpleNamespace(
-            contact=contact(1), channels=Calls(), network=SimpleNamespace(loop=asyncio.get_running_loop())
+            contact=contact(1),
+            channels=Calls(),
+            network=SimpleNamespace(loop=asyncio.get_running_loop()),
+            standing=PeerStanding(),
         )
         history = RunHistory(node, "run", own.sign, group_size_max=64)
         history.restore(Chain(head=HEAD, electors=(contact(2).peer_id, own.peer_id), certificates=()))

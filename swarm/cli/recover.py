@@ -1,0 +1,78 @@
+"""`swarm recover`: give a run whose owner's key was lost or stolen a new owner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swarm.cli import options
+from swarm.cli.admin import RunAddress, tell_members, temporary_node
+from swarm.cli.control import Control
+from swarm.cli.invite import stored_run
+from swarm.cli.paths import control_folder, default_identity, specifications_folder
+from swarm.cli.render import print_result
+from swarm.core.identity import Identity
+
+
+@click.command(context_settings=options.CONTEXT)
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--recovery-key", "recovery", metavar="FILE", required=True, help="The identity file of the recovery key."
+)
+@options.peers_of_run
+@click.option(
+    "--identity", metavar="FILE", default=None, help="The new owner's identity. [default: this user's]"
+)
+@options.as_json
+def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str | None, as_json: bool) -> int:
+    """Give a run a new owner, because the owner's key was lost or stolen.
+
+    Members then follow the new owner only, whatever the old key signed or will sign. The run must have been
+    created with --recovery-key. It keeps its settings, but is neither paused nor ended, and nobody is banned;
+    `swarm start RUN.toml --identity FILE` restores what else was changed.
+
+    Without --from the run is reached through a volunteer of this user on this machine; if there is none, the
+    new owner is written down here and `swarm start` publishes it.
+
+    \b
+    Before, when the run was created, with a key on a stick that is kept in a drawer:
+      swarm identity --create --identity ~/usb/recovery.identity
+      swarm start RUN.toml --recovery-key ~/usb/recovery.identity
+
+    \b
+    Examples:
+      # the owner's key is gone, or somebody else has it
+      swarm identity --create --identity ~/owner2.identity
+      swarm recover bytelm --recovery-key ~/usb/recovery.identity --identity ~/owner2.identity
+    """
+    from swarm.dht.logic.blobs import version_text
+    from swarm.run.recovery import recover as sign_recovery
+
+    key = Identity.read(recovery)
+    owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
+    asked = following = 0
+    if addresses or any(one.matches(run) for one in Control(control_folder()).running()):
+        with temporary_node(RunAddress(run=run, addresses=addresses)) as (node, directory):
+            signed = sign_recovery(node.network.run(directory.find(run), 30.0), key, owner)
+            asked, following = tell_members(node, directory, signed)
+        told = f"{following} of {asked} members that were asked follow it; they forward it to the others"
+    else:
+        from swarm.run.specification_store import SpecificationStore
+
+        signed = sign_recovery(stored_run(run), key, owner)
+        SpecificationStore(specifications_folder()).save(signed)
+        told = "nobody was told, since nothing trains it here: `swarm start` with this identity publishes it"
+    print_result(
+        "recovered",
+        {
+            "run": signed.full_name,
+            "owner": str(signed.owner),
+            "version": signed.version,
+            "members": asked,
+            "following": following,
+        },
+        f"{signed.full_name} belongs to {signed.owner} since version {version_text(signed.version)}. {told}",
+        as_json=as_json,
+    )
+    return 0

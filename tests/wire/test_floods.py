@@ -1,0 +1,221 @@
+"""Floods of one connection: the peer that is flooded goes on with everything else, and holds little of it."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc
+import msgpack
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from averaging.optim.exchange import CHUNKS, RunExchange
+from swarm.core.identity import Identity
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.logic.records import FORGED, Record, signed
+from swarm.dht.service.overlay import FIND, STORE
+from swarm.dht.service.wire import key_to_wire, record_to_wire
+from swarm.net import certificate as tls
+from swarm.net import room
+from swarm.net.calls import CALLS_NAME
+from swarm.net.contacts import contact_to_wire
+from swarm.node import Node
+from swarm.wire.calls_pb2 import Call, CallBatch
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreReply, DhtStoreRequest
+
+# of the loop's own processor time between two turns; a whole second was taken before
+TURN_CPU_S_MAX = 0.1
+MEMORY_BYTES_MAX = 64 << 20
+KEY = Key("public", "large")
+ATTACKER = Identity.generate()
+SENDER = contact_to_wire(Contact(ATTACKER.peer_id))
+UNKNOWN_EXTENSION = x509.UnrecognizedExtension(x509.ObjectIdentifier("1.2.3.4"), b"\x05\x00")
+
+
+@contextmanager
+def turns_of(node: Node) -> Iterator[list[float]]:
+    """Collect the processor time that the network thread takes between two turns of its event loop."""
+    took_s: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            before_s = time.thread_time()
+            await asyncio.sleep(0)
+            took_s.append(time.thread_time() - before_s)
+
+    future = node.network.submit(watch())
+    try:
+        yield took_s
+    finally:
+        node.network.run(asyncio.sleep(0.01), 10.0)  # the last turn is in the list, too
+        future.cancel()
+
+
+def memory_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def fill(node: Node, key: Key, entries: int, value: bytes) -> None:
+    """Store records under a key as if they had been validated."""
+    now_us = node.dht.service.overlay.now_us
+    for number in range(entries):
+        record = Record(
+            key=key,
+            subkey=None,
+            value=value,
+            issued_at_us=now_us,
+            expiration_us=now_us + 3_600_000_000,
+            writer=PeerId(number.to_bytes(32, "big")),
+        )
+        assert node.dht.service.storage.store(record, now_us) is None
+
+
+@asynccontextmanager
+async def channel_to(node: Node, *, named: bool = True) -> AsyncIterator[grpc.aio.Channel]:
+    """Connect as an attacker would: with a certificate that names it, or nobody."""
+    own = tls.client_certificate(ATTACKER)
+    if not named:
+        key = ec.generate_private_key(ec.SECP256R1())
+        own = tls.as_pem(key, tls.courtesy_signed(key.public_key(), UNKNOWN_EXTENSION))
+    credentials = grpc.ssl_channel_credentials(
+        tls.trust_anchor(node.peer_id), own.key_pem, own.certificate_pem
+    )
+    options = [
+        ("grpc.ssl_target_name_override", tls.tls_name(node.peer_id)),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    address = node.contact.addresses[0]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{address.port}", credentials, options=options) as channel:
+        await channel.channel_ready()
+        yield channel
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with Node(listen="127.0.0.1:0") as one:
+        one.service(RunExchange.from_node)
+        yield one
+
+
+async def is_served(node: Node) -> None:
+    """Make an honest call while the flood goes on."""
+
+    def call() -> None:
+        with Node(listen=None, bootstrap=node.addresses) as honest:
+            assert honest.wait_joined(20.0)
+
+    await asyncio.get_running_loop().run_in_executor(None, call)
+
+
+def test_a_message_of_256_finds_for_a_large_key_neither_freezes_a_peer_nor_fills_its_memory(
+    node: Node,
+) -> None:
+    node.network.run(fill(node, KEY, 31, bytes(64 << 10)), 10)
+    find = DhtFindRequest(sender=SENDER, queries=[DhtFindQuery(key=key_to_wire(KEY))]).SerializeToString()
+    calls = [Call(number=number, method=FIND.name, request=find) for number in range(256)]
+
+    async def scenario() -> None:
+        async with channel_to(node) as channel:
+            before_bytes = memory_bytes()
+            with turns_of(node) as took_s:
+                stream = channel.stream_stream(CALLS_NAME)()
+                await stream.write(CallBatch(calls=calls).SerializeToString())
+                await asyncio.sleep(1.0)  # nothing is read
+                await is_served(node)
+            # what the caller's own transport takes without being read is counted, too
+            assert memory_bytes() - before_bytes < MEMORY_BYTES_MAX
+            assert max(took_s) < TURN_CPU_S_MAX
+            stream.cancel()
+
+    run(scenario)
+
+
+def test_finds_for_a_key_of_many_entries_do_not_freeze_a_peer(node: Node) -> None:
+    node.network.run(fill(node, KEY, 4096, b""), 10)
+    queries = [DhtFindQuery(key=key_to_wire(KEY))] + [
+        DhtFindQuery(key=key_to_wire(Key("public", str(number)))) for number in range(63)
+    ]
+    find = DhtFindRequest(sender=SENDER, queries=queries).SerializeToString()
+    twice = DhtFindRequest(sender=SENDER, queries=[queries[0]] * 2).SerializeToString()
+
+    async def scenario() -> None:
+        async with channel_to(node) as channel:
+            with turns_of(node) as took_s:
+                calls = [channel.unary_unary(FIND.name)(find, timeout=30) for _ in range(8)]
+                await is_served(node)
+                for call in calls:
+                    await call
+            assert max(took_s) < TURN_CPU_S_MAX
+            with pytest.raises(grpc.aio.AioRpcError, match="the same query twice"):
+                await channel.unary_unary(FIND.name)(twice, timeout=10)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_signed", [False, True], ids=["forged", "signed"])
+def test_records_with_expensive_values_do_not_freeze_a_peer(node: Node, is_signed: bool) -> None:
+    now_us = int(time.time() * 1e6)
+    value = msgpack.packb([[]] * 65_000)
+
+    def record_of(number: int) -> Record:
+        record = Record(
+            key=Key("public", str(number)),
+            subkey=None,
+            value=value,
+            issued_at_us=now_us,
+            expiration_us=now_us + 60_000_000,
+            writer=ATTACKER.peer_id,
+            signature=bytes(64),
+        )
+        return signed(record, ATTACKER) if is_signed else record
+
+    request = DhtStoreRequest(sender=SENDER, records=[record_to_wire(record_of(n)) for n in range(15)])
+
+    async def scenario() -> None:
+        async with channel_to(node) as channel:
+            with turns_of(node) as took_s:
+                raw = await channel.unary_unary(STORE.name)(request.SerializeToString(), timeout=30)
+            assert max(took_s) < TURN_CPU_S_MAX
+        refusals = DhtStoreReply.FromString(raw).refusals
+        if is_signed:
+            assert set(refusals) == {""}
+        else:
+            assert list(refusals) == [FORGED] * 8 + ["its sender forges records"] * 7
+
+    run(scenario)
+
+
+def test_a_caller_without_a_name_is_refused_before_its_request_is_read(node: Node) -> None:
+    async def scenario() -> None:
+        async with channel_to(node, named=False) as channel:
+            for method in (STORE.name, CHUNKS.name, CALLS_NAME):
+                call = channel.stream_stream(method)()  # sends nothing
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    run(scenario)
+
+
+def test_a_request_that_does_not_arrive_ends_when_others_wait(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "READ_S_WHEN_OTHERS_WAIT", 0.2)
+
+    async def scenario() -> None:
+        async with channel_to(node) as channel:
+            waiting = [channel.stream_stream(STORE.name)() for _ in range(room.READS_MAX)]
+            await waiting[-1].wait_for_connection()
+            request = DhtStoreRequest(sender=SENDER).SerializeToString()
+            await channel.unary_unary(STORE.name)(request, timeout=30)
+            assert await waiting[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(scenario)
