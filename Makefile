@@ -6,7 +6,7 @@
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make histories  peers that keep one history through cuts, restarts and a liar: a million random steps, every order of votes
-# make fuzz    made and mutated input for every decoder and every call, ten minutes: make fuzz [SEED=7 SECONDS=600]
+# make fuzz    made and mutated input for every decoder and every call, ten minutes: make fuzz [SEED=7]
 # make proto   regenerate swarm/wire from proto/
 # make docs    the documentation as a site in build/docs; needs no network once its tools are installed
 PYTHON ?= python3

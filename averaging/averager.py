@@ -111,9 +111,9 @@ class Averager:
         config: AveragerConfig | None = None,
     ) -> None:
         self.config = config or AveragerConfig()
-        run, self._waiting_share_max = "", None
+        run, tag, self._waiting_share_max = "", "", None
         if isinstance(name, RunAverager):
-            self._waiting_share_max = name.waiting_share_max
+            tag, self._waiting_share_max = name.compatibility_tag, name.waiting_share_max
             run, name = name.name.run, name.name.averager
         if not _NAME.fullmatch(name):
             raise UsageError(
@@ -144,7 +144,7 @@ class Averager:
         settings = self._aggregation.compatibility_tag + (", audited" if audit else "")
         if strategy is not None:
             settings += f", {strategy.compatibility_tag}"
-        settings += f", for {self.config.compatibility_tag}" if self.config.compatibility_tag else ""
+        settings += f", for {tag}" if tag else ""
         self.schema = (
             vector_schema(self._staging.layout, self._codec, settings, self._round.chunk_bytes)
             if self._mixed is None
@@ -298,12 +298,12 @@ class Averager:
 
     def _stage(self, options: RoundOptions, delta: bool, *, read_in_place: bool) -> Strategy:
         """Take the values that go into the round, in the caller's thread."""
-        contributes = options.weight > 0.0
+        contributes, all_reduce = options.weight > 0.0, self._service.all_reduce
         if self._low_rank is not None:
             self._low_rank.take(gives=contributes, keeps=delta and not self.auxiliary)
             return TwoPhase(
                 self._low_rank,
-                self._service.all_reduce,
+                all_reduce,
                 self.node.peer_id,
                 self.node.network.pool,
                 self._round,
@@ -312,17 +312,13 @@ class Averager:
         gives = contributes or (delta and not self.auxiliary)
         if self._mixed is not None:
             return self._mixed.take(
-                self._service.all_reduce,
-                self._round,
-                options.history,
-                gives=gives,
-                read_in_place=read_in_place,
+                all_reduce, self._round, options.history, gives=gives, read_in_place=read_in_place
             )
         assert not isinstance(self.feedback, LowRank)
         vector = self._staging.take(read_in_place=read_in_place) if gives else self._staging.nothing()
         vector.describe = functools.partial(self._staging.layout.describe, names=self._names)
         return WholeVector(
-            all_reduce=self._service.all_reduce,
+            all_reduce=all_reduce,
             vector=vector,
             result_buffer=self._result_buffer,
             config=self._round,

@@ -15,8 +15,6 @@ class AveragerConfig:
     node's preset (`NodeConfig.preset`).
     """
 
-    # Further text that peers must have in common: compared before a group forms, as shapes and codec are.
-    compatibility_tag: str = ""
     # Upload bandwidth in bytes/s; a peer with more reduces more. None: as measured in the rounds before.
     bandwidth: float | None = None
     # Longest time in seconds that a group waits for a peer that is late. Peers that compute between two
@@ -39,6 +37,8 @@ class RunAverager:
     """
 
     name: AveragerName
+    # Further text that peers must have in common: compared before a group forms, as shapes and codec are.
+    compatibility_tag: str
     # Share of the time that waiting for one late peer may take on average. Too small: peers with long steps
     # are left out of rounds.
     waiting_share_max: float

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed
 from benchmarks.results import Aim, Row, Series
 
-NEWCOMERS = 32
-TRAINERS = (1, 2)
+CASES = ((8, 1), (16, 1), (32, 1), (32, 2))  # newcomers, and trainers that are there already
 TARGET = 330  # samples of an epoch: about half a second for all peers together
 IMPORT_TIMEOUT_S = 300.0
 TIMEOUT_S = 120.0
@@ -25,6 +24,7 @@ class Arrivals:
 
     loaded_s: list[float] = field(default_factory=list)
     contributed_s: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)  # of each newcomer, until it contributed
     reasons: list[str] = field(default_factory=list)
     launches_failed: int = 0
 
@@ -40,15 +40,10 @@ class Arrivals:
         )
 
 
-def rows(
-    say: Callable[[str], None], newcomers: int = NEWCOMERS, trainers: tuple[int, ...] = TRAINERS
-) -> list[Row]:
-    """Measure the section and return its rows."""
-    return [
-        row
-        for already in trainers
-        for row in _rows(join_at_once(say, newcomers, already), newcomers, already)
-    ]
+def rows(say: Callable[[str], None], cases: tuple[tuple[int, int], ...] = CASES) -> Iterator[list[Row]]:
+    """Measure the section, and yield the rows of each case."""
+    for newcomers, trainers in cases:
+        yield _rows(join_at_once(say, newcomers, trainers), newcomers, trainers)
 
 
 def _rows(arrivals: Arrivals, newcomers: int, trainers: int) -> list[Row]:
@@ -57,7 +52,7 @@ def _rows(arrivals: Arrivals, newcomers: int, trainers: int) -> list[Row]:
     def row(kind: str, quantity: str, seconds: list[float], aim: Aim | None) -> Row:
         middle = f"half of them within {statistics.median(seconds):.1f} s" if seconds else ""
         return Row(
-            identifier=f"joining-{trainers}-{kind}",
+            identifier=f"joining-{newcomers}-{trainers}-{kind}",
             workload=f"{newcomers} newcomers at once beside {beside}, in epoch 8 or later",
             quantity=f"{quantity}, from the end of their imports",
             ours=arrivals.series(kind, seconds, newcomers),
@@ -68,9 +63,24 @@ def _rows(arrivals: Arrivals, newcomers: int, trainers: int) -> list[Row]:
         )
 
     aim = Aim(of="ours", sense="at most", value=CONTRIBUTING_S_MAX)
+    processor = Row(
+        identifier=f"joining-{newcomers}-{trainers}-processor",
+        workload=f"{newcomers} newcomers at once beside {beside}, in epoch 8 or later",
+        quantity="processor time of one newcomer, from the end of its imports until it has contributed",
+        ours=Series(
+            name="swarm: processor time",
+            unit="s",
+            samples=tuple(arrivals.processor_s),
+            failed=newcomers - len(arrivals.processor_s),
+            launches_failed=arrivals.launches_failed,
+        ),
+        peer=None,
+        aim=None,
+    )
     return [
         row("loaded", "until all newcomers have the state", arrivals.loaded_s, None),
         row("contributing", "until all newcomers have contributed to an epoch", arrivals.contributed_s, aim),
+        processor,
     ]
 
 
@@ -104,10 +114,12 @@ def join_at_once(say: Callable[[str], None], newcomers: int, trainers: int) -> A
                 else:
                     arrivals.reasons.append(loaded["reason"])
             for worker in coming:
-                arrivals.contributed_s.append(worker.receive("contributed", deadline_s)["seconds"])
+                contributed = worker.receive("contributed", deadline_s)
+                arrivals.contributed_s.append(contributed["seconds"])
+                arrivals.processor_s.append(contributed["processor_s"])
     except LaunchFailed as failure:
         arrivals.launches_failed += 1
-        arrivals.reasons.append(str(failure))
+        arrivals.reasons.append(str(failure).partition("; its log ends")[0])  # the log names paths
     for kind, seconds in (("loaded", arrivals.loaded_s), ("contributed", arrivals.contributed_s)):
         if seconds:
             middle = statistics.median(seconds)

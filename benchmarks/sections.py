@@ -104,7 +104,7 @@ SECTIONS = {
     "trainers": Section(rows=_once(lambda request: trainer_costs.rows(request.setting)), compared=True),
     "state": Section(rows=_once(lambda request: states.rows(request.setting)), compared=True),
     "cuts": Section(rows=_once(lambda request: cuts.rows(request.setting.say))),
-    "joining": Section(rows=_once(lambda request: joining.rows(request.setting.say))),
+    "joining": Section(rows=lambda request: joining.rows(request.setting.say)),
     "dht": Section(rows=_dht, compared=True),
     "experts": Section(
         rows=_once(lambda request: [*experts.rows(request.setting), *mixtures.rows(request.setting)]),

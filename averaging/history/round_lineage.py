@@ -40,4 +40,10 @@ class RoundLineage:
         step signs as an elector. In a larger swarm such groups would compete with those of all others. Before
         the first certificate, and with a break, there is nobody to ask.
         """
-        return self.kind is RoundKind.EPOCH and self.peers == 2 and bool(self.electors) and not self.is_break
+        return (
+            self.kind is RoundKind.EPOCH
+            and self.peers == 2
+            and not self.seats
+            and bool(self.electors)
+            and not self.is_break
+        )

@@ -364,7 +364,7 @@ class CatchUp:
             return
         self._registered_epoch = epoch
         try:
-            self._node.network.run(self._tracker.introduce(), _REGISTER_S)
+            self._node.network.run(self._tracker.probe(everybody=False), _REGISTER_S)
         except NetworkError as error:
             _log.info(
                 "not all peers know yet that this peer is in epoch %d of run %s: %s",

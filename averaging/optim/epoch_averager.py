@@ -317,7 +317,9 @@ class EpochAverager:
             self._node,
             tensors,
             name=RunAverager(
-                name=AveragerName(run=self._run_id, averager=name), waiting_share_max=waiting_share_max
+                name=AveragerName(run=self._run_id, averager=name),
+                compatibility_tag=traits.compatibility_tag,
+                waiting_share_max=waiting_share_max,
             ),
             target_group_size=traits.group_size or self._config.group_size_max,
             codec=resolve(options.codec, role, sum(tensor.numel() for tensor in tensors)).name,
@@ -326,7 +328,7 @@ class EpochAverager:
             error_feedback=options.error_feedback,
             strategy=options.strategy,
             auxiliary=options.auxiliary,
-            config=AveragerConfig(compatibility_tag=traits.compatibility_tag, grace_s_max=_GRACE_S_MAX),
+            config=AveragerConfig(grace_s_max=_GRACE_S_MAX),
         )
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     node_class, optimizer_class = swarm.Node, swarm.Optimizer  # imported when they are first used
     channel.send("imported")
     channel.receive()
-    began_s = time.monotonic()
+    began_s, began_processor_s = time.monotonic(), time.process_time()
     bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with (
         node_class(bootstrap=bootstrap, listen="127.0.0.1:0") as node,
@@ -60,7 +60,11 @@ def main() -> None:
             report = _step(optimizer, parameters)
             if report.contributed and not contributed:
                 contributed = True
-                channel.send("contributed", seconds=time.monotonic() - began_s)
+                channel.send(
+                    "contributed",
+                    seconds=time.monotonic() - began_s,
+                    processor_s=time.process_time() - began_processor_s,
+                )
     channel.send("stopped")
 
 

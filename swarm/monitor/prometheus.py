@@ -201,11 +201,7 @@ def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
                 "Samples that went into committed rounds",
                 lambda peer: float(peer.samples_given),
             ),
-            (
-                "given_up_epochs",
-                "Epochs of its own that it gave up because its history lost a reunion",
-                lambda peer: float(peer.epochs_given_up),
-            ),
+            ("given_up_epochs", "Epochs that it made and gave up", lambda peer: float(peer.epochs_given_up)),
         )
     }
     rounds = CounterMetricFamily(

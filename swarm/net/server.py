@@ -454,6 +454,9 @@ async def _serve(
     reads: RequestReads,
 ) -> bytes:
     stream = _HandlerStream(handler.method, peer_id, context, reads)
+    # grpcio sends metadata with the first message or with a refusal. While both are on their way it fails,
+    # and the caller waits for its deadline.
+    await context.send_initial_metadata(())
     try:
         await handler.function(throttle.stream(stream))
         return b""

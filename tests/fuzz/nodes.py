@@ -225,7 +225,7 @@ class FuzzedNode:
                 self.optimizer.zero_grad()
                 (self.net(x) - x.sum(1, keepdim=True)).square().mean().backward()
                 self.optimizer.step()
-                time.sleep(0.01)
+                self.stop.wait(0.01)
         except BaseException as error:
             self.error = error
 
@@ -251,10 +251,11 @@ class Unexpected(logging.Handler):
 
 async def _stalls(seconds: float, found: list[float]) -> None:
     """Note how much processor time the loop's thread takes between two turns of this task."""
-    end_s = time.monotonic() + seconds
+    end_s, never = time.monotonic() + seconds, asyncio.Event()
     while time.monotonic() < end_s:
         began_s = time.thread_time()
-        await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(never.wait(), 0.01)
         found.append(time.thread_time() - began_s)
 
 
@@ -329,7 +330,7 @@ def fuzz_nodes(seed: int, seconds: float) -> tuple[int, list[str]]:
         errors: list[BaseException] = []
         calling = threading.Thread(target=_call_experts, args=(honest[1].node, stop, errors), daemon=True)
         calling.start()
-        time.sleep(min(4.0, seconds / 4))  # real messages to begin with
+        stop.wait(min(4.0, seconds / 4))  # real messages to begin with
         peers = [one.node.peer_id for one in nodes[1:]] + [Identity.generate().peer_id]
         victim = honest[0]
         calls, texts = victim.node.network.run(

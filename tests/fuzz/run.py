@@ -97,7 +97,7 @@ def fuzz_decoders(seed: int, seconds: float, only: str = "", case: int | None = 
 
 
 def fuzz(seed: int, seconds: float) -> list[str]:
-    """Give half of the time to decoders and files, and half to nodes, which are built anew every minute."""
+    """Give half of the time to decoders and files, and half to nodes, new ones every minute."""
     failures = fuzz_decoders(seed, seconds / 2)
     end_s, number = time.monotonic() + seconds / 2, seed
     while not failures and (left_s := end_s - time.monotonic()) > 0:

@@ -68,6 +68,11 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+async def read_all(stream: Stream) -> None:
+    while await stream.receive() is not None:
+        pass
+
+
 async def push(stream: Stream) -> None:
     while True:
         await stream.send(bytes(1000))
@@ -369,3 +374,26 @@ def test_idle_stream_lives_while_its_caller_pings_no_more_often_than_the_server_
             await server.stop(0)
 
     run(scenario)
+
+
+def test_a_refusal_while_the_first_message_is_on_its_way_ends_the_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regression test, found by `make fuzz`: the server's library cannot send a status at that moment."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def refuse(stream: Stream) -> None:
+        tasks.append(asyncio.get_running_loop().create_task(stream.send(bytes(1 << 20))))
+        await asyncio.sleep(0)
+        raise PeerError("enough")
+
+    async def scenario() -> None:
+        async with line() as one:
+            one.serve(refuse)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=20.0) as stream:
+                with pytest.raises(PeerError, match="enough"):
+                    await read_all(stream)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(scenario)
+    assert "ExecuteBatchError" not in caplog.text

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from averaging.optim.optimizer import Optimizer
+from swarm.core.identity import Identity
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.changes import Change, send_version, sign_change
@@ -18,7 +19,8 @@ from swarm.run.checkpoints import CheckpointConfig
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import read_members, round_bytes
 from swarm.run.exporting import export, newest_checkpoint
-from swarm.run.specification import SignedSpecification
+from swarm.run.recovery import recover
+from swarm.run.specification import VERSION_MAX, SignedSpecification, sign
 from swarm.run.task import make_task
 from tests.wire.volunteers import HERE, VolunteerThread, created_run
 
@@ -76,6 +78,28 @@ def test_the_owner_changes_pauses_bans_and_ends_a_running_run(texts: Path) -> No
         assert list(one.volunteer.training.optimizer.progress.peers) == [node.peer_id]
         one.wait(events.EpochDone, lambda event: event.peers in (0, 1), since=place + 1)
         signed = publish_to_members(node, sign_change(signed, Change(ended=True), owner))
+        assert one.end().reason == "the run's owner ended it"
+
+
+def test_a_running_run_follows_its_new_owner_after_a_thief_took_the_owners_key(texts: Path) -> None:
+    recovery, successor = Identity.generate(), Identity.generate()
+    with created_run(recovery_key=str(recovery.peer_id)) as (node, owner, signed):
+        one = VolunteerThread(node, signed, new=True, data=texts)
+        place = one.wait(events.EpochDone)
+        stolen = publish_to_members(node, sign_change(signed, Change(paused=True), owner))
+        one.wait(events.Paused, lambda event: event.member, since=place)
+        recovered = publish_to_members(node, recover(stolen, recovery, successor))
+        place = one.wait(events.RunChanged, lambda event: event.version == recovered.version)
+        place = one.wait(events.EpochDone, since=place)
+        changed = one.events[one.wait(events.RunChanged, lambda event: event.version == recovered.version)]
+        assert isinstance(changed, events.RunChanged)
+        assert changed.changes[0] == f"the recovery key made {successor.peer_id} its owner"
+        with Node(bootstrap=node.addresses, listen=HERE) as thief:
+            assert thief.wait_joined(10)
+            last = sign(stolen.specification, owner, version=VERSION_MAX, created_s=signed.created_s)
+            told = thief.network.run(send_version(thief.channels, last, [node.contact]), 10.0)
+        assert told == {node.peer_id: recovered.version}
+        publish_to_members(node, sign_change(recovered, Change(ended=True), successor))
         assert one.end().reason == "the run's owner ended it"
 
 

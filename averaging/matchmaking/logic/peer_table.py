@@ -29,9 +29,9 @@ PEERS_MAX = 1024  # in the table of one search
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
 # peers that a search queries first: the same ones in all searches of a round, so that each learns there who
-# leads. It queries others only if that gives it no leader to follow, twice as many after each answer.
-# Smaller: a dead one matters more; larger: more calls in large groups
-FIRST_QUERIED_MAX = 8
+# leads. It queries others only if that gives it no leader to follow, more with each answer. Smaller: a dead
+# one matters more; larger: more calls in large groups
+FIRST_MAX = 8
 # a peer that does not search yet is queried again after this. It announces itself when it starts: this only
 # compensates for lost messages
 _QUERY_INTERVAL_S = 0.5
@@ -53,7 +53,6 @@ class PeerState:
     """State of one other peer, as this search knows it."""
 
     contact: Contact
-    order: bytes = b""  # of first queries, the same in all searches of the round
     expected: bool = False  # it holds the averager by its presence record
     status: PeerStatus | None = None  # None: it has sent nothing in this search
     round_key: str = ""
@@ -80,15 +79,10 @@ class PeerTable:
     """Other peers of one search, by PeerID. All times are monotonic seconds."""
 
     def __init__(
-        self,
-        *,
-        query: LookForGroup,
-        started_s: float,
-        grace_period: GracePeriod,
-        first_queried_max: int = FIRST_QUERIED_MAX,
+        self, *, query: LookForGroup, started_s: float, grace_period: GracePeriod, first_max: int = FIRST_MAX
     ) -> None:
         self.query = query
-        self._first_queried_max = first_queried_max
+        self._first_max = first_max
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
         self.peers: dict[PeerId, PeerState] = {}
@@ -202,8 +196,7 @@ class PeerTable:
         `needs_no_query` returns whether a peer needs no query; `first_only` restricts the result to peers
         that were never queried, and that all searches query first.
         """
-        first: list[PeerState] = []
-        again: list[PeerState] = []
+        first, again = list[PeerState](), list[PeerState]()
         known = pending = 0
         for peer_id, peer in self.peers.items():
             known += peer.status is not None or bool(peer.failed)
@@ -215,11 +208,11 @@ class PeerTable:
                 and now_s >= self._query_at_s(peer)
             ):
                 (again if peer.queried_s > -math.inf else first).append(peer)
-        first.sort(key=lambda peer: peer.order)
+        first.sort(key=lambda peer: self._selection_hash(peer.contact.peer_id))
         if first_only:
-            orders = sorted(peer.order for peer in self.peers.values())[: self._first_queried_max]
-            again, first = [], [peer for peer in first if peer.order in orders]
-        due = [*again, *first[: max(self._first_queried_max + known - pending, 0)]]
+            common = sorted(self.peers, key=self._selection_hash)[: self._first_max] if first else []
+            again, first = [], [peer for peer in first if peer.contact.peer_id in common]
+        due = [*again, *first[: max(self._first_max + known - pending, 0)]]
         for peer in due:
             peer.query_pending, peer.queried_s = True, now_s
         return due
@@ -304,15 +297,10 @@ class PeerTable:
         )
 
     def round_has_begun(self) -> bool:
-        """Return whether a known peer is, or was, in a group for this round: that group would have to fail
-        before another one can be committed.
-        """
-        return any(
-            peer.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
-            and peer.round_key == self.query.round_key
-            and not peer.failed
-            for peer in self.peers.values()
-        )
+        """Return whether a known peer is or was in a group for this round, which would have to fail first."""
+        begun = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
+        there = (peer for peer in self.peers.values() if peer.status in begun and not peer.failed)
+        return any(peer.round_key == self.query.round_key for peer in there)
 
     def missing_s(self, now_s: float) -> dict[PeerId, float]:
         """Return how long each peer that could come was missing in this search, which ends now."""
@@ -396,8 +384,7 @@ class PeerTable:
         if peer is None:
             if contact.peer_id == self.query.contact.peer_id or len(self.peers) >= PEERS_MAX:
                 return None
-            order = self._selection_hash(contact.peer_id)
-            peer = self.peers[contact.peer_id] = PeerState(contact=contact, order=order)
+            peer = self.peers[contact.peer_id] = PeerState(contact=contact)
         return peer
 
     def _on_message(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
@@ -475,11 +462,8 @@ class PeerTable:
 
     def _query_at_s(self, peer: PeerState) -> float:
         if peer.status is PeerStatus.REFUSED:
-            return (
-                peer.queried_s + 8 * _FAILED_QUERY_INTERVAL_S
-                if peer.queried_s > -math.inf
-                else self.started_s
-            )
+            wait_s = 8 * _FAILED_QUERY_INTERVAL_S
+            return peer.queried_s + wait_s if peer.queried_s > -math.inf else self.started_s
         if peer.failed:
             return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
         return peer.queried_s + _QUERY_INTERVAL_S

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from averaging.blocklist import PeerBlocklist
+from averaging.optim.progress.logic.relays import relays
 from averaging.optim.progress.logic.reports import PEERS_MAX, REPORT_TTL_S, ProgressReport
 from averaging.optim.progress.tree import Tree
 from swarm.core.clock import Clock
@@ -117,6 +118,11 @@ class ProgressRecords:
         ]:
             del self.contacts[peer]
         return received, newcomers
+
+    def relays(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Return those of `peers` that this one passes news to. Peers that cannot be called read the DHT."""
+        known = ((peer, self.contacts.get(peer)) for peer in peers)
+        return relays(self._own_id, (peer for peer, contact in known if contact and contact.addresses))
 
     def _contact_of(self, entry: Entry) -> Contact:
         """Return the contact in a record. Raise PeerError when it is malformed. Unchanged addresses are not

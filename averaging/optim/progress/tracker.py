@@ -19,7 +19,6 @@ from averaging.optim.exchange import REPORT
 from averaging.optim.history import RunHistory
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.progress.claims import claim_of, read_claim
-from averaging.optim.progress.logic.relays import relays
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, ProgressReport
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.records import ProgressRecords
@@ -330,24 +329,14 @@ class Tracker:
                 peers = [
                     peer for peer, report in self._progress.others(now_s).items() if report.epoch <= epoch
                 ]
-            await self._report_to(self._relays(peers), full=True)
+            await self._report_to(self._records.relays(peers), full=True)
 
-    async def introduce(self) -> None:
-        """Exchange reports directly with the peers that this one passes news to: its own report has news."""
-        await self._report_to(self._relays(self._with_state(self.others())))
-
-    def _relays(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Return those of `peers` that this one reports to directly. Peers that cannot be called read the
-        DHT instead.
+    async def probe(self, *, everybody: bool = True) -> None:
+        """Exchange reports directly with the live peers that have a state: with all, or with those that this
+        one passes news to. A peer that cannot be reached does not count any more.
         """
-        dialable = {contact.peer_id for contact in self.contacts()}
-        return relays(self.own, (peer for peer in peers if peer in dialable))
-
-    async def probe(self) -> None:
-        """Exchange reports directly with every live peer that has a state. A peer that cannot be reached does
-        not count any more.
-        """
-        await self._report_to(self._with_state(self.others()))
+        peers = self._with_state(self.others())
+        await self._report_to(peers if everybody else self._records.relays(peers))
 
     @staticmethod
     def _with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:
@@ -493,7 +482,7 @@ class Tracker:
             self._unreported = (self._unreported | set(newcomers)) & reports.keys()
             told = self._with_state(reports)
             alike = not told and self._progress.own_report.joining  # all begin together
-            due = [peer for peer in self._relays(reports if alike else told) if peer in self._unreported]
+            due = [p for p in self._records.relays(reports if alike else told) if p in self._unreported]
         self._announce.notify()
         await self._report_to(due)
         return True

@@ -1,4 +1,4 @@
-"""What a peer keeps of its own when its history loses a reunion."""
+"""A peer whose history loses a reunion gives up what follows from it, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from averaging.history.lineage import Chain
 from averaging.optim.history import RunHistory
 from averaging.optim.modes.settings import Gradients
 from swarm.core.ids import Contact
+from swarm.core.standing import PeerStanding
 from tests.averaging.history.peers import IDENTITIES, PEERS, RUN, certificate, proposal
 from tests.averaging.matchmaking.table import adamw, average, backward, hold, model, prepare, seat
 
@@ -77,7 +78,7 @@ def test_gradients_of_a_history_that_lost_are_dropped_and_those_of_one_epoch_ago
 
 def history() -> RunHistory:
     """Return the history of `OWN` after a round with `OTHER`."""
-    node = SimpleNamespace(contact=Contact(OWN, ()))
+    node = SimpleNamespace(contact=Contact(OWN, ()), standing=PeerStanding())
     made = RunHistory(node, RUN, IDENTITIES[0].sign, group_size_max=16)  # type: ignore[arg-type]
     made.commit(certificate(proposal(made.head, (), (OWN, OTHER)), (OWN, OTHER)))
     return made

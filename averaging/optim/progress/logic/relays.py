@@ -1,9 +1,9 @@
 """Which peers a peer reports to directly, so that news reaches all peers of a run at a cost of O(log N)
 messages per peer. Pure.
 
-Peers stand on a ring by their ids. News goes to the peers 1, 2, 4, … places further on, and each of them
-passes it on in the same way: any peer is reached within log2 N hops, over many paths, so that a few failed
-peers stop nothing. (These are the fingers of Chord: Stoica et al., SIGCOMM 2001.)
+Peers stand on a ring by their ids. News goes to the peers 1, 2, 4, … places further on, and each passes it
+on in the same way: every peer is reached within log2 N hops, over many paths, so that a few failed peers
+stop nothing. (These are the fingers of Chord: Stoica et al., SIGCOMM 2001.)
 """
 
 from __future__ import annotations
