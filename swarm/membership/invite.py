@@ -45,7 +45,7 @@ _EXPIRES_S_MAX = 10 * 365 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What the id of a run follows from."""
+    """The values from which the id of a run follows."""
 
     founder: PeerId
     name: str
