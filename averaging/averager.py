@@ -184,9 +184,8 @@ class Averager:
         """Return how many rounds carry the values of all peers to all peers, in the swarm as this peer last
         saw it: 1 when it fits into one group.
 
-        For M^d peers in groups of M this is d, and the result is the exact average when each round has a
-        `round_key` of its own and each `weight` after the first is the `weight` of the result before.
-        Otherwise the remaining deviation shrinks with every round.
+        For M^d peers in groups of M this is d, and the result is the exact average when each round has its own
+        `round_key` and each later `weight` is that of the result before; else the deviation shrinks each time.
         """
         return self._groups.cells.grid.shape.rounds_to_mix
 
@@ -370,9 +369,8 @@ class Averager:
         )
 
     def _untouched(self, error: BaseException) -> str:
-        return (
-            f"this peer {describe_out_of_memory(error, self._staging.queues)}; its tensors are as they were"
-        )
+        problem = describe_out_of_memory(error, self._staging.queues)
+        return f"this peer {problem}; its tensors are as they were"
 
     def _apply(self, averages: Averages, delta: bool) -> None:
         if self._low_rank is not None:
@@ -411,8 +409,7 @@ class Averager:
                 raise UsageError("this averager is closed")
             if self._pending is not None:
                 raise UsageError(
-                    "a step of this averager is in progress: take the result of the pending round, or "
-                    "cancel it, first"
+                    "a step of this averager is in progress: take its result, or cancel it, first"
                 )
             self._pending = pending
 

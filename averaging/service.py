@@ -23,7 +23,11 @@ class AveragingService:
 
     def __init__(self, node: Node) -> None:
         self.exchange = GroupExchange(
-            handlers=node.handlers, caller=node.channels, own=node.peer_id, clock=node.clock
+            handlers=node.handlers,
+            caller=node.channels,
+            own=node.peer_id,
+            clock=node.clock,
+            standing=node.standing,
         )
         self.all_reduce = AllReduce(
             handlers=node.handlers,

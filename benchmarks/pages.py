@@ -45,6 +45,10 @@ TITLES = {
     "codec": ("Codecs", "Encoding and decoding speed."),
     "cuda": ("CUDA", "A peer with a GPU."),
     "simulated": ("Simulated swarms", "Properties of the protocol in virtual time; not of the machine."),
+    "grid": (
+        "Many peers",
+        "Training through the grid in simulated swarms larger than a group; virtual time.",
+    ),
     "monitor": ("Monitor", "What watching a run costs."),
     "hostile": ("Hostile peers", "Loss under attack, and the cost of robust aggregation."),
 }

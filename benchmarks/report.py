@@ -128,6 +128,7 @@ ORDER = (
         "codec",
         "cuda",
         "simulated",
+        "grid",
         "monitor",
         "hostile",
     ),

@@ -17,15 +17,14 @@ class Ahead:
     contact: Contact  # of a peer that has it
     epochs_given_up: int = 0  # this peer's own since the two parted; 0: it is merely behind
 
-    def extending(self, root: Chain, kind: RoundKind, epoch: int, *, is_break: bool) -> Certificate | None:
-        """Return the certificate that extends this head (an empty chain), if it is of a round of this kind,
-        after which the state is of `epoch`, and a break where `is_break` says so; else None.
+    def extending(self, head: bytes, kind: RoundKind, epoch: int) -> Certificate | None:
+        """Return the certificate that extends this head, if it is of a round of this kind, after which the
+        state is of `epoch`; else None.
         """
         for certificate in self.chain.certificates:
             proposal = certificate.proposal
-            if proposal.head == root.head:
-                fits = (proposal.kind, proposal.epoch, proposal.is_break) == (kind, epoch, is_break)
-                return certificate if fits else None
+            if proposal.head == head:
+                return certificate if (proposal.kind, proposal.epoch) == (kind, epoch) else None
         return None
 
 

@@ -162,6 +162,7 @@ class AuxiliaryPeer:
     async def _close_on_loop(self) -> None:
         if not self._closed:
             self._closed = True
+            self.node.standing.forget_run(self.run_id)
             for task in self._watching:
                 task.cancel()
             await self._tracker.close()

@@ -13,8 +13,8 @@ class OptimizerConfig:
     links follow from the node's preset (`NodeConfig.preset`).
     """
 
-    # peers in one round. All peers should fit: beyond it an epoch averages within the cells of a grid, and
-    # peers drift (docs/decisions/0013)
+    # peers in one round, the same number on all peers. Where more train, an epoch has several rounds, through
+    # the cells of a grid (docs/decisions/0030)
     group_size_max: int = 64
     # one attempt at a round, matchmaking included; must exceed a training step. Too small: slow links never
     # finish

@@ -40,6 +40,7 @@ class GridRound:
         self._plan, self._history, self._node = plan, history, plan.averager.node
         self._is_obsolete, self._grace_s, self._obsolete_s = is_obsolete, grace_s, math.inf
         self._rounds, self._number = self._history.grid_rounds, 1  # of the round in progress
+        self._began_as_break = history.is_break
         self._weight, self._gather = plan.weight, plan.gather
         self._met: dict[PeerId, Contact] = {}
         self._averaged: RoundResult | None = None  # of the last round that succeeded
@@ -74,16 +75,17 @@ class GridRound:
 
     def cancel(self) -> None:
         """Cancel the round in progress; the tensors are free afterwards."""
+        self._fail("cancelled", "the round was cancelled here")
+
+    # ---- inside
+
+    def _fail(self, reason: str, detail: str) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
             pending.wait_given_up(CANCEL_S_MAX)
         if self._outcome is None:
-            self._outcome = RoundResult(
-                failed=True, reason="cancelled", detail="the round was cancelled here"
-            )
-
-    # ---- inside
+            self._outcome = RoundResult(failed=True, reason=reason, detail=detail)
 
     @property
     def _waits(self) -> bool:
@@ -130,9 +132,10 @@ class GridRound:
         history, ahead = self._history, self._history.ahead
         if ahead is None:
             return None
-        return ahead.extending(
-            history.root, self._plan.kind, self._plan.epoch_after, is_break=history.is_break
-        )
+        found = ahead.extending(history.head, self._plan.kind, self._plan.epoch_after)
+        # the cells of a break are others than those of the rest of the swarm
+        allowed = (True,) if self._began_as_break else (False, history.is_break)
+        return found if found is not None and found.proposal.is_break in allowed else None
 
     def _follow(self, now_s: float) -> None:
         """End with the certificate of the electors, once it is known, if this peer was not in their round."""
@@ -167,13 +170,14 @@ class GridRound:
             if self._met:
                 history.ask(self._node.rng.choice(list(self._met.values())))
             waited_s = now_s - self._waits_since_s
-            if waited_s > plan.timeout_s and plan.kind is RoundKind.STATE:
-                self._outcome = RoundResult(
-                    failed=True, reason="deadline", detail="the electors did not certify the state in time"
-                )
-                return
             if waited_s > plan.timeout_s:
+                if plan.kind is RoundKind.STATE:
+                    self._fail("deadline", "the electors did not certify the state in time")
+                    return
                 history.lacks_certificate(now_s)
+                if history.is_break and history.size.peers <= 1:
+                    self._fail("alone", "all other peers have left")
+                    return
         seats = history.seats() if plan.weight > 0.0 else 0
         if seats and self._pending is None and now_s >= self._retry_s:
             key = history.round_key(plan.epoch, _PART)

@@ -469,6 +469,7 @@ class Optimizer(DelegatingOptimizer):
             return
         self._closed = True
         self.node.service(RunExchange.from_node).remove(self.run_id)
+        self.node.standing.forget_run(self.run_id)
         self.node.service(AveragingService).all_reduce.serve_history(self.run_id, None)
         for task in self._tasks:
             task.cancel()

@@ -146,9 +146,12 @@ class Server:
         """Serve a stream of shared calls to its end. Raises _Busy when the peer has too many of them: the
         caller then makes separate calls.
         """
+        is_member = self.standing.is_member
+        strangers = sum(count for peer, count in self._streams_per_peer.items() if not is_member(peer))
         if (
             self._streams_per_peer[peer_id] >= STREAMS_PER_PEER_MAX
             or len(self._streams) >= self._calls_max
+            or (self.standing.has_members() and strangers >= self._calls_max // 2 and not is_member(peer_id))
             or self._server is None
         ):
             raise _Busy
@@ -173,6 +176,12 @@ class Server:
             return f"you have {self._calls_per_peer_max} calls open here already"
         if self._open_calls >= self._calls_max:
             return f"busy: {self._calls_max} calls open already"
+        # counted from the peers only when it matters: this runs for every call
+        if self._open_calls >= self._calls_max // 2 and self.standing.has_members():
+            is_member = self.standing.is_member
+            strangers = sum(count for peer, count in self._calls.items() if not is_member(peer))
+            if strangers >= self._calls_max // 2 and not is_member(peer_id):
+                return f"busy: strangers have {self._calls_max // 2} calls open already"
         self._calls[peer_id] = calls + 1
         self._open_calls += 1
         return None

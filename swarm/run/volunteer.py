@@ -229,6 +229,7 @@ class Volunteer:
         from swarm.run.inner_optimizer import schedule_factory
 
         specification = self.specification
+        self._node.standing.add_members(self.signed.run_id, [self.signed.owner])
         optimizer = Optimizer(
             inner,
             node=self._node,

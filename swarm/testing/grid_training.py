@@ -49,7 +49,7 @@ Values = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFigures:
-    """What a simulated training cost, and how equal the models stayed."""
+    """The costs of a simulated training, and how equal the models stayed."""
 
     peers: int
     group_size: int
@@ -159,11 +159,12 @@ class GridTraining:
     ) -> Values | None:
         """Take part in the electors' round if this peer has a seat there, until the certificate is known."""
         while (seats := trainer.size.seats(self.head, is_break=False)) and trainer.certificate is None:
-            meeting = asyncio.ensure_future(self._meet(trainer, key, *value, electors=seats))
-            await asyncio.wait([meeting, asking], return_when=asyncio.FIRST_COMPLETED)
-            if not meeting.done():
+            async with asyncio.TaskGroup() as tasks:
+                meeting = tasks.create_task(self._meet(trainer, key, *value, electors=seats))
+                await asyncio.wait([meeting, asking], return_when=asyncio.FIRST_COMPLETED)
                 meeting.cancel()
-            elif (group := meeting.result()) is not None and self._is_quorum(group):
+            group = meeting.result() if not meeting.cancelled() else None
+            if group is not None and self._is_quorum(group):
                 trainer.certificate = self._certify(group)
                 return self._mean(group, holders=1)[0]
             await asyncio.sleep(_ATTEMPT_S)

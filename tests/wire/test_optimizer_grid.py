@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import ExitStack
+from typing import Any
 
+import pytest
 import torch
 
-from tests.wire.trainers import QUICK, Peer, assert_close, oracle, swarm_of, together
+from tests.wire.trainers import QUICK, Peer, assert_close, one_more, oracle, swarm_of, together
 
 PAIRS = dataclasses.replace(QUICK, group_size_max=2)
 EPOCHS = 3
@@ -69,3 +72,46 @@ def test_the_electors_hold_the_canonical_state_and_peers_far_from_it_fetch_it() 
         together([lambda peer=peer: peer.train_to(4) for peer in peers])  # type: ignore[misc]
         for peer in peers[1:]:
             assert_close(peer.net, peers[0].net)
+
+
+def test_a_pair_that_grows_beyond_a_group_goes_on_through_the_grid() -> None:
+    with swarm_of(2, "growing pairs", config=PAIRS) as peers, ExitStack() as stack:
+        together([lambda peer=peer: peer.opt.wait_for_peers(2) for peer in peers])  # type: ignore[misc]
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        for number in (2, 3):
+            peers.append(stack.enter_context(one_more(peers, "growing pairs", number, config=PAIRS)))
+        together([lambda peer=peer: peer.train_to(8) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.history_head for peer in peers}) == 1
+        for peer in peers[1:]:
+            assert_close(peer.net, peers[0].net)
+        last = [report.round for report in peers[0].reports if report.stepped and report.round][-1]
+        assert last.certificate is not None
+        assert last.certificate.proposal.grid_rounds == 2
+
+
+@pytest.mark.parametrize("mode", ["local", "diloco"])
+def test_modes_with_local_steps_average_through_the_grid(mode: Any) -> None:
+    with swarm_of(4, f"pairs {mode}", config=PAIRS, mode=mode) as peers:
+        together([lambda peer=peer: peer.opt.wait_for_peers(4) for peer in peers])  # type: ignore[misc]
+        together([lambda peer=peer: peer.train_to(EPOCHS) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.history_head for peer in peers}) == 1
+        for peer in peers[1:]:
+            assert_close(peer.net, peers[0].net)
+
+
+def test_peers_whose_electors_died_go_on_with_a_break_and_one_history() -> None:
+    quick = dataclasses.replace(PAIRS, round_timeout_s=5.0)
+    with swarm_of(6, "pairs without electors", config=quick) as peers:
+        together([lambda peer=peer: peer.opt.wait_for_peers(6) for peer in peers])  # type: ignore[misc]
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        dead = electors(peers, peers[0])
+        for peer in dead:
+            peer.node.close()
+        left = [peer for peer in peers if peer not in dead]
+        together([lambda peer=peer: peer.train_to(4) for peer in left], timeout_s=150.0)  # type: ignore[misc]
+        assert len({peer.opt.history_head for peer in left}) == 1
+        assert len({peer.opt.line for peer in left}) == 1
+        assert left[0].opt.line, "nobody of those that had to decide was left"
+        norm = parameters(left[0]).norm()
+        for peer in left[1:]:  # cells that are not full leave a difference
+            assert float((parameters(peer) - parameters(left[0])).norm() / norm) < 0.05

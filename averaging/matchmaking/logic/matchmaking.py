@@ -137,6 +137,7 @@ class Matchmaker:
             query=query,
             started_s=now_s,
             grace_period=self._history.grace_period,
+            is_member=request.is_member,
             # peers of a cell know few of one another, and have no common order
             first_max=QUERIED_PEERS_MAX if request.expected else FIRST_MAX,
         )
@@ -243,9 +244,12 @@ class Matchmaker:
         ranks_lower = join.query.can_lead and join.query.rank < search.query.rank
         fits = join.query.schema == self._schema.digest and join.query.round_key == search.request.round_key
         search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
-        full = 1 + len(search.followers) >= self._target_group_size
-        if not fits or search.following is not None or not search.query.can_lead or ranks_lower or full:
+        if not fits or search.following is not None or not search.query.can_lead or ranks_lower:
             return self.status_for(join.query, now_s)
+        if 1 + len(search.followers) >= self._target_group_size:
+            if not (displaced := search.displace_stranger(peer_id, self.status_for(join.query, now_s))):
+                return self.status_for(join.query, now_s)
+            self._outbox.append(displaced)
         self._tickets += 1
         search.followers[peer_id] = GroupFollower(member, join.gathered, self._tickets)
         return self._tickets

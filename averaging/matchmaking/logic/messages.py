@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.group import Group
@@ -139,6 +140,8 @@ class SearchRequest:
     rank_deadline_s: float  # the same instant in swarm time, as sent to other peers
     weight: float
     gathered: bytes = b""
+    # whether a peer is a member of the run, and not a stranger
+    is_member: Callable[[PeerId], bool] = lambda peer_id: False
     may_be_alone: bool = False  # a group of this peer alone is large enough, once it has waited for others
     expected: int = 0  # in a grid: number of peers that should come, known or not, this one included
     # in a grid: after this, the search ends as soon as there is nobody left to wait for

@@ -6,7 +6,7 @@ Bookkeeping for `averaging.matchmaking.logic.matchmaking`; time is a parameter.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from averaging.matchmaking.logic.messages import (
     Rank,
     SearchFailed,
 )
+from averaging.matchmaking.logic.phrases import count_phrase
+from averaging.matchmaking.logic.precedence import IsMember, asking_order, displaced_from_table
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
@@ -45,7 +47,6 @@ _JOIN_WAIT_S = 1.0
 _LEADER_LOSS_S = 2.0
 _BUSY_MAX_S = 3600.0
 _CLOCK_OFF_NOTED_S = 3.0
-_NAMES_MAX = 3
 
 
 @dataclass(slots=True)
@@ -79,10 +80,19 @@ class PeerTable:
     """Other peers of one search, by PeerID. All times are monotonic seconds."""
 
     def __init__(
-        self, *, query: LookForGroup, started_s: float, grace_period: GracePeriod, first_max: int = FIRST_MAX
+        self,
+        *,
+        query: LookForGroup,
+        started_s: float,
+        grace_period: GracePeriod,
+        first_max: int = FIRST_MAX,
+        is_member: IsMember = lambda peer_id: False,
     ) -> None:
+        """`is_member`: returns whether a peer is a member of the run, and not a stranger."""
         self.query = query
         self._first_max = first_max
+        self._is_member = is_member
+        self._order = functools.partial(asking_order, round_key=query.round_key, is_member=is_member)
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
         self.peers: dict[PeerId, PeerState] = {}
@@ -91,11 +101,16 @@ class PeerTable:
     # --- events
 
     def on_holders(self, holders: Mapping[PeerId, Holder], unreachable: Iterable[PeerId]) -> None:
-        """Take in the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep those with
-        the lowest selection hash, which all searches of a round choose alike. Peers in `unreachable` start as
-        failed.
+        """Take in the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep members,
+        then those with this averager's schema, then those with the lowest selection hash, which all searches
+        of a round choose alike. Peers in `unreachable` start as failed.
         """
-        chosen = sorted(holders, key=self._selection_hash)[:QUERIED_PEERS_MAX]
+
+        def order(peer_id: PeerId) -> tuple[bool, bool, bytes]:
+            differs = holders[peer_id].schema != self.query.schema
+            return not self._is_member(peer_id), differs, self._order(peer_id)
+
+        chosen = sorted(holders, key=order)[:QUERIED_PEERS_MAX]
         recently_failed = set(unreachable)
         for peer_id in [
             peer_id for peer_id, peer in self.peers.items() if peer.expected and peer_id not in holders
@@ -208,9 +223,9 @@ class PeerTable:
                 and now_s >= self._query_at_s(peer)
             ):
                 (again if peer.queried_s > -math.inf else first).append(peer)
-        first.sort(key=lambda peer: self._selection_hash(peer.contact.peer_id))
+        first.sort(key=lambda peer: self._order(peer.contact.peer_id))
         if first_only:
-            common = sorted(self.peers, key=self._selection_hash)[: self._first_max] if first else []
+            common = sorted(self.peers, key=self._order)[: self._first_max] if first else []
             again, first = [], [peer for peer in first if peer.contact.peer_id in common]
         due = [*again, *first[: max(self._first_max + known - pending, 0)]]
         for peer in due:
@@ -344,13 +359,13 @@ class PeerTable:
 
     def _sentence(self, peers: list[PeerState], kinds: dict[str, list[PeerState]]) -> str:
         parts = [
-            _count(
+            count_phrase(
                 kinds["schema"],
                 "has other tensors or another codec",
                 lambda p: f"{p.text or 'unknown'}; here {self.query.schema_text or 'unknown'}",
             ),
-            _count(kinds["passed"], f"has finished round {self.query.round_key!r} without this peer"),
-            _count(kinds["unreachable"], "does not answer", lambda p: p.failed),
+            count_phrase(kinds["passed"], f"has finished round {self.query.round_key!r} without this peer"),
+            count_phrase(kinds["unreachable"], "does not answer", lambda p: p.failed),
         ]
         rest = [p for p in peers if self.may_come(p)]
         idle = [p for p in rest if p.status in (None, PeerStatus.IDLE)]
@@ -360,15 +375,15 @@ class PeerTable:
         taken = [p for p in rest if p.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
         near = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key == self.query.round_key]
         parts += [
-            _count(idle, "holds this averager and is not averaging now"),
-            _count(
+            count_phrase(idle, "holds this averager and is not averaging now"),
+            count_phrase(
                 elsewhere,
                 f"looks for another round than {self.query.round_key!r}",
                 lambda p: repr(p.round_key),
             ),
-            _count(taken, "is in a group that was full or begun"),
-            _count(near, "was looking too, but no group came about in time"),
-            _count(
+            count_phrase(taken, "is in a group that was full or begun"),
+            count_phrase(near, "was looking too, but no group came about in time"),
+            count_phrase(
                 [p for p in peers if abs(p.clock_off_s) > _CLOCK_OFF_NOTED_S],
                 "has another time",
                 lambda p: f"{p.clock_off_s:+.0f} s from the time here: check the clocks",
@@ -376,15 +391,17 @@ class PeerTable:
         ]
         return "; ".join(part for part in parts if part)
 
-    def _selection_hash(self, peer_id: PeerId) -> bytes:
-        return hashlib.sha256(self.query.round_key.encode() + b"\0" + peer_id.public_key).digest()
-
     def _find_or_add(self, contact: Contact) -> PeerState | None:
         peer = self.peers.get(contact.peer_id)
         if peer is None:
-            if contact.peer_id == self.query.contact.peer_id or len(self.peers) >= PEERS_MAX:
+            if contact.peer_id == self.query.contact.peer_id:
                 return None
-            peer = self.peers[contact.peer_id] = PeerState(contact=contact)
+            if len(self.peers) >= PEERS_MAX:
+                displaced = displaced_from_table(self.peers, contact.peer_id, self._is_member)
+                if displaced is None:
+                    return None
+                del self.peers[displaced]
+            peer = self.peers[contact.peer_id] = PeerState(contact)
         return peer
 
     def _on_message(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
@@ -467,25 +484,3 @@ class PeerTable:
         if peer.failed:
             return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
         return peer.queried_s + _QUERY_INTERVAL_S
-
-
-def _count(peers: list[PeerState], what: str, why: Callable[[PeerState], str] | None = None) -> str:
-    """Return `2 peers (…abcd, …efgh) do something (reasons)`, or "" for an empty list. `what` is in the
-    singular.
-    """
-    if not peers:
-        return ""
-    names = ", ".join(peer.contact.peer_id.short for peer in peers[:_NAMES_MAX]) + (
-        ", …" if len(peers) > _NAMES_MAX else ""
-    )
-    reasons = sorted({why(peer) for peer in peers[:_NAMES_MAX]}) if why is not None else []
-    number = "1 peer" if len(peers) == 1 else f"{len(peers)} peers"
-    return f"{number} ({names}) {what if len(peers) == 1 else _plural(what)}" + (
-        f" ({', '.join(reasons)})" if reasons else ""
-    )
-
-
-def _plural(what: str) -> str:
-    verb, _, rest = what.partition(" ")
-    verbs = {"has": "have", "does": "do", "holds": "hold", "looks": "look", "is": "are", "was": "were"}
-    return f"{verbs[verb]} {rest}".replace("and is not", "and are not")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group, Member
 from averaging.matchmaking.logic.messages import (
     Answer,
+    AnswerJoin,
     Join,
     Leader,
     LookForGroup,
@@ -20,6 +21,7 @@ from averaging.matchmaking.logic.messages import (
     SearchRequest,
 )
 from averaging.matchmaking.logic.peer_table import PeerTable
+from averaging.matchmaking.logic.precedence import displaced_from_group
 from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
@@ -55,6 +57,16 @@ class Search:
     records_read: bool = False  # the presence records were read since the search began
     reading_records: bool = False
     read_started_s: float = -math.inf
+
+    def displace_stranger(self, peer_id: PeerId, answer: Answer) -> AnswerJoin | None:
+        """Make room for a member in the full group. Return what the stranger that leaves it is answered, or
+        None when nobody leaves.
+        """
+        displaced = displaced_from_group(self.followers, peer_id, self.request.is_member)
+        if displaced is None:
+            return None
+        self.table.forget_status(displaced)
+        return AnswerJoin(peer_id=displaced, ticket=self.followers.pop(displaced).ticket, answer=answer)
 
     def stamped_query(self, turn: int) -> LookForGroup:
         """Return the query to send to other peers, stamped with this turn."""

@@ -5,6 +5,7 @@ to the state machine, and performs its effects.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 from collections.abc import Mapping
@@ -61,6 +62,7 @@ from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.notify import ChangeEvent
 from swarm.core.presets import WAN, Timings
+from swarm.core.standing import PeerStanding
 from swarm.net.rpc import Caller, Handlers
 from swarm.runtime.supervise import Supervisor
 from swarm.wire import group_pb2
@@ -74,7 +76,16 @@ _ANSWER_SLACK_S = 1.0
 class GroupExchange:
     """Receiver of the matchmaking calls of a node, for all of its averagers. There is one per node."""
 
-    def __init__(self, *, handlers: Handlers, caller: Caller, own: PeerId, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        handlers: Handlers,
+        caller: Caller,
+        own: PeerId,
+        clock: Clock,
+        standing: PeerStanding | None = None,
+    ) -> None:
+        self.standing = standing or PeerStanding()
         self.caller = caller
         self.own = own
         self.clock = clock
@@ -197,6 +208,7 @@ class GroupService:
             rank_deadline_s=rank_deadline_s,
             weight=member.weight,
             gathered=gathered,
+            is_member=functools.partial(self._exchange.standing.is_member, run=self.name.run),
             may_be_alone=may_be_alone,
         )
         cells = self.cells
@@ -315,7 +327,8 @@ class GroupService:
 
         others = [
             holder.contact
-            for holder in holders.values()
+            # those with another schema last: strangers may have written many records
+            for holder in sorted(holders.values(), key=lambda one: one.schema != self._schema.digest)
             if holder.contact.peer_id != own.peer_id and holder.contact.addresses
         ]
         async with asyncio.TaskGroup() as tasks:

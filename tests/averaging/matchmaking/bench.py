@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.group import Group, Member
@@ -60,9 +61,12 @@ class MatchmakerBench:
     """
 
     machine: Matchmaker
+    members: Container[PeerId] = ()
 
     @classmethod
-    def make(cls, target_group_size: int = TARGET_GROUP_SIZE) -> MatchmakerBench:
+    def make(
+        cls, target_group_size: int = TARGET_GROUP_SIZE, members: tuple[int, ...] = ()
+    ) -> MatchmakerBench:
         machine = Matchmaker(
             own=contact(5).peer_id,
             schema=OURS,
@@ -70,7 +74,7 @@ class MatchmakerBench:
             now_s=-100.0,
             target_group_size=target_group_size,
         )
-        return cls(machine)
+        return cls(machine, {contact(number).peer_id for number in members})
 
     def start(
         self,
@@ -89,6 +93,7 @@ class MatchmakerBench:
                 rank_deadline_s=now_s + 10.0,
                 weight=1.0,
                 may_be_alone=may_be_alone,
+                is_member=self.members.__contains__,
             ),
             member,
             now_s,

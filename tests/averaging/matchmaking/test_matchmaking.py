@@ -367,6 +367,35 @@ def test_a_second_search_at_a_time_is_refused() -> None:
         bench.start(holder(1))
 
 
+def test_records_of_strangers_do_not_fill_the_places_that_are_asked() -> None:
+    """80 records without addresses and with another schema stopped a run for up to an hour."""
+    flood = [
+        Holder(contact=contact(20 + number, dialable=False), schema=b"other", schema_text="another schema")
+        for number in range(80)
+    ]
+    copies = [holder(120 + number) for number in range(80)]
+    effects = MatchmakerBench.make(members=(1, 2)).start(*flood, *copies, holder(1), holder(2), holder(3))
+    asked = [effect.contact for effect in effects if isinstance(effect, SendLookForGroup)]
+    assert {contact(1), contact(2)} <= set(asked)
+    without_members = MatchmakerBench.make().start(*flood, holder(1), holder(2), holder(3))
+    asked = [effect.contact for effect in without_members if isinstance(effect, SendLookForGroup)]
+    assert {contact(1), contact(2), contact(3)} <= set(asked), "those with another schema come last"
+
+
+def test_a_member_takes_the_place_of_a_stranger_in_a_full_group() -> None:
+    bench = MatchmakerBench.make(target_group_size=3, members=(7, 8, 9))
+    bench.start(*(holder(number) for number in range(6, 12)))
+    assert isinstance(bench.machine.on_join(join_of(10, 20.0), 0.1), int)
+    stranger = bench.machine.on_join(join_of(11, 20.0), 0.1)
+    assert isinstance(bench.machine.on_join(join_of(6, 20.0), 0.1), Answer), "strangers wait for a place"
+    assert isinstance(bench.machine.on_join(join_of(7, 20.0), 0.1), int)
+    assert bench.machine.followers == {contact(10).peer_id, contact(7).peer_id}
+    assert isinstance(bench.machine.on_join(join_of(8, 20.0), 0.1), int)
+    assert isinstance(bench.machine.on_join(join_of(9, 20.0), 0.1), Answer), "members keep their places"
+    answers = [effect for effect in bench.machine.poll(0.1) if isinstance(effect, AnswerJoin)]
+    assert stranger in {effect.ticket for effect in answers}
+
+
 def begins_s(answer: Answer, *, may_be_alone: bool) -> float | None:
     """Return when this peer begins a group alone beside a peer with this status; None: it waits for it until
     the deadline, or gives up.

@@ -1,0 +1,29 @@
+"""Simulated swarms larger than a group that train: models stay equal, costs do not grow with the swarm."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.testing.grid_training import train
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_models_stay_equal_where_the_grid_is_full(seed: int) -> None:
+    found = train(16, 4, epochs=4, state_every=2, seed=seed)
+    assert (found.rounds, found.electors, found.rounds_missed) == (2, 4, 0)
+    assert max(found.before) < 1e-12
+    assert max(found.after) < 1e-12
+
+
+@pytest.mark.parametrize(("peers", "group_size"), [(9, 4), (20, 4), (23, 8)])
+def test_state_rounds_bring_models_together_where_it_is_not_full(peers: int, group_size: int) -> None:
+    found = train(peers, group_size, epochs=4, state_every=2)
+    assert found.rounds_missed < 0.02 * peers * found.rounds * (4 + 2)
+    assert all(after < 0.5 * before for before, after in zip(found.before, found.after, strict=True))
+    assert max(found.after) < 0.05
+
+
+def test_messages_of_a_peer_grow_with_the_rounds_and_not_with_the_swarm() -> None:
+    few, many = train(16, 4, epochs=2), train(64, 4, epochs=2)
+    assert (few.rounds, many.rounds) == (2, 3)
+    assert many.messages[1] / many.rounds < 1.5 * few.messages[1] / few.rounds
