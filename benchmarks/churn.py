@@ -30,6 +30,7 @@ _BOOTSTRAP = "bootstrap"
 _LISTEN = ("--listen", "127.0.0.1:0")
 _RUN = """
 name = "churn"
+members = "open"
 target_batch_size = {target}
 batch_size = {batch}
 [task]

@@ -177,7 +177,7 @@ def join() -> Passed:
             try:
                 assert creator.stdout is not None
                 address = next(
-                    event["addresses"][0]
+                    event["invite"]
                     for event in map(json.loads, creator.stdout)
                     if event.get("event") == "listening"
                 )

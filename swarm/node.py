@@ -24,10 +24,12 @@ from swarm.core.presets import Preset, timings_of
 from swarm.core.standing import PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
+from swarm.membership.invite import Entrance
 from swarm.net.channels import Channels
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
 from swarm.net.listening import announced, parse_listen
+from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
 from swarm.net.server import Server
@@ -68,7 +70,8 @@ class Node:
     """This process as a peer: identity, server, connections, DHT, peer book. A context manager; `close()`
     takes under two seconds.
 
-    - `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts); they need not be reachable.
+    - `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts), which need not be reachable; or an
+      invite (swarm1…) to a run, and then this peer calls and answers members of that run only.
     - `listen`: host:port, port 0 for a free one; None: no peer can connect to this one.
     - `identity`: a file that is created when missing, an Identity, or None for a new one that lives as long
       as the node.
@@ -86,8 +89,7 @@ class Node:
     ) -> None:
         self.config = config or NodeConfig()
         self.timings = timings_of(self.config.preset)
-        entries = [bootstrap] if isinstance(bootstrap, str | Contact) else list(bootstrap)
-        contacts = [one if isinstance(one, Contact) else Contact.parse(one) for one in entries]
+        entrance = self._entrance = Entrance.of(bootstrap)
         listen_address = parse_listen(listen) if listen is not None else None
         self._owns_identity = not isinstance(identity, Identity)
         self.identity = (
@@ -100,6 +102,11 @@ class Node:
         self.peer_id: PeerId = self.identity.peer_id
         self.contact = Contact(self.peer_id)
         self.clock = SystemClock()
+        # None: not in an invited run; anybody is answered
+        self.membership: RunMembership | None = None
+        if entrance.invite is not None:
+            entry_points = [one.peer_id for one in entrance.contacts]
+            self.membership = RunMembership(entrance.invite, self.peer_id, entry_points, self.clock.swarm_s)
         self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
@@ -111,7 +118,8 @@ class Node:
         self.network = NetworkThread()
         try:
             self.network.run(
-                self._start([one for one in contacts if one.peer_id != self.peer_id]), _START_TIMEOUT_S
+                self._start([one for one in entrance.contacts if one.peer_id != self.peer_id]),
+                _START_TIMEOUT_S,
             )
         except BaseException:
             self.close()
@@ -126,9 +134,11 @@ class Node:
             self.identity,
             on_connected=self._connected,
             throttle=throttle,
+            membership=self.membership,
             dial_timeout_s=self.timings.dial_timeout_s,
         )
-        self._server = Server(throttle=throttle, standing=self.standing)
+        self._server = Server(throttle=throttle, standing=self.standing, membership=self.membership)
+        register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
         service = DhtService(
@@ -179,6 +189,19 @@ class Node:
         """Return the peer book's entries: contact, last seen, round-trip time; the peer seen last first."""
         return self.book.known()
 
+    @property
+    def entry(self) -> str:
+        """Return the text by which another peer can join: in an invited run the invite by which this peer
+        joined, with this peer's address first, for as long as it has uses left; elsewhere the first address.
+        Empty when no peer can connect to this one, or its invite is for its PeerID alone.
+        """
+        if self.membership is None:
+            return self.addresses[0] if self.addresses else ""
+        if not self.membership.invite.key:
+            return ""
+        others = [one for one in self._entrance.contacts if one.peer_id != self.peer_id]
+        return self.membership.invite.with_contacts([self.contact, *others]).text()
+
     def wait_joined(self, timeout_s: float) -> bool:
         """Wait until a bootstrap peer, or a peer remembered from an earlier run, has answered. Returns False
         when none did in time: `join_failures` says why.
@@ -189,6 +212,13 @@ class Node:
     def join_failures(self) -> list[str]:
         """Return one sentence for each peer that did not answer in the last attempt to join."""
         return list(self._joining.failures.values())
+
+    @property
+    def not_invited(self) -> str:
+        """Return the sentence with which a peer that answers invited peers only has refused this one; empty
+        if none has.
+        """
+        return self._joining.not_invited
 
     def service(self, kind: Callable[[Node], ServiceT]) -> ServiceT:
         """Return this node's single instance of a service, created as `kind(node)` on the network thread when

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import click
 
 from swarm.cli import options
-from swarm.cli.control import Control, Running
+from swarm.cli.control import Control
+from swarm.cli.invite import check_answered, contacts_of, owners_entries, run_addresses, stored_run
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
-from swarm.core.errors import NetworkError, SwarmError, UsageError
+from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact
 
 if TYPE_CHECKING:
     from averaging.optim.state.checkpoint import Checkpoint
@@ -114,6 +114,12 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
 @click.option(
     "--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer; may be given several times."
 )
+@click.option(
+    "--revoke",
+    metavar="PEERID",
+    multiple=True,
+    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it.",
+)
 @options.as_json
 def change(
     run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: object
@@ -129,13 +135,14 @@ def change(
       swarm change bytelm --target-batch-size 4096
       swarm change bytelm --pause
       swarm change bytelm --ban 12D3KooW... --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm change bytelm --revoke swarm1...
     """
     from swarm.dht.logic.blobs import version_text
     from swarm.run.changes import Change, differences, sign_change
 
     wanted = Change(**changes)  # type: ignore[arg-type]
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
-    with temporary_node(RunAddress(run=run, addresses=addresses)) as (node, directory):
+    with temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
         known = node.network.run(directory.find(run), 30.0)
         signed = sign_change(known, wanted, owner)
         asked, following = tell_members(node, directory, signed)
@@ -229,20 +236,6 @@ def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:
     return signed, newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
 
 
-def stored_run(run: str) -> SignedSpecification:
-    """Return the specification of a run in which this machine took part."""
-    from swarm.run.directory import RunListing, choose
-    from swarm.run.specification_store import SpecificationStore
-
-    stored = {one.run_id: one for one in SpecificationStore(specifications_folder()).all()}
-    if not stored:
-        raise SwarmError(
-            "this machine took part in no run yet: reach a run through its peers with --from ADDRESS"
-        )
-    chosen = choose([RunListing(one.name, one.run_id) for one in stored.values()], run)
-    return stored[chosen.run_id]
-
-
 def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, folder: Path) -> Checkpoint:
     """Download the current state of a run from its peers."""
     from swarm.run.exporting import read_checkpoint
@@ -255,34 +248,23 @@ def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, 
 
 
 @contextlib.contextmanager
-def temporary_node(where: RunAddress) -> Iterator[tuple[Node, RunDirectory]]:
-    """Open a node with a new identity, and a directory of runs."""
+def temporary_node(where: RunAddress, owner: Identity | None = None) -> Iterator[tuple[Node, RunDirectory]]:
+    """Open a node with a new identity, and a directory of runs. `owner`: lets it into an invited run."""
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.specification_store import SpecificationStore
 
-    contacts = _entry_peers(where)
-    hosts = [address.host for contact in contacts for address in contact.addresses]
+    own = Identity.generate()
+    entries = (
+        run_addresses(where.run, where.addresses)
+        if owner is None
+        else owners_entries(where.run, where.addresses, owner, own.peer_id)
+    )
+    hosts = [address.host for contact in contacts_of(entries) for address in contact.addresses]
     local = all(host.startswith(("127.", "::1", "localhost")) for host in hosts)
-    with Node(bootstrap=contacts, listen="127.0.0.1:0" if local else "0.0.0.0:0") as node:
+    listen = "127.0.0.1:0" if local else "0.0.0.0:0"
+    with Node(bootstrap=entries, listen=listen, identity=own) as node:
         if not node.wait_joined(_JOIN_S):
-            why = "; ".join(node.join_failures) or "no answer in time"
-            raise NetworkError(f"no peer answers: {why}. Pass the address of a live peer")
+            check_answered(node, entries[-1])
         store = SpecificationStore(specifications_folder())
         yield node, RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
-
-
-def _entry_peers(where: RunAddress) -> list[Contact]:
-    """Return the given addresses or, without any, those of volunteers on this machine."""
-    if where.addresses:
-        return [Contact.parse(address) for address in where.addresses]
-    running: Sequence[Running] = [
-        one for one in Control(control_folder()).running() if one.matches(where.run)
-    ]
-    found = [Contact.parse(address) for one in running for address in one.addresses[:1]]
-    if not found:
-        raise UsageError(
-            f"nothing trains {where.run} on this machine: "
-            "pass the address of a peer of it, as in `swarm join`"
-        )
-    return found

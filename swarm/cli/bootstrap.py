@@ -50,6 +50,7 @@ def bootstrap(
       swarm bootstrap --listen 0.0.0.0:4001 --identity ~/entry.identity
     """
     from swarm.node import Node
+    from swarm.run.membership import follow_run
 
     with (
         Shutdown(exit_with_parent=exit_with_parent) as shutdown,
@@ -58,6 +59,7 @@ def bootstrap(
         own = open_identity(identity, bootstrap_identity())
         try:
             with Node(bootstrap=bootstrap, listen=listen, identity=own) as node:
+                follow_run(node)
                 output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
                 for address in node.addresses:
                     output.emit(Notice(text=f"others enter with: --bootstrap {address}"))

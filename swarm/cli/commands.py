@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": ("demo", "Watch several peers train a model on this machine."),
     "export": ("admin", "Write a run's model to a file."),
     "identity": ("identity", "Show, make, export or import an identity."),
+    "invite": ("invite", "Make an invite to a run."),
     "join": ("train", "Volunteer for a run."),
     "monitor": ("monitor", "Watch a run; train nothing."),
     "pause": ("admin", "Pause volunteers on this machine."),

@@ -190,7 +190,7 @@ class _Demo:
                     self._children.start(
                         other,
                         "join",
-                        self._address,
+                        self._state.invite,
                         "--yes",
                         *_TRAINING,
                         "--name",
@@ -200,7 +200,7 @@ class _Demo:
                 self._children.start(
                     _MONITOR,
                     "monitor",
-                    self._address,
+                    self._state.invite,
                     "--run",
                     "demo",
                     "--web",

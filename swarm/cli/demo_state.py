@@ -60,6 +60,7 @@ class DemoState:
         self.trained_s = 0.0  # since all volunteers train
         self.planned_s = seconds  # planned duration of the training
         self.join_line = ""
+        self.invite = ""  # by which the others enter the founder's run
         self.page = ""  # address of the monitor's page
         self.problems: list[str] = []
 
@@ -85,6 +86,7 @@ class DemoState:
             return
         if kind == "listening":
             peer.peer_id, peer.status = event["peer_id"], "preparing"
+            self.invite = self.invite or event["invite"]
         elif kind == "run":
             self.parameters, self.target = event["parameters"], event["target_batch_size"]
         elif kind == "state":

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
+from swarm.cli.invite import contacts_of
 from swarm.cli.options import parse_host_port
 from swarm.cli.paths import monitor_history
 from swarm.cli.render import Output, output_kind
 from swarm.cli.render.output import JsonOutput, PlainOutput, is_terminal
 from swarm.cli.shutdown import Shutdown
 from swarm.core.errors import NetworkError, UsageError
-from swarm.core.ids import Contact
 from swarm.run.events import Notice
 from swarm.run.limits import parse_duration_s
 
@@ -61,7 +61,7 @@ class MonitorChoices:
     def of(cls, **options: Any) -> MonitorChoices:
         """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
-        Contact.parse(choices.address)
+        contacts_of([choices.address])
         for name in ("web", "prometheus"):
             given = getattr(choices, name)
             if given is not None:
@@ -137,8 +137,8 @@ def monitor(address: str, **given: Any) -> int:
     """Watch the run at ADDRESS: a peer that trains nothing and that no other peer has to trust.
 
     Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and
-    other events. Stale values are labelled. ADDRESS is that of any live peer; if this peer leaves, the
-    monitor continues through the others.
+    other events. Stale values are labelled. ADDRESS is that of any live peer, or an invite; if this peer
+    leaves, the monitor continues through the others.
 
     \b
     Examples:
@@ -152,7 +152,7 @@ def monitor(address: str, **given: Any) -> int:
     from swarm.monitor.watching import Watch, WatchConfig
 
     config = WatchConfig(
-        entry=(Contact.parse(choices.address),),
+        entry=(choices.address,),
         run=choices.run,
         history=choices.history_file,
         saving=choices.checkpoints(),

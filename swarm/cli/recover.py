@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from swarm.cli import options
-from swarm.cli.admin import RunAddress, stored_run, tell_members, temporary_node
+from swarm.cli.admin import RunAddress, tell_members, temporary_node
 from swarm.cli.control import Control
+from swarm.cli.invite import stored_run
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.identity import Identity

@@ -13,11 +13,12 @@ import click
 
 from swarm.cli import options
 from swarm.cli.identity import open_identity
+from swarm.cli.invite import check_answered, contacts_of
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown
 from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present, resolve_device
-from swarm.core.errors import NetworkError, SwarmError, UsageError
+from swarm.core.errors import SwarmError, UsageError
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
 from swarm.run.events import Listening, Notice
@@ -81,7 +82,7 @@ class ServeChoices:
         return choices
 
     def contacts(self) -> list[Contact]:
-        return [Contact.parse(self.address)] if self.address is not None else []
+        return contacts_of([self.address]) if self.address is not None else []
 
     def listen_at(self) -> str:
         """Return where to listen: by default on all interfaces, or on loopback if the address is there."""
@@ -225,19 +226,18 @@ def _serve(choices: ServeChoices) -> int:
         own = open_identity(choices.identity, None)
         try:
             from swarm.node import Node, NodeConfig
+            from swarm.run.membership import follow_run, require_role
 
             config = NodeConfig(preset=choices.preset)
             with Node(
-                bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own, config=config
+                bootstrap=choices.address or (), listen=choices.listen_at(), identity=own, config=config
             ) as node:
+                require_role(node.membership, "serve")
                 output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
                 factory = _ExpertFactory(choices)  # imports torch; the node joins meanwhile
                 if choices.address is not None and not node.wait_joined(_ANSWER_S):
-                    why = "; ".join(node.join_failures) or "no answer in time"
-                    raise NetworkError(
-                        f"nobody answers at {choices.address}: {why}. "
-                        "Ask for the address of another live peer"
-                    )
+                    check_answered(node, choices.address)
+                follow_run(node)
                 names = _names(choices, grids, node)
                 with _open_server(choices, node, names, factory) as server:
                     output.emit(_served_event(choices, node, server, factory))

@@ -16,12 +16,13 @@ import click
 from swarm.cli import options
 from swarm.cli.control import Control
 from swarm.cli.identity import open_identity
+from swarm.cli.invite import check_answered, contacts_of, starting_invite
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
-from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
+from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from swarm.net.throttle import Bandwidth
     from swarm.node import Node
     from swarm.run.checkpoints import CheckpointConfig
-    from swarm.run.specification import SignedSpecification
+    from swarm.run.specification import RunSpecification, SignedSpecification
 
 _BYTES_PER_MBIT = 125_000.0
 _POLL_S = 0.5
@@ -164,7 +165,8 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     if specification.requirements.device == "cuda":
         # Publish no run that this machine cannot train itself.
         choose_device(choices.device, specification)
-    with _session(choices, default_identity()) as session:
+    invited_to = specification if specification.members == "invited" else None
+    with _session(choices, default_identity(), invited_to) as session:
         from swarm.run.creation import create_run
 
         if choices.bootstrap and not _wait_for_answer(session.node):
@@ -186,7 +188,7 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 @_training_options(checkpoint_every="0")
 def join(address: str, run: str | None, **given: Any) -> int:
-    """Volunteer for the run at ADDRESS.
+    """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an invite.
 
     Shows what will be trained, what memory it takes and what traffic to expect, asks, downloads the current
     state and trains until Ctrl-C.
@@ -194,6 +196,7 @@ def join(address: str, run: str | None, **given: Any) -> int:
     \b
     Examples:
       swarm join /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm join swarm1... --yes
       swarm join ADDRESS --run bytelm --yes
       swarm join ADDRESS --device cuda:1 --data ~/texts
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
@@ -204,10 +207,9 @@ def join(address: str, run: str | None, **given: Any) -> int:
     with _session(choices, None) as session:
         if not _wait_for_answer(session.node):
             why = _join_failures(session.node)
-            if run is None or not session.node.network.run(session.directory.stored(run), 30.0):
-                raise NetworkError(
-                    f"nobody answers at {address}: {why}. Ask for the address of another live peer"
-                )
+            known = run is not None and session.node.network.run(session.directory.stored(run), 30.0)
+            if session.node.not_invited or not known:
+                check_answered(session.node, address)
             text = (
                 "nobody answers yet; going on alone with the specification that this machine kept, "
                 f"and trying again: {why}"
@@ -274,7 +276,7 @@ class TrainChoices:
         )
 
     def contacts(self) -> list[Contact]:
-        return [Contact.parse(address) for address in self.bootstrap]
+        return contacts_of(self.bootstrap)
 
     def listen_at(self) -> str:
         """Return where to listen: by default on all interfaces, or on loopback if the peers are."""
@@ -317,8 +319,11 @@ class _Session:
 
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
         """Describe the run, ask the user, and train until the end."""
+        from swarm.run.membership import check_invited, require_role, save_capability
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
+        check_invited(signed, self.node.membership)
+        require_role(self.node.membership, "train")
         control = Control(control_folder())
         config = VolunteerConfig(
             device=self.choices.device,
@@ -337,12 +342,17 @@ class _Session:
             self.emit(Notice(text="nothing was trained"))
             return
         if not self.shutdown.requested.is_set():
+            if self.node.membership is not None and self.own.path is not None:
+                save_capability(specifications_folder(), self.node.membership)
             with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.addresses):
                 volunteer.train(device, new=created, why=lambda: self.shutdown.reason)
 
 
 @contextlib.contextmanager
-def _session(choices: TrainChoices, identity: Path | None) -> Iterator[_Session]:
+def _session(
+    choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
+) -> Iterator[_Session]:
+    """Open the node. `invited_to`: a run of this identity that is for invited peers."""
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=choices.as_json) as output,
@@ -353,13 +363,19 @@ def _session(choices: TrainChoices, identity: Path | None) -> Iterator[_Session]
             from swarm.node import Node, NodeConfig
 
             config = NodeConfig(preset=choices.preset, name=choices.name, bandwidth=choices.bandwidth())
-            with Node(
-                bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own, config=config
-            ) as node:
+            entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
+            entries += choices.bootstrap
+            with Node(bootstrap=entries, listen=choices.listen_at(), identity=own, config=config) as node:
                 # The import of torch takes seconds; the node joins meanwhile.
                 importing = threading.Thread(target=_import_torch, name="imports torch", daemon=True)
                 importing.start()
-                output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
+                output.emit(
+                    Listening(
+                        peer_id=str(node.peer_id),
+                        addresses=node.addresses,
+                        invite=node.entry if node.membership is not None else "",
+                    )
+                )
                 yield _Session(node, own, output, shutdown, choices, importing)
         finally:
             own.close()

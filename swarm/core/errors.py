@@ -27,3 +27,7 @@ class DeadlineExceeded(NetworkError, TimeoutError):
 
 class NotEnoughPeers(SwarmError):
     """The operation needs more live peers than were found."""
+
+
+class NotInvited(PeerError):
+    """A peer answers only those that were invited to its run, and this peer showed no valid capability."""

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from swarm.core.errors import NetworkError, SwarmError, UsageError
+from swarm.core.errors import NetworkError, NotInvited, SwarmError, UsageError
 from swarm.core.ids import Contact, open_run_id
+from swarm.membership.invite import Entrance
 from swarm.monitor.collector import Collector
 from swarm.monitor.history import ChartHistory
 from swarm.monitor.logic.eventlog import EventLog
@@ -25,6 +26,7 @@ from swarm.monitor.logic.reading import progress_key
 from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
+from swarm.run.membership import check_invited
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
 
@@ -45,7 +47,7 @@ OnView = Callable[[MonitorView], None]
 class WatchConfig:
     """Settings of a monitor."""
 
-    entry: tuple[Contact, ...]
+    entry: tuple[str | Contact, ...]  # addresses, or an invite
     run: str | None = None  # NAME, NAME@ID or ID; None: the only run there is
     history: Callable[[str], Path | None] = lambda run_id: None  # path by run id; None: in memory
     saving: StateSavingConfig | None = None  # checkpoints of the run; None: no
@@ -68,6 +70,8 @@ class Watch:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             if not self._joined():
+                if self.node.not_invited:
+                    raise NotInvited(self.node.not_invited)
                 reasons = "; ".join(self.node.join_failures) or "no answer in time"
                 raise NetworkError(f"no peer answers: {reasons}. Ask for the address of another live peer")
             self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
@@ -81,7 +85,7 @@ class Watch:
                 dht=service,
                 clock=self.node.clock,
                 model=self.model,
-                entry=config.entry,
+                entry=Entrance.of(config.entry).contacts,
                 known=lambda: list(service.overlay.table),
                 remembered=lambda: [peer.contact for peer in self.node.book.known()],
                 specification=self._specification if run.version else None,
@@ -186,6 +190,7 @@ class Watch:
         """Return the wanted run: one with an owner's specification, or an open run of that name."""
         try:
             self._signed = await self._directory.find(wanted, timeout_s=_FIND_S)
+            check_invited(self._signed, self.node.membership)
             return run_view(self._signed)
         except UsageError as error:
             if wanted is None:

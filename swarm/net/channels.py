@@ -31,6 +31,7 @@ from swarm.net.calls import (
 )
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, dial
+from swarm.net.membership import ADMIT, RunMembership
 from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
@@ -43,6 +44,14 @@ _STREAMS_END_S_MAX = 0.2
 # 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
 CONNECTIONS_MAX = 512
 IDLE_S = 120.0  # an unused connection is closed after this time: the peers of a round meet again within it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Limits of the pool of connections."""
+
+    connections_max: int = CONNECTIONS_MAX
+    idle_s: float = IDLE_S
 
 
 @dataclass(slots=True)
@@ -80,15 +89,18 @@ class Channels:
         on_connected: Callable[[Contact, Address, float], None] | None = None,
         throttle: Throttle | None = None,
         *,
+        membership: RunMembership | None = None,
         dial_timeout_s: float = WAN.dial_timeout_s,
-        connections_max: int = CONNECTIONS_MAX,
-        idle_s: float = IDLE_S,
+        limits: ConnectionLimits | None = None,
     ) -> None:
-        self._dial_timeout_s, self._connections_max, self._idle_s = dial_timeout_s, connections_max, idle_s
+        limits = limits or ConnectionLimits()
+        self._dial_timeout_s = dial_timeout_s
+        self._connections_max, self._idle_s = limits.connections_max, limits.idle_s
         self._own = identity.peer_id
         self._certificate = client_certificate(identity)
         self._on_connected = on_connected
         self._throttle = throttle or Throttle(Bandwidth())
+        self._membership = membership  # of this process in an invited run: shown to every peer that is dialed
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
@@ -266,6 +278,8 @@ class Channels:
         self, contact: Contact, number: int, timeout_s: float | None
     ) -> tuple[_Link, _PooledConnection]:
         """Return a connection and count a call on it. A connection without calls may be closed."""
+        if self._membership is not None:
+            self._membership.check_callee(contact.peer_id)
         link = self._links.get((contact.peer_id, number))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
             link = await self._connect(contact, number, timeout_s)
@@ -330,6 +344,7 @@ class Channels:
         if stale is not None:
             await self._drop(stale)
         loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + dial_s
         try:
             connection = await dial(
                 contact,
@@ -339,6 +354,8 @@ class Channels:
                 options=self._throttle.options + (BULK_OPTIONS if link.number > 0 else ()),
                 on_dial=self._dialed.extend,
             )
+            if self._membership is not None:
+                await _admit(self._membership, contact.peer_id, connection, deadline_s - loop.time())
         except NetworkError as error:
             link.failure, link.failed_s = error, time.monotonic()
             raise
@@ -397,6 +414,26 @@ async def _call_separately(
     with map_errors(peer_id, connection, name, timeout_s):
         reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
         return reply
+
+
+async def _admit(
+    membership: RunMembership, peer_id: PeerId, connection: Connection, timeout_s: float
+) -> None:
+    """Show this process's capability to a peer that was dialed, and check the peer's. Raises NotInvited when
+    one of the two is not a member, and closes the connection then.
+    """
+    timeout_s = max(timeout_s, 0.001)
+    try:
+        raw = membership.request().SerializeToString()
+        reply_raw = await _call_separately(peer_id, connection, ADMIT.name, raw, timeout_s, timeout_s)
+        try:
+            reply = ADMIT.reply.FromString(reply_raw[: ADMIT.reply_bytes_max])
+        except DecodeError:
+            raise PeerError(f"peer {peer_id} answered {ADMIT.name} with something else") from None
+        membership.check_reply(peer_id, reply)
+    except BaseException:
+        await connection.channel.close()
+        raise
 
 
 def _alive(connection: Connection) -> bool:

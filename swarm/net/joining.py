@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from swarm.core.backoff import Backoff
-from swarm.core.errors import SwarmError
+from swarm.core.errors import NotInvited, SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import WAN, Timings
 from swarm.net.hello import Introductions
@@ -50,6 +50,7 @@ class Joining:
         self._tried: set[PeerId] = set()
         self._lost: set[PeerId] = set()
         self.failures: dict[PeerId, str] = {}  # why each peer of the last round did not answer
+        self.not_invited = ""  # the last refusal of a peer that answers invited peers only
         self.attempted = asyncio.Event()
         self.joined = asyncio.Event()
 
@@ -116,6 +117,8 @@ class Joining:
             ).contact
         except SwarmError as error:
             self.failures[contact.peer_id] = str(error)
+            if isinstance(error, NotInvited):
+                self.not_invited = str(error)
             self._lost.add(contact.peer_id)
             return None
 

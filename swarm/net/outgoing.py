@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import grpc
 from grpc import aio
 
-from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
+from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited, PeerError, SwarmError, UsageError
 from swarm.core.ids import PeerId
 from swarm.net.dial import Connection, explain
 from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing
@@ -150,6 +150,8 @@ def status_error(
         )
     if code in (status.CANCELLED, status.ABORTED):
         return NetworkError(f"peer {peer_id} broke off {name}: {details or 'no reason given'}")
+    if code is status.PERMISSION_DENIED:
+        return NotInvited(f"peer {peer_id} at {where} answers nothing: {details}")
     if code is status.UNIMPLEMENTED:
         return PeerError(
             f"peer {peer_id} does not serve {name}: it runs another version, or not this service"

@@ -15,12 +15,13 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
+from swarm.core.errors import NetworkError, NotInvited, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
+from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
     BULK_OPTIONS,
@@ -37,6 +38,7 @@ from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 
 _logger = logging.getLogger(__name__)
 
+_NOT_INVITED = grpc.StatusCode.PERMISSION_DENIED
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
 STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
@@ -68,14 +70,17 @@ class Server:
         throttle: Throttle | None = None,
         ping_interval_s_min: float = _PING_INTERVAL_S_MIN,
         standing: PeerStanding | None = None,
+        membership: RunMembership | None = None,
     ) -> None:
         """`ping_interval_s_min`: a caller that pings an idle connection more often loses it. `standing`:
-        callers that are strangers share half of every limit.
+        callers that are strangers share half of every limit. `membership`: of this process in an invited run;
+        it says which caller is answered.
         """
         self.throttle = throttle or Throttle(Bandwidth())
         self.standing = standing or PeerStanding()
         self.room = AnswerRoom(self.standing)
         self.reads = RequestReads(self.standing)
+        self._membership = membership
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
         self._options = (
@@ -160,6 +165,10 @@ class Server:
             if not self._streams_per_peer[peer_id]:
                 del self._streams_per_peer[peer_id]
 
+    def refusal(self, peer_id: PeerId, method: str) -> str:
+        """Return why this peer may not call this method here; empty if it may."""
+        return self._membership.refusal(peer_id, method) if self._membership is not None else ""
+
     def enter(self, peer_id: PeerId) -> str | None:
         """Count a call in. Returns the reason to refuse it when there are too many, else None."""
         calls = self._calls.get(peer_id, 0)
@@ -214,6 +223,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         peer_id = await self._identified(context)
 
         async def handle(name: str, raw: bytes) -> Outcome:
+            not_invited = self._server.refusal(peer_id, name)
+            if not_invited:
+                return _NOT_INVITED, not_invited, b""
             handler = self._handlers.find(name)
             if not isinstance(handler, UnaryHandler):
                 return grpc.StatusCode.UNIMPLEMENTED, "", b""
@@ -223,6 +235,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             handler = self._handlers.find(name)
             if not isinstance(handler, UnaryHandler) or handler.function_now is None:
                 return 0
+            not_invited = self._server.refusal(peer_id, name)
+            if not_invited:
+                return _NOT_INVITED, not_invited, b""
             try:
                 reply = handler.function_now(peer_id, _decoded(handler, raw))
                 if reply is None:
@@ -300,6 +315,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
     ) -> None:
         """Serve a call of its own. No byte of a request is read before its caller is known."""
         peer_id = await self._identified(context)
+        not_invited = self._server.refusal(peer_id, handler.method.name)
+        if not_invited:
+            await _refuse(context, _NOT_INVITED, not_invited)
         refusal = self._server.enter(peer_id)
         if refusal is not None:
             await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
@@ -323,6 +341,8 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
 
 def _failure(name: str, peer_id: PeerId, error: SwarmError | _Ended) -> Outcome:
     """Return the outcome that the caller gets for an exception of its handler."""
+    if isinstance(error, NotInvited):
+        return _NOT_INVITED, _shortened(str(error)), b""
     if isinstance(error, (PeerError, UsageError)):
         return grpc.StatusCode.FAILED_PRECONDITION, _shortened(str(error) or type(error).__name__), b""
     if isinstance(error, _Ended):

@@ -18,6 +18,7 @@ from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
 from swarm.dht.logic.blobs import version_text
+from swarm.membership.invite import Invite, is_invite
 from swarm.net.rpc import Caller, Method
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, newest, sign, verified
@@ -123,11 +124,14 @@ class Change:
     ended: bool | None = None
     ban: tuple[str, ...] = ()
     unban: tuple[str, ...] = ()
+    revoke: tuple[str, ...] = ()  # PeerIDs, or texts of invites
 
     def apply(self, specification: RunSpecification) -> RunSpecification:
         """Return the changed specification. Raise UsageError if it is not valid."""
         table = specification.table()
         table["banned"] = sorted({*table["banned"], *self.ban} - set(self.unban))
+        revoked = (str(Invite.parse(one).subject) if is_invite(one) else one for one in self.revoke)
+        table["revoked"] = sorted({*table["revoked"], *revoked})
         for key in ("target_batch_size", "paused", "ended"):
             if getattr(self, key) is not None:
                 table[key] = getattr(self, key)
@@ -172,10 +176,13 @@ def differences(before: SignedSpecification, after: SignedSpecification) -> list
         sentences.append(f"{banned} peer{'s are' if banned > 1 else ' is'} banned")
     if unbanned:
         sentences.append(f"{unbanned} peer{'s are' if unbanned > 1 else ' is'} let in again")
+    revoked = len(set(new.revoked) - set(old.revoked))
+    if revoked:
+        sentences.append(f"{revoked} invite{'s are' if revoked > 1 else ' is'} revoked")
     return sentences
 
 
 def restart_needed(old: RunSpecification, new: RunSpecification) -> bool:
     """Return whether a setting changed that peers take up only after a restart."""
-    followed = ("target_batch_size", "paused", "ended", "end", "banned", "description")
+    followed = ("target_batch_size", "paused", "ended", "end", "banned", "revoked", "description")
     return new.model_copy(update={key: getattr(old, key) for key in followed}) != old

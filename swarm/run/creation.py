@@ -23,7 +23,8 @@ async def create_run(
 
     If the swarm already has a run of this owner and name, an unchanged specification keeps its version and
     creation time, and a changed one becomes the next version. If the swarm has forgotten the run, it is
-    created again with a version above that of every copy that members may still have on disk.
+    created again with a version above that of every copy that members may still have on disk. What the owner
+    has revoked stays revoked.
 
     Raises UsageError if the recovery key gave the run to another owner.
     """
@@ -38,6 +39,8 @@ async def create_run(
     except PeerError:
         last = newest(await directory.stored(run_id))
         _check_owner(last, owner)
+        if last is not None:  # an invite that was revoked must not be valid again
+            specification = specification.model_copy(update={"revoked": last.specification.revoked})
         signed = sign(
             specification,
             owner,
@@ -53,7 +56,7 @@ async def create_run(
         _check_owner(known, owner)
         # The file does not contain what the owner set with `swarm change`; those settings stay until
         # `swarm change` resets them.
-        changed = {key: getattr(known.specification, key) for key in ("paused", "ended", "banned")}
+        changed = {key: getattr(known.specification, key) for key in ("paused", "ended", "banned", "revoked")}
         specification = specification.model_copy(update=changed)
         if known.specification == specification:
             signed = known

@@ -30,6 +30,7 @@ class Listening(Event):
     kind: ClassVar[str] = "listening"
     peer_id: str
     addresses: list[str]  # addresses by which other peers can join
+    invite: str = ""  # what they join an invited run by instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class RunFound(Event):
     name: str
     run_id: str
     version: int
+    members: str  # "invited" or "open"
     created: bool  # by this process, not joined
     summary: str
     sample: str

@@ -12,7 +12,7 @@ from swarm.core.errors import SwarmError, UsageError
 from swarm.run.hours import ALWAYS, Hours
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d|)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,15 @@ class MachineStatus:
     asked_to_pause: bool = False  # the volunteer ran `swarm pause`
     run_paused: bool = False  # the owner has paused the run
     banned: bool = False  # the owner has banned this peer
+    not_invited: str = ""  # why this peer may not take part any more; empty if it may
 
 
 def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, str]:
     """Return what to do now, and the reason as a sentence for the user (empty for TRAIN)."""
     if status.banned:
         return Decision.LEAVE, "the owner of this run has banned this peer"
+    if status.not_invited:
+        return Decision.LEAVE, status.not_invited
     ceiling = limits.memory_bytes_max
     if ceiling is not None and status.memory_bytes > ceiling:
         text = (
@@ -82,8 +85,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration_s(text: str) -> float:
-    """Return the seconds that `90s`, `10m` or `2h` means. Raise UsageError for other texts."""
+    """Return the seconds that `90s`, `10m`, `2h` or `7d` means. Raise UsageError for other texts."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"a duration is written like 90s, 10m or 2h, not {text!r}")
-    return float(match[1]) * {"h": 3600.0, "m": 60.0}.get(match[2], 1.0)
+        raise UsageError(f"a duration is written like 90s, 10m, 2h or 7d, not {text!r}")
+    return float(match[1]) * {"d": 86400.0, "h": 3600.0, "m": 60.0}.get(match[2], 1.0)

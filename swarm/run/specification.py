@@ -37,6 +37,7 @@ from swarm.run.choices import Mode, ModeChoice, Strategy
 SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
 TOML_BYTES_MAX = 256 << 10
 BANNED_MAX = 500  # each takes 54 bytes of the specification
+REVOKED_MAX = 300  # likewise
 __all__ = [
     "VERSION_MAX",
     "RunSpecification",
@@ -113,6 +114,9 @@ class RunSpecification(_Table):
 
     name: str
     description: str = Field(default="", max_length=500)
+    # "invited": peers of the run answer only peers that show a capability of its owner; "open": they answer
+    # anybody
+    members: Literal["invited", "open"] = "invited"
     mode: Mode = ModeChoice()
     codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk", "adaptive"] = (
         "float16"
@@ -136,6 +140,8 @@ class RunSpecification(_Table):
     paused: bool = False  # no peer trains; members stay and keep the state
     ended: bool = False  # the run is over, regardless of `end`
     banned: tuple[str, ...] = Field(default=(), max_length=BANNED_MAX)  # PeerIDs that every member avoids
+    # holders, issuers and invites (by the PeerID of their key) whose capabilities are valid no more
+    revoked: tuple[str, ...] = Field(default=(), max_length=REVOKED_MAX)
 
     @field_validator("name")
     @classmethod
@@ -176,9 +182,9 @@ class RunSpecification(_Table):
             )
         return self
 
-    @field_validator("banned")
+    @field_validator("banned", "revoked")
     @classmethod
-    def _banned_are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             try:
                 PeerId.parse(text)
@@ -224,6 +230,11 @@ class RunSpecification(_Table):
     def banned_peers(self) -> frozenset[PeerId]:
         """The peers that the owner has banned."""
         return frozenset(PeerId.parse(text) for text in self.banned)
+
+    @property
+    def revoked_peers(self) -> frozenset[PeerId]:
+        """The holders, issuers and keys of invites that the owner has revoked."""
+        return frozenset(PeerId.parse(text) for text in self.revoked)
 
     @classmethod
     def from_toml(cls, text: str, where: str) -> RunSpecification:

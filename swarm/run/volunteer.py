@@ -32,6 +32,7 @@ from swarm.run.events import (
     StateDownloaded,
 )
 from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide
+from swarm.run.membership import check_invited, excluded_peers
 from swarm.run.memory import MemoryEstimate, device_peak, estimate_memory, peak_bytes
 from swarm.run.microbatches import MicroBatches, StepSize
 from swarm.run.specification import RunSpecification, SignedSpecification
@@ -115,6 +116,7 @@ class Volunteer:
             name=self.signed.name,
             run_id=self.signed.run_id,
             version=self.signed.version,
+            members=specification.members,
             created=created,
             summary=specification.description or description.summary,
             sample=description.sample,
@@ -219,7 +221,10 @@ class Volunteer:
                 raise
 
     def _join(self, inner: torch.optim.Optimizer) -> Optimizer:
-        """Join the run with the current specification."""
+        """Join the run with the current specification. Raise UsageError if it is for invited peers, and this
+        is not one.
+        """
+        check_invited(self.signed, self._node.membership)
         from averaging.optim.optimizer import Optimizer, OptimizerConfig
         from swarm.run.inner_optimizer import schedule_factory
 
@@ -241,7 +246,9 @@ class Volunteer:
         )
         if self._writer is not None:
             optimizer.register_reunion_hook(self._writer.before_reunion)
-        optimizer.ban(specification.banned_peers)
+        membership = self._node.membership
+        removed = membership.admission.removed if membership is not None else frozenset()
+        optimizer.ban(specification.banned_peers | removed)
         return optimizer
 
     def fetch_state(self, path: Path) -> Path:
@@ -328,6 +335,7 @@ class Volunteer:
             asked_to_pause=self._config.asked_to_pause(),
             run_paused=self.specification.paused,
             banned=self._node.peer_id in self.specification.banned_peers,
+            not_invited=self._node.membership.problem() if self._node.membership is not None else "",
         )
         return decide(limits, status)
 
@@ -395,12 +403,12 @@ class Volunteer:
         return result.epoch if result.loaded else None
 
     def _emit_joined(self, device: torch.device, data: str) -> None:
-        addresses = self._node.addresses
+        entry = self._node.entry
         self._emit(
             Joined(
                 peer_id=str(self._node.peer_id),
                 run_id=self.signed.run_id,
-                join_line=f"swarm join {addresses[0]}" if addresses else "",
+                join_line=f"swarm join {entry}" if entry else "",
                 device=str(device),
                 data=data,
                 start_s=machine.process_age_s(),
@@ -416,6 +424,7 @@ class Volunteer:
             members=self._other_members,
             on_newer=self._apply_version,
         )
+        training.optimizer.ban(excluded_peers(self.signed, self._node.membership))
         self._node.handlers.unary(CHANGE, follower.on_change)
         self._node.supervisor.spawn(
             f"renewing the specification of {self.signed.full_name}", follower.run, restart=True
@@ -440,12 +449,13 @@ class Volunteer:
         old, new = self.signed.specification, newer.specification
         changes = differences(self.signed, newer)
         self.signed = newer
+        excluded = excluded_peers(newer, self._node.membership)
         training = self.training
         if training is not None:
             training.signed = newer
             if new.target_batch_size != old.target_batch_size:
                 training.optimizer.set_target(new.target_batch_size)
-            training.optimizer.ban(new.banned_peers)
+            training.optimizer.ban(excluded)
         self._emit(RunChanged(version=newer.version, changes=changes, restart=restart_needed(old, new)))
 
     def _emit_finished(self, training: Training, reason: str, seconds: float) -> Finished:

@@ -17,3 +17,19 @@ class ChangeReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     version: int
     def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class AdmitRequest(_message.Message):
+    __slots__ = ("run", "capability")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    capability: bytes
+    def __init__(self, run: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
+
+class AdmitReply(_message.Message):
+    __slots__ = ("member", "capability")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    member: bool
+    capability: bytes
+    def __init__(self, member: _Optional[bool] = ..., capability: _Optional[bytes] = ...) -> None: ...

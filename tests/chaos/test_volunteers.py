@@ -80,7 +80,7 @@ class Swarm:
 
     def address(self, name: str) -> str:
         listening = self.wait(f"{name} listens", lambda: self.of(name, "listening"))
-        return str(listening[0]["addresses"][0])
+        return str(listening[0]["invite"])
 
     def epoch(self, name: str) -> int:
         return max((event["epoch"] for event in self.of(name, "epoch")), default=0)

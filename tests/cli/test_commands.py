@@ -42,6 +42,7 @@ COMMANDS = (
     "export",
     "bootstrap",
     "identity",
+    "invite",
     "recover",
 )
 

@@ -24,6 +24,8 @@ _START_S_MAX = 60.0
 _COMMAND_S_MAX = 90.0  # of a command that ends by itself
 _STOP_S_MAX = 15.0
 _ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/tls/http/p2p/\w{52}")
+_INVITE = re.compile(r"\bswarm1[1-9A-HJ-NP-Za-km-z]{100,}")
+_INVITE_PLACEHOLDER = re.compile(r"\bINVITE\b|\bswarm1\w*…")
 _PLACEHOLDER = re.compile(r"\bADDRESS\b|/ip4/203\.0\.113\.\d+/tcp/\d+/tls/http/p2p/12D3KooW…")
 _LISTEN = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+\b")
 _ALL_INTERFACES = re.compile(r"\b0\.0\.0\.0:\d+\b")
@@ -38,6 +40,7 @@ class Scene:
         self.folder = folder
         # the first that the page's own commands printed: what ADDRESS in the page stands for
         self.address = ""
+        self.invite = ""  # likewise, for INVITE
         self.namespace: dict[str, Any] = {"__name__": "__page__"}
         self._processes: list[_Process] = []
         (folder / "examples").symlink_to(ROOT / "examples")
@@ -73,12 +76,17 @@ class Scene:
             assert code == 0, f"{block.name}: `{command}` ended with {code}:\n{process.output()}"
         if not self.address and (found := _ADDRESS.search(process.output())):
             self.address = found[0]
+        if not self.invite and (found := _INVITE.search(process.output())):
+            self.invite = found[0]
 
     def _placed(self, text: str, listening: re.Pattern[str] = _LISTEN) -> str:
         """Return the text with the page's placeholders filled in for this machine: a free port on loopback,
         and the address of the page's first peer.
         """
         text = listening.sub("127.0.0.1:0", text)
+        if _INVITE_PLACEHOLDER.search(text):
+            assert self.invite, "the page uses an INVITE that no command before has printed"
+            text = _INVITE_PLACEHOLDER.sub(self.invite, text)
         if _PLACEHOLDER.search(text):
             assert self.address, "the page uses an ADDRESS that no command before has printed"
             text = _PLACEHOLDER.sub(self.address, text)

@@ -262,3 +262,15 @@ def _renew_once(
                 await directory.renew(one, on_newer)
 
     asyncio.run(once())
+
+
+def test_a_run_that_the_swarm_forgot_is_created_again_with_its_revocations(tmp_path: Path) -> None:
+    owner, revoked = Identity.generate(), str(Identity.generate().peer_id)
+    store = SpecificationStore(tmp_path)
+    store.save(
+        sign(specification().model_copy(update={"revoked": (revoked,)}), owner, version=4, created_s=1.0)
+    )
+    view = FakeDht().as_peer(owner.peer_id)
+    directory = RunDirectory(view, owner.peer_id, clock=FixedClock(), rng=random.Random(0), store=store)
+    again, new = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+    assert (again.version, new, again.specification.revoked) == (5, True, (revoked,))

@@ -11,7 +11,7 @@ import pytest
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
-from swarm.net.channels import Channels
+from swarm.net.channels import Channels, ConnectionLimits
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
 from tests.wire.call_pair import ECHO, echo, pair, run, until
@@ -131,7 +131,7 @@ def test_many_callers_share_one_connection_attempt() -> None:
 
 def test_the_pool_is_bounded_and_closes_idle_connections() -> None:
     async def scenario() -> None:
-        async with pair(connections_max=2, idle_s=0.0) as two:
+        async with pair(limits=ConnectionLimits(connections_max=2, idle_s=0.0)) as two:
             two.handlers.unary(ECHO, echo)
             identities = [Identity.generate() for _ in range(4)]
             servers = [Server() for _ in identities]

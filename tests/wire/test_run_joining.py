@@ -32,7 +32,14 @@ def directory(node: Node) -> RunDirectory:
 
 
 def publish(node: Node, name: str = "tiny", **changes: object) -> str:
-    table = {"name": name, "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}, **changes}
+    table = {
+        "name": name,
+        "members": "open",
+        "target_batch_size": 64,
+        "batch_size": 8,
+        "task": {"name": "bytelm"},
+        **changes,
+    }
     signed, _ = node.network.run(
         create_run(directory(node), RunSpecification.from_table(table, "test"), node.identity, node.clock),
         30.0,

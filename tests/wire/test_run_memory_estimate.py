@@ -96,7 +96,7 @@ def two_volunteers(folder: Path, settings: str) -> Iterator[tuple[Volunteer, Vol
         )
     ]
     try:
-        address = started[0].wait("listening")["addresses"][0]
+        address = started[0].wait("listening")["invite"]
         assert started[0].wait("run")["parameters"] == PARAMETERS
         started.append(Volunteer(folder / "home", "join", address, "--yes"))
         yield started[0], started[1]

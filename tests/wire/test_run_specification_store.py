@@ -23,7 +23,14 @@ HERE = "127.0.0.1:0"
 
 def specification() -> RunSpecification:
     return RunSpecification.from_table(
-        {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}, "test"
+        {
+            "name": "tiny",
+            "members": "open",
+            "target_batch_size": 64,
+            "batch_size": 8,
+            "task": {"name": "bytelm"},
+        },
+        "test",
     )
 
 

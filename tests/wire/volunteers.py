@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from swarm.core.identity import Identity
+from swarm.membership.invite import RunIdentity, Terms, make_invite
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.creation import create_run
@@ -23,6 +24,7 @@ HERE = "127.0.0.1:0"
 
 TABLE = {
     "name": "tiny",
+    "members": "open",
     "target_batch_size": 32,
     "batch_size": 4,
     "state_sync_epochs": 5,
@@ -85,8 +87,15 @@ class VolunteerThread:
 @contextmanager
 def created_run(**changes: Any) -> Iterator[tuple[Node, Identity, SignedSpecification]]:
     owner = Identity.generate()
-    with Node(listen=HERE, identity=owner) as node:
+    table = {**TABLE, **changes}
+    entries = []
+    if table["members"] == "invited":
+        terms = Terms(roles=("train", "serve", "observe"), uses=9, lifetime_s=86400.0)
+        entries.append(
+            make_invite(RunIdentity(owner.peer_id, table["name"]), owner, (), terms, now_s=time.time()).text()
+        )
+    with Node(entries, listen=HERE, identity=owner) as node:
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
-        specification = RunSpecification.from_table({**TABLE, **changes}, "test")
+        specification = RunSpecification.from_table(table, "test")
         signed, _ = node.network.run(create_run(directory, specification, owner, node.clock), 30.0)
         yield node, owner, signed

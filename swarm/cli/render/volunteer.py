@@ -46,7 +46,8 @@ class VolunteerPresentation(Presentation):
             case events.RunFound():
                 return _run_description(event)
             case events.Joined():
-                return f"training on {event.device}, data: {event.data}\nothers join with: {event.join_line}"
+                others = f"\nothers join with: {event.join_line}" if event.join_line else ""
+                return f"training on {event.device}, data: {event.data}{others}"
             case events.StateDownloaded():
                 donors = f"{event.donors} peer{'s' if event.donors != 1 else ''}"
                 avoided = "".join(f"\navoided {peer}: {why}" for peer, why in event.avoided.items())
@@ -131,6 +132,12 @@ class VolunteerPresentation(Presentation):
         return Group(table, Text("Ctrl-C leaves; the others go on.", style="dim"))
 
 
+_MEMBERS = {
+    "invited": "invited: peers of the run answer only peers that joined by an invite",
+    "open": "open: peers of the run answer everybody, so anybody with an address can join",
+}
+
+
 def _run_description(event: events.RunFound) -> str:
     """Return what a volunteer sees before it agrees to train."""
     first = "created" if event.created else "joining"
@@ -156,6 +163,7 @@ def _run_description(event: events.RunFound) -> str:
             f"  batch     {event.target_batch_size:,} samples of the whole swarm per epoch, "
             f"{event.batch_size} in each step of a volunteer",
             f"  memory    {memory}",
+            f"  members   {_MEMBERS[event.members]}",
             f"  traffic   {traffic}",
             f"  swarm     {people}",
         )

@@ -1,0 +1,173 @@
+"""`swarm invite`: make an invite to a run; and how other commands enter an invited run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from swarm.cli import options
+from swarm.cli.control import Control
+from swarm.cli.paths import control_folder, default_identity, specifications_folder
+from swarm.cli.render import print_result
+from swarm.core.errors import NetworkError, NotInvited, SwarmError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Contact, PeerId
+from swarm.membership.capability import ROLES, USES_MAX, Role, roles_of
+from swarm.membership.invite import Entrance, Invite, RunIdentity, Terms, make_invite
+from swarm.run.limits import parse_duration_s
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+    from swarm.run.specification import RunSpecification, SignedSpecification
+
+# The invite that `swarm start` prints is meant to be passed around among people who know each other.
+_START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
+_OWN_COMMAND_S = 3600.0  # lifetime of the capability of a command of the owner
+_MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
+
+
+@click.command(context_settings=options.CONTEXT)
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--for", "peer", metavar="PEERID", default=None, help="Only this peer can use it. [default: who has it]"
+)
+@click.option(
+    "--uses",
+    type=click.IntRange(1, USES_MAX),
+    default=1,
+    show_default=True,
+    help="How many peers may take part by it, those included that they invite.",
+)
+@click.option(
+    "--expires",
+    metavar="TIME",
+    default="30d",
+    show_default=True,
+    help="When it ends, for those as well that joined by it: 12h, 7d.",
+)
+@click.option(
+    "--role",
+    "roles",
+    type=click.Choice(ROLES),
+    multiple=True,
+    help="What they may do; may be given several times. [default: train, serve and observe]",
+)
+@options.peers_of_run
+@options.owner_identity
+@options.as_json
+def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **given: Any) -> int:
+    """Make an invite to RUN: one word, `swarm1…`, that every command takes instead of an ADDRESS.
+
+    The run's owner can invite, and every peer that joined with --identity by an invite with the role invite:
+    for its own roles and out of its own uses. Treat an invite as a password. docs/howto/invites.md says more.
+
+    \b
+    Examples:
+      swarm invite bytelm
+      swarm invite bytelm --uses 20 --expires 7d
+      swarm invite bytelm --for 12D3KooW... --role train --role invite
+      swarm change bytelm --revoke swarm1...
+    """
+    from swarm.run.membership import load_capability
+
+    signed = stored_run(run)
+    if signed.specification.members == "open":
+        raise UsageError(f"{signed.full_name} is open: anybody joins it by an address, without an invite")
+    issuer = Identity.read(Path(identity).expanduser() if identity else default_identity())
+    terms = Terms(
+        roles=roles_of(given["roles"] or _MEMBER_ROLES),
+        uses=given["uses"],
+        lifetime_s=parse_duration_s(given["expires"]),
+        peer=PeerId.parse(given["peer"]) if given["peer"] is not None else None,
+    )
+    held = load_capability(specifications_folder(), signed.run_id, issuer.peer_id)
+    made = make_invite(_identity_of(signed), issuer, held, terms, now_s=time.time()).with_contacts(
+        Entrance.of(run_addresses(signed.run_id, addresses)).contacts
+    )
+    last = made.grants[-1]
+    fields = {
+        "invite": made.text(),
+        "run": signed.full_name,
+        "id": str(made.subject),
+        "roles": list(last.roles),
+        "uses": last.uses,
+        "expires_s": last.expires_s,
+    }
+    print_result("invite", fields, made.text(), as_json=as_json)
+    return 0
+
+
+def starting_invite(owner: Identity, specification: RunSpecification) -> Invite:
+    """Return the invite by which an owner's own volunteer enters its run, and which it prints."""
+    from swarm.run.specification_store import SpecificationStore
+
+    run = RunIdentity(owner.peer_id, specification.name, specification.recovery_peer)
+    for known in SpecificationStore(specifications_folder()).all():
+        if (known.founder, known.name) == (run.founder, run.name):
+            run = _identity_of(known)  # a run that goes on has the recovery key that it began with
+    return make_invite(run, owner, (), _START_TERMS, now_s=time.time())
+
+
+def _identity_of(signed: SignedSpecification) -> RunIdentity:
+    return RunIdentity(signed.founder, signed.name, signed.specification.recovery_peer)
+
+
+def stored_run(run: str) -> SignedSpecification:
+    """Return the run of this machine that a name means. Raise SwarmError if there is none, and UsageError if
+    it is not clear.
+    """
+    from swarm.run.directory import RunListing, choose
+    from swarm.run.specification_store import SpecificationStore
+
+    stored = {one.run_id: one for one in SpecificationStore(specifications_folder()).all()}
+    if not stored:
+        raise SwarmError(
+            "this machine took part in no run yet: reach a run through its peers with --from ADDRESS"
+        )
+    return stored[choose([RunListing(one.name, one.run_id) for one in stored.values()], run).run_id]
+
+
+def run_addresses(run: str, given: Sequence[str]) -> list[str]:
+    """Return the given addresses or, without any, those of volunteers on this machine. Raise UsageError if
+    there are none.
+    """
+    running = [] if given else [one for one in Control(control_folder()).running() if one.matches(run)]
+    found = list(given) or [address for one in running for address in one.addresses[:1]]
+    if not found:
+        raise UsageError(
+            f"nothing trains {run} on this machine: pass the address of a peer of it, as in `swarm join`"
+        )
+    return found
+
+
+def owners_entries(run: str, given: Sequence[str], owner: Identity, own: PeerId) -> list[str]:
+    """Return the entries of a command with which an owner changes its run: addresses and, for an invited run,
+    an invite of the owner for this command's own peer.
+    """
+    entries = run_addresses(run, given)
+    try:
+        signed = stored_run(run)
+    except SwarmError:
+        return entries
+    if signed.founder != owner.peer_id or signed.specification.members != "invited":
+        return entries
+    terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_COMMAND_S, peer=own)
+    own_invite = make_invite(_identity_of(signed), owner, (), terms, now_s=time.time())
+    return [own_invite.text(), *entries]
+
+
+def contacts_of(entries: Sequence[str]) -> list[Contact]:
+    """Return the peers that addresses and invites name. Raise UsageError when one is wrong."""
+    return list(Entrance.of(list(entries)).contacts)
+
+
+def check_answered(node: Node, address: str) -> None:
+    """Raise NotInvited or NetworkError with the reason for which nobody answered."""
+    if node.not_invited:
+        raise NotInvited(node.not_invited)
+    why = "; ".join(node.join_failures) or "no answer in time"
+    raise NetworkError(f"nobody answers at {address:.80}: {why}. Ask for the address of another live peer")

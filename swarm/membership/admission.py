@@ -1,0 +1,141 @@
+"""Admission: who may do what in an invited run. One object per process; every service asks it.
+
+Uses are counted by each member for itself: it remembers which PeerIDs it has admitted through each grant of
+their capabilities. If there are more than the grant allows, those that signed first stay. Members that have
+met the same peers therefore agree. docs/decisions/0031 says what this does not promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from swarm.core.errors import NotInvited
+from swarm.core.ids import PeerId
+from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_grants
+
+# What a caller needs for the methods of a service; methods that are not listed here take any member.
+NEEDED_ROLES: dict[str, frozenset[Role]] = {
+    "/swarm.Groups/": frozenset({"train", "serve"}),  # servers average the replicas of an expert in groups
+    "/swarm.Reduce/": frozenset({"train", "serve"}),
+    "/swarm.Expert/": frozenset({"train", "serve"}),
+    "/swarm.Run/Report": frozenset({"train"}),
+}
+# What entry points may call: peers that this process, or who invited it, named as addresses without inviting.
+ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
+_REVOKED = "the owner of the run has revoked this peer's invite"
+
+
+@dataclass(slots=True)
+class _Uses:
+    """The peers that were admitted through one grant: when each signed."""
+
+    expires_s: int
+    signed_s: dict[PeerId, int] = field(default_factory=dict)
+
+
+class Admission:
+    """The peers that this process has admitted to one run."""
+
+    def __init__(self, run_id: str, owner: PeerId) -> None:
+        self.run_id, self.owner = run_id, owner
+        self.revoked: frozenset[PeerId] = frozenset()
+        self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
+        self._standings: dict[PeerId, Rights] = {}
+        self._uses: dict[PeerId, _Uses] = {}  # by subject of a grant
+
+    def admit(self, holder: PeerId, grants: Grants, now_s: float) -> None:
+        """Check a peer's capability and remember the peer. The owner needs none.
+
+        Raises NotInvited with the reason for which it is not valid here and now.
+        """
+        if holder == self.owner:
+            return
+        known = self._standings.get(holder)
+        if known is not None and known.grants == grants and now_s < known.expires_s:
+            return
+        if not grants:
+            raise NotInvited(self._sentence("a peer joins with an invite (swarm1…)"))
+        try:
+            standing = check_grants(self.run_id, self.owner, grants, now_s)
+        except NotInvited as error:
+            raise NotInvited(self._sentence(str(error))) from None
+        last = grants[-1]
+        if last.kind != "peer" or last.subject != holder:
+            raise NotInvited(self._sentence("the capability belongs to another peer"))
+        if standing.concerns(self.revoked):
+            raise NotInvited(self._sentence(_REVOKED))
+        self._count(holder, standing, now_s)
+        self._standings[holder] = standing
+
+    def refusal(self, caller: PeerId, method: str, now_s: float) -> str:
+        """Return why this peer may not call this method; empty if it may."""
+        roles = self.roles(caller, now_s)
+        if not roles:
+            return self._sentence("a peer joins with an invite (swarm1…), which a member makes for it")
+        for prefix, needed in NEEDED_ROLES.items():
+            if method.startswith(prefix) and not roles & needed:
+                return self._sentence(f"this needs the role {' or '.join(sorted(needed))}")
+        return ""
+
+    def roles(self, peer: PeerId, now_s: float) -> frozenset[Role]:
+        """Return the roles of a peer; none if it was not admitted, or its capability has expired."""
+        if peer == self.owner:
+            return frozenset(ROLES)
+        standing = self._standings.get(peer)
+        if standing is None:
+            return frozenset()
+        if now_s >= standing.expires_s:
+            del self._standings[peer]
+            return frozenset()
+        return standing.roles
+
+    def revoke(self, peers: Iterable[PeerId]) -> None:
+        """Replace the list of revoked peers and invites, and forget the peers that they concern."""
+        self.revoked = frozenset(peers) - {self.owner}
+        removed = {holder for holder, one in self._standings.items() if one.concerns(self.revoked)}
+        for holder in removed:
+            self._forget(holder)
+        self.removed |= removed
+
+    def problem(self, peer: PeerId, grants: Grants, now_s: float) -> str:
+        """Return why a capability would be refused here, without admitting anybody; empty if it would not."""
+        if peer == self.owner:
+            return ""
+        if any(grant.subject in self.revoked for grant in grants):
+            return _REVOKED
+        if any(now_s >= grant.expires_s for grant in grants):
+            return "this peer's invite has expired"
+        return ""
+
+    def _count(self, holder: PeerId, standing: Rights, now_s: float) -> None:
+        """Take one use of each grant. Raise NotInvited if one has none left for a peer that signed then."""
+        self._uses = {subject: uses for subject, uses in self._uses.items() if now_s < uses.expires_s}
+        displaced = set()
+        for grant in standing.grants:
+            uses = self._uses.get(grant.subject)
+            if uses is None or holder in uses.signed_s or len(uses.signed_s) < grant.uses:
+                continue
+            last = max(uses.signed_s, key=lambda peer: (uses.signed_s[peer], peer))
+            if (standing.signed_s, holder) > (uses.signed_s[last], last):
+                text = f"this invite was for {grant.uses} peer{'s' if grant.uses > 1 else ''} and is used up"
+                raise NotInvited(self._sentence(text))
+            displaced.add(last)
+        for peer in displaced:
+            self._forget(peer)
+        for grant in standing.grants:
+            self._use(grant, holder, standing.signed_s)
+
+    def _use(self, grant: Grant, holder: PeerId, signed_s: int) -> None:
+        uses = self._uses.setdefault(grant.subject, _Uses(grant.expires_s))
+        uses.expires_s = max(uses.expires_s, grant.expires_s)
+        uses.signed_s[holder] = min(signed_s, uses.signed_s.get(holder, signed_s))
+
+    def _forget(self, holder: PeerId) -> None:
+        """Forget a peer, and that it took uses."""
+        self._standings.pop(holder, None)
+        for uses in self._uses.values():
+            uses.signed_s.pop(holder, None)
+
+    def _sentence(self, reason: str) -> str:
+        return f"run {self.run_id} is for invited peers only: {reason}"

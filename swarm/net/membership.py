@@ -1,0 +1,117 @@
+"""This process as a member of an invited run: it shows its capability to every peer that it dials, and
+answers only peers that have shown theirs.
+
+A process joins one invited run. All its services answer members of this run only, the DHT included, so that
+the peers of an invited run form a swarm of their own. The exception are entry points: peers without a
+capability whose addresses this user, or the invite, names. They take part in the DHT and in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from swarm.core.errors import NotInvited, PeerError
+from swarm.core.ids import PeerId
+from swarm.membership.admission import ENTRY_POINT_METHODS, Admission
+from swarm.membership.capability import CAPABILITY_BYTES_MAX, decode, encode
+from swarm.membership.invite import Invite
+from swarm.net.rpc import Handlers, Method
+from swarm.wire import run_pb2
+
+_REFUSED_S = 30.0  # a peer that is no member is not asked again for this time
+_REFUSED_MAX = 4096
+ADMIT = Method(
+    name="/swarm.Run/Admit",
+    request=run_pb2.AdmitRequest,
+    reply=run_pb2.AdmitReply,
+    request_bytes_max=CAPABILITY_BYTES_MAX + 100,
+    reply_bytes_max=CAPABILITY_BYTES_MAX + 100,
+)
+
+
+class RunMembership:
+    """The membership of this process in one invited run. It belongs to the network thread."""
+
+    def __init__(
+        self, invite: Invite, own: PeerId, entry_points: Iterable[PeerId], now_s: Callable[[], float]
+    ) -> None:
+        """`now_s` returns swarm time. Raises UsageError when the invite is not valid for this peer."""
+        self.invite = invite
+        self.own = own
+        self.capability = invite.capability_of(own, now_s())
+        self.admission = Admission(invite.run_id, invite.owner)
+        # without those that turn out to be members: what these may do follows from their capability alone
+        self._entry_points = set(entry_points)
+        self._now_s = now_s
+        # peers that turned out to be no members: when, and why
+        self._refused: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
+
+    @property
+    def run_id(self) -> str:
+        return self.admission.run_id
+
+    def problem(self) -> str:
+        """Return why this process itself is not a member any more; empty if it is."""
+        return self.admission.problem(self.own, self.capability, self._now_s())
+
+    def refusal(self, caller: PeerId, method: str) -> str:
+        """Return why this peer may not call this method; empty if it may."""
+        if method == ADMIT.name:
+            return ""
+        refusal = self.admission.refusal(caller, method, self._now_s())
+        if (
+            refusal
+            and caller in self._entry_points - self.admission.revoked
+            and method.startswith(ENTRY_POINT_METHODS)
+        ):
+            return ""
+        return refusal
+
+    def check_callee(self, peer_id: PeerId) -> None:
+        """Raise NotInvited when this peer must not be called: it was revoked, or has shown no capability."""
+        if peer_id in self.admission.revoked or peer_id in self.admission.removed:
+            raise NotInvited(f"peer {peer_id} was revoked by the owner of run {self.run_id}")
+        refused = self._refused.get(peer_id)
+        if refused is not None:
+            since_s, reason = refused
+            if abs(self._now_s() - since_s) < _REFUSED_S:
+                raise NotInvited(reason)
+            del self._refused[peer_id]
+
+    def request(self) -> run_pb2.AdmitRequest:
+        """Return what this process shows to a peer that it dialed."""
+        return run_pb2.AdmitRequest(run=self.run_id, capability=encode(self.capability))
+
+    def check_reply(self, peer_id: PeerId, reply: run_pb2.AdmitReply) -> None:
+        """Admit the peer that was dialed. Raises NotInvited if it is neither a member nor an entry point."""
+        try:
+            if reply.member:
+                self._entry_points.discard(peer_id)
+                self.admission.admit(peer_id, decode(reply.capability), self._now_s())
+            elif peer_id not in self._entry_points:
+                raise NotInvited(f"peer {peer_id} takes no part in run {self.run_id}")
+        except PeerError as error:
+            self._refused[peer_id] = (self._now_s(), str(error))
+            self._refused.move_to_end(peer_id)
+            if len(self._refused) > _REFUSED_MAX:
+                self._refused.popitem(last=False)
+            raise
+
+    def answer(self, caller: PeerId, request: run_pb2.AdmitRequest) -> run_pb2.AdmitReply:
+        """Admit a caller and show it this process's capability (`ADMIT`). Raises NotInvited."""
+        if request.run != self.run_id:
+            raise NotInvited(f"this peer takes part in run {self.run_id}, and in no other one")
+        self._entry_points.discard(caller)
+        self.admission.admit(caller, decode(request.capability), self._now_s())
+        self._refused.pop(caller, None)
+        return run_pb2.AdmitReply(member=True, capability=encode(self.capability))
+
+
+def register(handlers: Handlers, membership: RunMembership | None) -> None:
+    """Register the handler of `ADMIT`. A process without a membership says so."""
+
+    def no_member(caller: PeerId, request: run_pb2.AdmitRequest) -> run_pb2.AdmitReply:
+        return run_pb2.AdmitReply()
+
+    handlers.direct(ADMIT, no_member if membership is None else membership.answer)

@@ -1,0 +1,137 @@
+"""Membership of invited runs as commands and volunteers use it: which process may take part, what it keeps on
+disk, and how it learns who was revoked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm.core.backoff import Backoff
+from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.files import write_private
+from swarm.core.ids import PeerId
+from swarm.membership.capability import CAPABILITY_BYTES_MAX, Grants, Role, decode, encode
+from swarm.run.changes import CHANGE, RunFollower
+from swarm.run.directory import RunDirectory
+from swarm.run.specification import SignedSpecification
+
+if TYPE_CHECKING:
+    from swarm.net.membership import RunMembership
+    from swarm.node import Node
+
+_log = logging.getLogger(__name__)
+
+CAPABILITIES_MAX = 64  # files; above this, those that were written longest ago are deleted
+_SUFFIX = ".capability"
+_FIND_FIRST_S, _FIND_S_MAX = 1.0, 60.0  # between two searches for the run's specification
+
+
+def check_invited(signed: SignedSpecification, membership: RunMembership | None) -> None:
+    """Raise UsageError when this process must not take part in a run: it would answer anybody, or it was
+    invited to another run.
+    """
+    if membership is not None and membership.run_id != signed.run_id:
+        raise UsageError(
+            f"this invite is to {membership.invite.name}@{membership.run_id}, not to {signed.full_name}"
+        )
+    if membership is None and signed.specification.members == "invited":
+        raise UsageError(
+            f"{signed.full_name} is for invited peers only: "
+            "join with an invite (swarm1…) instead of an address"
+        )
+
+
+def require_role(membership: RunMembership | None, role: Role) -> None:
+    """Raise UsageError when this process was invited without this role."""
+    if membership is None or membership.own == membership.admission.owner:
+        return
+    roles = membership.capability[-1].roles
+    if role not in roles:
+        raise UsageError(f"this invite is for the roles {', '.join(roles)}; this needs the role {role}")
+
+
+def save_capability(folder: Path, membership: RunMembership) -> None:
+    """Keep this peer's capability, from which `swarm invite` issues further invites. Disk errors are logged
+    and not raised.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_private(_file(folder, membership.run_id, membership.own), encode(membership.capability))
+        files = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
+        for file in files[:-CAPABILITIES_MAX]:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("the capability for run %s cannot be saved: %s", membership.run_id, error)
+
+
+def load_capability(folder: Path, run_id: str, holder: PeerId) -> Grants:
+    """Return the capability that this peer keeps for a run; none if there is no valid file."""
+    try:
+        with _file(folder, run_id, holder).open("rb") as stream:
+            return decode(stream.read(CAPABILITY_BYTES_MAX + 1))
+    except FileNotFoundError:
+        return ()
+    except (OSError, PeerError) as error:
+        _log.warning("the capability for run %s is ignored: %s", run_id, error)
+        return ()
+
+
+def excluded_peers(signed: SignedSpecification, membership: RunMembership | None) -> frozenset[PeerId]:
+    """Refuse those that this version revokes, and return the peers that it excludes: those that the owner has
+    banned, and those that have lost their capability. Runs on the network thread.
+    """
+    banned = signed.specification.banned_peers
+    if membership is None:
+        return banned
+    membership.admission.revoke(signed.specification.revoked_peers)
+    return banned | membership.admission.removed
+
+
+def follow_run(node: Node) -> None:
+    """Follow the specification of the run that the node was invited to, for those that it revokes: for
+    members that train nothing. Without an invite there is nothing to follow.
+    """
+    membership = node.membership
+    if membership is None:
+        return
+    directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+
+    async def follow() -> None:
+        node.supervisor.spawn(
+            f"following run {membership.run_id}", lambda: _follow(node, directory, membership), restart=True
+        )
+
+    node.network.run(follow(), 5.0)
+
+
+async def _follow(node: Node, directory: RunDirectory, membership: RunMembership) -> None:
+    backoff = Backoff(_FIND_FIRST_S, _FIND_S_MAX, random)
+    while True:
+        try:
+            signed = await directory.specification(membership.run_id)
+            break
+        except SwarmError:  # nobody trains the run at the moment
+            await asyncio.sleep(backoff.next_s())
+
+    def apply(newer: SignedSpecification) -> None:
+        excluded_peers(newer, membership)
+
+    apply(signed)
+    follower = RunFollower(
+        signed,
+        caller=node.channels,
+        directory=directory,
+        members=list,
+        on_newer=apply,
+    )
+    node.handlers.remove(CHANGE.name)
+    node.handlers.unary(CHANGE, follower.on_change)
+    await follower.run()
+
+
+def _file(folder: Path, run_id: str, holder: PeerId) -> Path:
+    return folder / f"{run_id}-{holder}{_SUFFIX}"
