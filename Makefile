@@ -46,8 +46,9 @@ install-docs: $(VENV)/.installed-docs
 demo: install
 	@$(BIN)/swarm demo $(ARGS)
 
+# Two files at a time: most tests over sockets wait rather than compute.
 test: install-dev
-	$(BIN)/python -m pytest -m "not chaos and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos and not slow" -n 2 --dist loadfile $(ARGS)
 
 # Runs with the machine's own packages, and makes no environment: PYTHON has a CUDA build of torch, and WHEELS is a folder with what else is
 # missing there. Another OUT: where the report goes. SWARM_GPU_DEVICE=cpu tries everything at small sizes on the host.

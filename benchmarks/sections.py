@@ -19,6 +19,7 @@ from benchmarks import (
     dht,
     experts,
     group_formation,
+    half_killed,
     hostile,
     joining,
     links,
@@ -68,6 +69,11 @@ def _allreduce(request: Request) -> Rows:
         yield allreduce.rows(request.setting, vector_mib=size_mib)
 
 
+def _losses(request: Request) -> Rows:
+    yield peer_failures.rows(request.setting)
+    yield half_killed.rows(request.setting.say)
+
+
 def _dht(request: Request) -> Rows:
     for peers in dht.SIZES:
         yield dht.rows(request.setting, peers=peers)
@@ -94,7 +100,7 @@ SECTIONS = {
     "groups": Section(
         rows=_once(lambda request: group_formation.rows(request.setting, rounds=5)), compared=True
     ),
-    "losses": Section(rows=_once(lambda request: peer_failures.rows(request.setting)), compared=True),
+    "losses": Section(rows=_losses, compared=True),
     "trainers": Section(rows=_once(lambda request: trainer_costs.rows(request.setting)), compared=True),
     "state": Section(rows=_once(lambda request: states.rows(request.setting)), compared=True),
     "cuts": Section(rows=_once(lambda request: cuts.rows(request.setting.say))),

@@ -313,11 +313,13 @@ class RunHistory:
         if not head:
             return
         with self._lock:
+            # the record of a dead peer is read again and again: only news shows that it lives
+            if self._heads.get(contact.peer_id, (b"",))[0] != head:
+                self._refused.discard(contact.peer_id)
             self._heads[contact.peer_id] = head, contact
             self._heads.move_to_end(contact.peer_id)
             if len(self._heads) > _CONTACTS_MAX:
                 self._heads.popitem(last=False)
-            self._refused.discard(contact.peer_id)
             new = self._is_open(head)
         if new:
             self._wake.set()
@@ -362,6 +364,8 @@ class RunHistory:
             request = state_pb2.HistoryRequest(run=self._run, heads=heads)
             try:
                 reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
+                with self._lock:
+                    self._refused.discard(contact.peer_id)
                 self._judge(contact, decode_chain(reply.chain))
             except NetworkError as error:
                 if _REFUSED in str(error).lower():

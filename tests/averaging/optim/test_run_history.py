@@ -1,0 +1,81 @@
+"""The history of an optimizer: what it knows of electors that it cannot reach."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from averaging.history.lineage import Chain
+from averaging.optim.history import RunHistory
+from swarm.core.errors import NetworkError
+from swarm.core.ids import Address, Contact
+from swarm.testing.identities import SeededIdentity
+
+HEAD = b"h" * 32
+EPOCH_S = 0.5
+
+
+class Calls:
+    """Calls to peers whose hosts refuse connections, until `alive`."""
+
+    def __init__(self) -> None:
+        self.alive = False
+
+    async def call(self, contact: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
+        if self.alive:
+            raise NetworkError(f"{contact.peer_id} did not answer within {timeout_s:g} s")
+        raise NetworkError(f"cannot reach {contact.peer_id}: Connection refused")
+
+
+def contact(number: int) -> Contact:
+    return Contact(SeededIdentity(number).peer_id, (Address("127.0.0.1", 1000 + number),))
+
+
+@pytest.mark.parametrize("again", [0, 1, 5])
+def test_a_stale_report_of_a_dead_elector_does_not_lengthen_the_grace(again: int) -> None:
+    """The records of killed peers stay in the DHT for a while, and are read again and again."""
+
+    async def play() -> None:
+        own = SeededIdentity(1)
+        node: Any = SimpleNamespace(
+            contact=contact(1), channels=Calls(), network=SimpleNamespace(loop=asyncio.get_running_loop())
+        )
+        history = RunHistory(node, "run", own.sign, group_size_max=64)
+        dead = [contact(2), contact(3)]
+        history.restore(
+            Chain(head=HEAD, electors=(*(one.peer_id for one in dead), own.peer_id), certificates=())
+        )
+        for one in dead:
+            history.heard(one, b"x" * 32)
+        assert not history.seek_quorum((), 0.0, EPOCH_S)
+        await history.compare()
+        for _ in range(again):
+            for one in dead:
+                history.heard(one, b"x" * 32)
+        assert not history.seek_quorum((), 0.9, EPOCH_S)
+        assert history.waits_briefly
+        assert history.seek_quorum((), 1.9, EPOCH_S)
+        assert history.is_break
+
+    asyncio.run(play())
+
+
+def test_an_elector_that_reports_another_head_lives() -> None:
+    async def play() -> None:
+        own = SeededIdentity(1)
+        node: Any = SimpleNamespace(
+            contact=contact(1), channels=Calls(), network=SimpleNamespace(loop=asyncio.get_running_loop())
+        )
+        history = RunHistory(node, "run", own.sign, group_size_max=64)
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id, own.peer_id), certificates=()))
+        history.heard(contact(2), b"x" * 32)
+        history.seek_quorum((), 0.0, EPOCH_S)
+        await history.compare()
+        history.heard(contact(2), b"y" * 32)
+        assert not history.seek_quorum((), 1.9, EPOCH_S)
+        assert not history.waits_briefly
+
+    asyncio.run(play())
