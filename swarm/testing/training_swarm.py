@@ -19,7 +19,7 @@ from averaging.optim.config import OptimizerConfig
 from averaging.optim.optimizer import Optimizer
 from averaging.optim.reports import StepReport
 from swarm.core.errors import UsageError
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import Contact, PeerId, open_run_id
 from swarm.core.presets import WAN, Timings
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.peerbook import KnownPeer
@@ -32,7 +32,7 @@ from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 
 ServiceT = TypeVar("ServiceT")
 
-RUN = "simulated"
+RUN = open_run_id("simulated")
 _LEAVE_S = 1.0  # for the goodbyes of one service of a peer that leaves
 
 
@@ -212,9 +212,7 @@ class TrainingSwarm:
         self._incarnations[peer.peer_id] = incarnation
         node = GreenNode(peer, incarnation)
         entries = [other.peer.contact for other in self.live.values()][:3]
-        made = TrainingPeer(
-            peer, node, self.config, batch, compute_s, self._on_step, checkpoint=checkpoint
-        )
+        made = TrainingPeer(peer, node, self.config, batch, compute_s, self._on_step, checkpoint=checkpoint)
         self.live[peer.peer_id] = made
         if entries:
             joining = asyncio.ensure_future(node.dht.service.join(entries))
