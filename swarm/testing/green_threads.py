@@ -159,7 +159,7 @@ class GreenNetwork:
                 function()
             except ThreadKilledError:
                 error: Exception | None = None
-            except Exception as raised:
+            except Exception as raised:  # noqa: BLE001  whoever awaits the future gets it
                 error = raised
             else:
                 error = None

@@ -103,6 +103,7 @@ class TrainingChecks:
         self.limits = CheckLimits(violations, default_max=_TABLES_MAX)
         self.steps = self.epochs = self.rounds_failed = self.resynchronised = self.given_up = 0
         self.longest_step_s = 0.0
+        self.longest_pause_s = 0.0  # of a side with a quorum, beyond the time of an epoch
         self._carried: dict[TrainingPeer, int] = {}
         self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
 
@@ -132,8 +133,8 @@ class TrainingChecks:
         if before + one.batch != contributed + report.accumulated + report.dropped:
             self.violations.add(
                 now_s,
-                f"peer {one.index}: {before} samples were carried and {one.batch} trained; {contributed} were "
-                f"contributed, {report.accumulated} are carried and {report.dropped} reported as dropped "
+                f"peer {one.index}: {before} samples were carried and {one.batch} trained; {contributed} "
+                f"were contributed, {report.accumulated} are carried, {report.dropped} reported as dropped "
                 f"({report.reason})",
             )
 

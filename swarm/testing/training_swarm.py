@@ -1,5 +1,5 @@
-"""A simulated swarm that trains: the production DHT, matchmaking, rounds, progress, histories, states, and the
-real `Optimizer`, on the simulated network and virtual time.
+"""A simulated swarm that trains: the production DHT, matchmaking, rounds, progress, histories, states and the
+`Optimizer`, on the simulated network and virtual time.
 
 Each peer trains the same tiny model. Its gradient is the distance to a point of its own, so that the
 parameters stay bounded and no two rounds have the same average.
@@ -18,7 +18,6 @@ import torch
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.optimizer import Optimizer
 from averaging.optim.reports import StepReport
-from swarm.core.errors import UsageError
 from swarm.core.ids import Contact, PeerId, open_run_id
 from swarm.core.presets import WAN, Timings
 from swarm.dht.service.dht_service import DhtService
@@ -223,11 +222,9 @@ class TrainingSwarm:
 
     def _watch(self, made: TrainingPeer, finished: asyncio.Future[None]) -> None:
         async def end() -> None:
-            try:
-                await finished
-            except UsageError as error:
-                self.errors.append((made.index, error))
-            except Exception as error:
+            await asyncio.wait([finished])
+            error = finished.exception()
+            if error is not None:
                 self.errors.append((made.index, error))
             if self.live.get(made.peer.peer_id) is made and made.leaving:
                 await self._end(made)
