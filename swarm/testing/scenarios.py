@@ -2,8 +2,8 @@
 
     python -m swarm.testing.scenarios --seed 7 --peers 60 --hours 1 --scenario storm
 
-The scenario `training` is a whole swarm that trains (`swarm.testing.training_scenarios`). Any other scenario
-is a swarm of production DHT peers, a workload of many writers, a schedule of faults, and the checkers; all of it
+The scenario `training` is a whole swarm that trains (`swarm.testing.training_scenarios`). Any other one is a
+swarm of production DHT peers, a workload of many writers, a schedule of faults, and the checkers; all of it
 follows from the seed. It proceeds in rounds: ten minutes of faults, then a time without faults, in which the
 swarm must heal within `settle_s`; then every stored entry that has not expired must be found. A failure is
 `ScenarioFailed`, whose text ends with the command that replays it.
