@@ -47,6 +47,7 @@ from averaging.step_runner import (
 from swarm.compression import find
 from swarm.core.device import is_out_of_memory
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
+from swarm.core.ids import Contact
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -156,6 +157,7 @@ class Averager:
         self._result_buffer = ResultBuffer(self._staging.queues)
         self._averages: Averages | None = None  # result of the pending round, until it is written back
         self._last_round_s = 0.0
+        self.met: tuple[Contact, ...] = ()  # the members of the last group that completed a round
         self._closed = False
         node.network.run(self._open(target_group_size, min_group_size), 10.0)
 
@@ -249,7 +251,7 @@ class Averager:
             timeout_s=timeout_s,
             history=round_key if isinstance(round_key, RoundLineage) else None,
         )
-        member = self._member(options.weight)
+        member = self._member(options.weight, options.history)
         delta = apply == "delta"
         pending = PendingRound(
             functools.partial(self._write_back, delta=delta, started_s=started_s),
@@ -310,7 +312,11 @@ class Averager:
         gives = contributes or (delta and not self.auxiliary)
         if self._mixed is not None:
             return self._mixed.take(
-                self._service.all_reduce, self._round, gives=gives, read_in_place=read_in_place
+                self._service.all_reduce,
+                self._round,
+                options.history,
+                gives=gives,
+                read_in_place=read_in_place,
             )
         assert not isinstance(self.feedback, LowRank)
         vector = self._staging.take(read_in_place=read_in_place) if gives else self._staging.nothing()
@@ -340,6 +346,7 @@ class Averager:
             runner = StepRunner(self._groups, strategy, self.node.clock, self._last_round_s)
             ended = await runner.run(member, options)
             self._last_round_s, self._averages = ended.last_round_s, ended.averages
+            self.met = ended.members or self.met
             outcome = replace(ended.result, seconds={"staging": staged_s, **ended.result.seconds})
         except Exception as unexpected:
             error = unexpected
@@ -381,7 +388,7 @@ class Averager:
         else:
             self._staging.put(averages)
 
-    def _member(self, weight: float) -> Member:
+    def _member(self, weight: float, history: RoundLineage | None) -> Member:
         contact = self.node.contact
         bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
         cap = self.node.config.bandwidth.min_bytes_per_s
@@ -393,6 +400,7 @@ class Averager:
             bandwidth=bandwidth if contact.addresses else 0.0,
             bandwidth_is_set=is_set,
             auxiliary=self.auxiliary,
+            grid_rounds=history.grid_rounds if history is not None else 0,
         )
 
     def _reserve(self, pending: PendingRound) -> None:

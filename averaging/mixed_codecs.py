@@ -18,6 +18,7 @@ from blake3 import blake3
 from averaging.allreduce.allreduce import AllReduce, RoundMemory
 from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.outcome import RoundOutcome
+from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group
 from averaging.matchmaking.logic.messages import VectorSchema
 from averaging.reduction.averages import Averages, ResultBuffer
@@ -90,9 +91,17 @@ class MixedCodecs:
             codec="+".join(part.codec.name for part in self._parts),
         )
 
-    def take(self, all_reduce: AllReduce, config: RoundConfig, *, gives: bool, read_in_place: bool) -> InTurn:
-        """Take the values that go into the next round, in the caller's thread, and return the round. Without
-        `gives` the tensors are not read.
+    def take(
+        self,
+        all_reduce: AllReduce,
+        config: RoundConfig,
+        history: RoundLineage | None,
+        *,
+        gives: bool,
+        read_in_place: bool,
+    ) -> InTurn:
+        """Take the values that go into the next round, in the caller's thread, and return the round, which
+        extends `history` if there is one. Without `gives` the tensors are not read.
         """
         vectors = []
         for part in self._parts:
@@ -101,7 +110,7 @@ class MixedCodecs:
             vector = staging.take(read_in_place=read_in_place) if gives else staging.nothing()
             vector.describe = functools.partial(staging.layout.describe, names=part.names)
             vectors.append(vector)
-        return InTurn(all_reduce, config, self._parts, vectors)
+        return InTurn(all_reduce, config, history, self._parts, vectors)
 
     @property
     def written(self) -> bool:
@@ -123,22 +132,25 @@ class InTurn:
 
     all_reduce: AllReduce
     config: RoundConfig
+    history: RoundLineage | None
     parts: Sequence[_Part]
     vectors: Sequence[FlatVector]
     gathered_prefix_bytes: int = field(default=0)
 
     async def run(self, group: Group, deadline_s: float) -> RoundOutcome:
         """Make one round with this group. Its outcome is that of the last all-reduce, with what the others
-        cost and the members that they lost.
+        cost and the members that they lost. Only the last one extends the history: an elector votes once.
         """
         outcomes: list[RoundOutcome] = []
         for nth, (part, vector) in enumerate(zip(self.parts, self.vectors, strict=True)):
+            decides = part is self.parts[-1]
             outcome = await self.all_reduce.run(
                 replace(group, codec=part.codec.name, group_id=_group_id(group, nth)),
                 vector,
                 deadline_s=deadline_s,
                 config=self.config,
                 memory=RoundMemory(part.result_buffer),
+                history=self.history if decides else None,
             )
             outcomes.append(outcome)
             if outcome.failed:

@@ -25,7 +25,7 @@ from averaging.result import RoundResult
 from swarm.core.backoff import backoff_s
 from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
-from swarm.core.ids import PeerId
+from swarm.core.ids import Contact, PeerId
 
 _RESERVE = 0.2  # smallest share of the time that the search leaves for the round
 _RESERVE_MAX = 0.5  # largest share, however long rounds took
@@ -51,6 +51,7 @@ class StepOutcome:
 
     result: RoundResult
     averages: Averages | None  # to be written back; None: nothing to write
+    members: tuple[Contact, ...] = ()  # of the last group
     last_round_s: float  # duration of the last committed round, by which the next step plans
 
 
@@ -123,7 +124,14 @@ class StepRunner:
             now_s = self._clock.monotonic_s()
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
             found = await self._groups.find(
-                member=member, round_key=options.round_key, deadline_s=search_end_s, gathered=options.gathered
+                member=member,
+                round_key=options.round_key,
+                deadline_s=search_end_s,
+                gathered=options.gathered,
+                electors=options.history.seats if options.history is not None else 0,
+                may_be_alone=options.weight > 0.0
+                and options.history is not None
+                and options.history.may_be_alone,
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):
@@ -196,7 +204,12 @@ class StepRunner:
             certificate=outcome.certificate,
             **self._common(group),
         )
-        return StepOutcome(result=result, averages=outcome.averages, last_round_s=self._last_round_s)
+        return StepOutcome(
+            result=result,
+            averages=outcome.averages,
+            last_round_s=self._last_round_s,
+            members=tuple(member.contact for member in group.members),
+        )
 
     def _failure(self, reason: str, detail: str, group: Group | None) -> StepOutcome:
         result = RoundResult(failed=True, reason=reason, detail=detail, **self._common(group))

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from averaging.optim.epoch_averager import AveragingOptions, BackgroundRound, EpochAverager
+from averaging.optim.background_round import RunningRound
+from averaging.optim.epoch_averager import AveragingOptions, EpochAverager
 from averaging.optim.modes import Mode, ModeParts
 from averaging.optim.optimizer import OptimizerConfig
 from benchmarks.training_setups import Scale, TrainingSetup
@@ -168,7 +169,7 @@ class Peer:
 
     def __init__(self, node: Node, number: int, setup: TrainingSetup, run: str) -> None:
         self._node, self._number, self._setup, self._run = node, number, setup, run
-        self._pending: BackgroundRound | None = None
+        self._pending: RunningRound | None = None
         self._sent_bytes = 0
         self.history = PeerHistory()
 

@@ -273,7 +273,9 @@ class Node:
 
     async def _introduce(self, contact: Contact) -> None:
         try:
-            await self._introductions.introduce(contact, timeout_s=self.timings.hello_timeout_s)
+            await self._introductions.introduce(
+                contact, timeout_s=self.timings.hello_timeout_s, connected=True
+            )
         except SwarmError as error:
             _logger.debug("%s", error)
 

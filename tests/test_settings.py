@@ -11,7 +11,7 @@ import pytest
 
 import swarm
 from averaging.config import RunAverager
-from docs._ext.reference import fields_of
+from docs._ext.fields import fields_of
 from swarm.core.errors import UsageError
 from swarm.core.presets import LAN, LOCAL, WAN, Timings, timings_of
 

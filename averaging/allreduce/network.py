@@ -13,6 +13,12 @@ from swarm.core.ids import Contact
 from swarm.net.rpc import Method, ReplyT, RequestT, Stream
 
 
+# A stream for at most this much shares the connection of calls: in a large group, which cuts the vector into
+# many small shards, another handshake with every reducer costs more than the values. Larger: heartbeats wait
+# behind values on slow links.
+SHARED_STREAM_BYTES_MAX = 64 << 10
+
+
 class RoundNetwork:
     """The network of one node. `speed` learns what its link can do."""
 
@@ -39,9 +45,12 @@ class RoundNetwork:
 
     @asynccontextmanager
     async def open_stream(
-        self, contact: Contact, came: Callable[[int], None], went: Callable[[], None]
+        self, contact: Contact, size_bytes: int, came: Callable[[int], None], went: Callable[[], None]
     ) -> AsyncIterator[Stream]:
-        """Open a stream to a reducer, with its large messages in frames."""
+        """Open a stream to a reducer for `size_bytes` of values, with its large messages in frames."""
         # a connection of its own, so that heartbeats and votes do not wait behind megabytes
-        async with self._dialer.open_stream(contact, EXCHANGE, timeout_s=None, connection=1) as stream:
+        connection = 1 if size_bytes > SHARED_STREAM_BYTES_MAX else 0
+        async with self._dialer.open_stream(
+            contact, EXCHANGE, timeout_s=None, connection=connection
+        ) as stream:
             yield self.framed(stream, came, went)

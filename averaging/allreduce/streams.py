@@ -37,7 +37,10 @@ class ReducerStream:
         came = functools.partial(driver.on_bytes, place, True)
         try:
             async with driver.network.open_stream(
-                driver.contact(place), came, functools.partial(driver.on_sent, place)
+                driver.contact(place),
+                driver.machine.reducers.shard_bytes(place),
+                came,
+                functools.partial(driver.on_sent, place),
             ) as stream:
                 await _side_by_side(self._send(stream), self._receive(stream))
         except NetworkError as error:
@@ -172,7 +175,8 @@ async def _side_by_side(
     *work: Coroutine[Any, Any, None], until: Coroutine[Any, Any, None] | None = None
 ) -> None:
     """Run all of `work`; the first error ends the rest and is raised as it is. `until` runs for as long as
-    they do.
+    they do. A cancellation goes before errors of peers at the same moment, which a task group would raise in
+    its place: nobody waits for them any more.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -182,7 +186,10 @@ async def _side_by_side(
             if watch is not None:
                 watch.cancel()
     except BaseExceptionGroup as group:
-        raise first_error(group) from None
+        error, task = first_error(group), asyncio.current_task()
+        if isinstance(error, SwarmError) and task is not None and task.cancelling():
+            raise asyncio.CancelledError from None
+        raise error from None
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

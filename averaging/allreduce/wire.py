@@ -122,6 +122,7 @@ def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]
         contributors=[peer.public_key for peer in proposal.contributors],
         electors=[peer.public_key for peer in proposal.electors],
         is_break=proposal.is_break,
+        grid_rounds=proposal.grid_rounds,
         result=result,
         votes=[vote_to_wire(vote) for vote in votes],
     )
@@ -140,6 +141,7 @@ def endorsement_from_wire(message: pb.EndorseRequest) -> tuple[Proposal, bytes, 
         contributors=tuple(_peer(key) for key in message.contributors),
         electors=tuple(_peer(key) for key in message.electors),
         is_break=message.is_break,
+        grid_rounds=message.grid_rounds,
     )
     return proposal, message.result, tuple(vote_from_wire(vote) for vote in message.votes)
 

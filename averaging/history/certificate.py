@@ -24,6 +24,7 @@ SIGNATURE_BYTES: Final = 64
 ELECTORS_MAX: Final = 64  # of a run; a certificate carries a signature of more than half of them
 CONTRIBUTORS_MAX: Final = 256
 EPOCH_MAX: Final = 1 << 40
+GRID_ROUNDS_MAX: Final = 16  # in one epoch: 2^16 peers in groups of two
 NO_HEAD: Final = bytes(DIGEST_BYTES)  # what a round without a history extends
 
 _HEAD: Final = b"swarm head\0"
@@ -85,6 +86,8 @@ class Proposal:
     electors: tuple[PeerId, ...]  # of the next round, by `electors_after`
     # it commits without a quorum of the electors: a cut-off minority goes on by itself after the grace
     is_break: bool = False
+    # rounds of the next epoch, through the cells of the grid; 1: one group has room for the whole swarm
+    grid_rounds: int = 1
 
     def __post_init__(self) -> None:
         if len(self.head) != DIGEST_BYTES or len(self.group_id) != DIGEST_BYTES:
@@ -96,6 +99,8 @@ class Proposal:
                 f"a round has at most {CONTRIBUTORS_MAX} contributors and {ELECTORS_MAX} electors, not "
                 f"{len(self.contributors)} and {len(self.electors)}"
             )
+        if not 1 <= self.grid_rounds <= GRID_ROUNDS_MAX:
+            raise PeerError(f"an epoch has 1 to {GRID_ROUNDS_MAX} rounds, not {self.grid_rounds}")
         if len(set(self.contributors)) != len(self.contributors):
             raise PeerError("a peer contributes to a round once")
 
@@ -103,7 +108,9 @@ class Proposal:
         """Return the digest of all fields, 32 bytes."""
         run = self.run.encode()
         state = blake3(_PROPOSAL + len(run).to_bytes(4, "little") + run + self.head + self.group_id)
-        state.update(self.epoch.to_bytes(8, "little") + bytes([self.kind.value, self.is_break]))
+        state.update(
+            self.epoch.to_bytes(8, "little") + bytes([self.kind.value, self.is_break, self.grid_rounds])
+        )
         for peers in (self.contributors, self.electors):
             state.update(len(peers).to_bytes(4, "little"))
             for peer in peers:

@@ -13,6 +13,7 @@ from averaging.history.certificate import (
     DIGEST_BYTES,
     ELECTORS_MAX,
     EPOCH_MAX,
+    GRID_ROUNDS_MAX,
     SIGNATURE_BYTES,
     Certificate,
     Proposal,
@@ -62,7 +63,7 @@ def encode_root(root: Chain) -> list[Any]:
     """Return the beginning of a chain as values for msgpack: for states and checkpoints, whose history begins
     at their head.
     """
-    return [root.head, encode_peers(root.electors), root.root_epoch, root.root_line]
+    return [root.head, encode_peers(root.electors), root.root_epoch, root.root_line, root.root_grid_rounds]
 
 
 def root_text(root: Chain) -> str:
@@ -82,9 +83,12 @@ def read_root_text(text: object) -> Chain:
 
 def decode_root(values: object) -> Chain:
     """Return the empty chain of `encode_root`. Raise PeerError when the values are malformed."""
-    if not isinstance(values, list) or len(values) != 4:
-        raise PeerError("the beginning of a history has four values")
-    head, electors, epoch, line = values
+    if not isinstance(values, list) or len(values) not in (4, 5):
+        raise PeerError("the beginning of a history has five values")
+    head, electors, epoch, line = values[:4]
+    grid_rounds = values[4] if len(values) == 5 else 1  # a checkpoint of an older version has no such value
+    if type(grid_rounds) is not int or not 1 <= grid_rounds <= GRID_ROUNDS_MAX:
+        raise PeerError(f"an epoch has 1 to {GRID_ROUNDS_MAX} rounds, not {grid_rounds!r:.40}")
     if not isinstance(line, bytes) or len(line) not in (0, DIGEST_BYTES):
         raise PeerError(f"the name of a line of history has {DIGEST_BYTES} bytes or none")
     if not isinstance(head, bytes) or len(head) != DIGEST_BYTES:
@@ -97,6 +101,7 @@ def decode_root(values: object) -> Chain:
         certificates=(),
         root_epoch=epoch,
         root_line=line,
+        root_grid_rounds=grid_rounds,
     )
 
 
@@ -111,14 +116,17 @@ def encode_proposal(proposal: Proposal) -> list[Any]:
         encode_peers(proposal.contributors),
         encode_peers(proposal.electors),
         proposal.is_break,
+        proposal.grid_rounds,
     ]
 
 
 def decode_proposal(value: Any) -> Proposal:
     """Parse the values of a proposal. Raise PeerError, ValueError or TypeError when they are malformed."""
-    run, head, epoch, kind, group_id, contributors, electors, is_break = value
+    run, head, epoch, kind, group_id, contributors, electors, is_break, grid_rounds = value
     if not isinstance(run, str) or len(run) > _RUN_CHARACTERS_MAX or type(epoch) is not int:
         raise PeerError("a proposal names a run and an epoch")
+    if type(grid_rounds) is not int:
+        raise PeerError("a number of rounds is a whole number")
     return Proposal(
         run=run,
         head=_bytes(head),
@@ -128,6 +136,7 @@ def decode_proposal(value: Any) -> Proposal:
         contributors=decode_peers(contributors, CONTRIBUTORS_MAX),
         electors=decode_peers(electors, ELECTORS_MAX),
         is_break=bool(is_break),
+        grid_rounds=grid_rounds,
     )
 
 

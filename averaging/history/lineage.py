@@ -59,6 +59,7 @@ class Chain:
     certificates: tuple[Certificate, ...]
     root_epoch: int = 0  # of the state at `head`
     root_line: bytes = b""  # the last break before `head`, as `Lineage.line`
+    root_grid_rounds: int = 1  # of the epoch after `head`
 
     @property
     def last_head(self) -> bytes:
@@ -98,6 +99,7 @@ def after(certificate: Certificate, line: bytes) -> Chain:
         certificates=(),
         root_epoch=proposal.epoch,
         root_line=certificate.head if proposal.is_break else line,
+        root_grid_rounds=proposal.grid_rounds,
     )
 
 
@@ -145,6 +147,13 @@ class Lineage:
     def epoch(self) -> int:
         """Return the epoch of the state at the present head."""
         return self._certificates[-1].proposal.epoch if self._certificates else self._root.root_epoch
+
+    @property
+    def grid_rounds(self) -> int:
+        """Return how many rounds the present epoch has; 1: one group has room for the whole swarm."""
+        return (
+            self._certificates[-1].proposal.grid_rounds if self._certificates else self._root.root_grid_rounds
+        )
 
     @property
     def line(self) -> bytes:
@@ -256,7 +265,9 @@ class Lineage:
     def propose(
         self, *, epoch: int, kind: RoundKind, group_id: bytes, contributors: Sequence[PeerId], is_break: bool
     ) -> Proposal:
-        """Return the proposal of a round of this group on the present head."""
+        """Return the proposal of a round of this group on the present head. One group is enough for the
+        epoch after it.
+        """
         return Proposal(
             run=self.run,
             head=self.head,

@@ -21,6 +21,9 @@ class RoundLineage:
     electors: tuple[PeerId, ...]  # of the head, in order of seniority
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
     is_break: bool = False  # it commits without a quorum of the electors
+    seats: int = 0  # peers that are expected in the electors' cell, where the round is held; 0: it is not
+    grid_rounds: int = 1  # of the next epoch, as this peer sees the swarm
+    peers: int = 0  # in the swarm, as far as this one knows; 0: unknown
     # Given the contributors of a group, it returns why that group cannot commit, or "".
     may_begin: Callable[[Sequence[PeerId]], Awaitable[str]]
     # Given a proposal and a result (b"": none), it returns why this peer must not vote so, or "". A peer that
@@ -30,3 +33,11 @@ class RoundLineage:
     release: Callable[[Proposal], None]
     # the contact of an elector that is not in the group, to ask it for its vote; None: it is not known
     find_contact: Callable[[PeerId], Awaitable[Contact | None]]
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Return whether a group of this peer alone may begin: of two peers, the one that is busy with a long
+        step signs as an elector. In a larger swarm such groups would compete with those of all others. Before
+        the first certificate, and with a break, there is nobody to ask.
+        """
+        return self.kind is RoundKind.EPOCH and self.peers == 2 and bool(self.electors) and not self.is_break

@@ -141,3 +141,14 @@ class Tally:
         return self.proposal.is_break or is_quorum(
             self.electors, supporters - self.goodbyes.keys(), self.goodbyes
         )
+
+
+def is_supported(proposal: Proposal, result: bytes, votes: Sequence[Vote]) -> bool:
+    """Return whether these are signed votes of more than half of the contributors for the result."""
+    digest = proposal.digest()
+    try:
+        for vote in votes:
+            vote.check(digest)
+    except PeerError:
+        return False
+    return is_majority(proposal.contributors, {vote.voter for vote in votes if vote.result == result})

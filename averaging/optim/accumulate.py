@@ -235,8 +235,7 @@ class GradientAccumulator:
 
     def touched_bytes(self) -> bytes:
         """Return `touched` as a bit field, least significant bit first: peers exchange it before a round."""
-        field = sum(1 << place for place, touched in enumerate(self.touched) if touched)
-        return field.to_bytes((len(self.touched) + 7) // 8, "little")
+        return bit_field(self.touched)
 
     def merge_touched(self, fields: Sequence[bytes]) -> list[bool]:
         """Return, for each parameter, whether it has a gradient on any peer. A field of the wrong length
@@ -273,6 +272,12 @@ class GradientAccumulator:
         if self._is_mean:
             torch._foreach_mul_(self.buffers, float(self.samples))
             self._is_mean = False
+
+
+def bit_field(flags: Sequence[bool]) -> bytes:
+    """Return flags as a bit field, least significant bit first."""
+    field = sum(1 << place for place, flag in enumerate(flags) if flag)
+    return field.to_bytes((len(flags) + 7) // 8, "little")
 
 
 def names_of(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[str]:

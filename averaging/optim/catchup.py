@@ -335,7 +335,7 @@ class CatchUp:
 
     def _belongs(self, downloaded: DownloadedState) -> bool:
         """Return whether a downloaded state belongs to the history that this peer follows."""
-        if self._history is None or not self._history.covers_swarm:
+        if self._history is None:
             return True
         root = root_of_header(read_header(downloaded.blob)[0])
         if root is None:
@@ -355,16 +355,16 @@ class CatchUp:
         self._tracker.begin_epoch(self._state.epoch, joining=True)
 
     def _register(self, epoch: int, *, joining: bool) -> None:
-        """Enter `epoch`, and report it directly to the peers that have a state, unless they know it already:
-        one that reads it later in the DHT could close the epoch without this peer. `joining`: this peer has
-        not got the epoch's state.
+        """Enter `epoch`, and report it directly to some peers that have a state, unless they know it already:
+        a single one that reads it later in the DHT could close the epoch alone. Those that do not close it
+        alone learn of this peer from its averager. `joining`: this peer has not got the epoch's state.
         """
         self._tracker.begin_epoch(epoch, late=True, joining=joining)
         if not joining and epoch == self._registered_epoch:
             return
         self._registered_epoch = epoch
         try:
-            self.probe(_REGISTER_S)
+            self._node.network.run(self._tracker.introduce(), _REGISTER_S)
         except NetworkError as error:
             _log.info(
                 "not all peers know yet that this peer is in epoch %d of run %s: %s",

@@ -41,6 +41,11 @@ class CloseOutcome:
     round: RoundResult | None = None
     rounds_failed: int = 0
 
+    @property
+    def others_missed_it(self) -> bool:
+        """Return whether this peer alone has the new state: all others will download it."""
+        return self.alone or (self.round is not None and len(self.round.peers) == 1)
+
 
 class EpochCloser:
     """Closes epochs together with the other peers. Runs on the trainer's thread."""
@@ -59,7 +64,7 @@ class EpochCloser:
         """Return whether the swarm went on without this peer. In modes where peers proceed alone, a few
         epochs of difference are tolerated.
         """
-        if self._history is not None and self._history.covers_swarm:
+        if self._history is not None:
             return self._history.ahead is not None
         return self._tracker.swarm_epoch() > self._state.epoch + (
             _TOLERATED_LAG_EPOCHS_MAX if self._traits.proceeds_alone else 0
@@ -104,8 +109,8 @@ class EpochCloser:
         mode trains on while it waits.
         """
         history = self._history
-        if history is None or not history.covers_swarm:
-            return None
+        if history is None or (history.grid_rounds > 1 and self.has_peers()):
+            return None  # in a swarm larger than a group the electors decide after the others' rounds
         waited = False
         while not history.seek_quorum(self._tracker.voters(), self._clock.monotonic_s(), self._epoch_s):
             if not waited:
@@ -124,7 +129,7 @@ class EpochCloser:
     def step_alone(self, result: RoundResult | None, failed: int) -> CloseOutcome:
         """Step without a round: no other peer is live, or the mode allows it."""
         self._mode.prepare(self._state.epoch)
-        if self._history is not None and self._history.covers_swarm:
+        if self._history is not None:
             self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
         self._advance([], ())
         return CloseOutcome(stepped=True, alone=True, round=result, rounds_failed=failed)
@@ -174,7 +179,7 @@ class EpochCloser:
 
     def _has_peers_in_epoch(self) -> bool:
         others, history = self._tracker.others(), self._history
-        if history is None or not history.covers_swarm:
+        if history is None:
             return any(other.epoch >= self._state.epoch for other in others.values())
         # heads that were not compared yet may turn out to be the same history, one round further
         return bool(self._tracker.company()) or any(history.is_new(other.head) for other in others.values())

@@ -17,9 +17,10 @@ from averaging.averager import Averager
 from averaging.config import AveragerConfig, RunAverager
 from averaging.history.certificate import RoundKind
 from averaging.history.lineage import Chain
-from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.messages import AveragerName
+from averaging.optim.background_round import BackgroundRound, RoundPlan, RunningRound
 from averaging.optim.config import OptimizerConfig
+from averaging.optim.grid_round import GridRound
 from averaging.optim.history import RunHistory
 from averaging.optim.memory import rows_of
 from averaging.optim.modes import Mode, ModeTraits
@@ -31,7 +32,6 @@ from averaging.reduction.robust import MEAN, Aggregation
 from averaging.result import PendingRound, RoundResult
 from swarm.compression import resolve
 from swarm.compression.adaptive import ADAPTIVE, Role
-from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAMED_MAX = 3  # peers named in one message
-_CHECK_INTERVAL_S = 0.04
 _STATE_TIMEOUT_S = 120.0  # of one round over the state: it is larger than the gradients, and rare
 # share of the time that a run spends on waiting for one late peer. A peer that is late beyond that is left
 # out of the round, and its samples count in the next epoch
@@ -52,7 +51,9 @@ _GRACE_S_MAX = 30.0
 # a round is cancelled this long after the others went on to the next epoch. Too small: slow links lose rounds
 # that were about to end
 OBSOLETE_ROUND_GRACE_S = 5.0
-_CANCEL_S_MAX = 2.0
+# relative distance by which a state may differ from the one that the electors certify. Too large: peers train
+# models that differ; too small: they download what rounds would make equal
+_TOLERANCE = 0.01
 DISTANCE_ELEMENTS = 1 << 22  # compared at a time: bounds the float32 copies, unless one row is longer
 
 
@@ -94,52 +95,6 @@ class AveragingOptions:
                 f"with PowerSGD the codec is {', '.join(CODECS)} or {ADAPTIVE}, not {self.codec!r}: "
                 "it is for the factors"
             )
-
-
-class BackgroundRound:
-    """A round that runs while training continues. It is cancelled `grace_s` after `is_obsolete()` became
-    true.
-    """
-
-    def __init__(
-        self, pending: PendingRound, is_obsolete: Callable[[], bool], grace_s: float, clock: Clock
-    ) -> None:
-        self._pending, self._is_obsolete, self._grace_s, self._clock = pending, is_obsolete, grace_s, clock
-        self._obsolete_s, self._checked_s = math.inf, -math.inf
-
-    def done(self) -> bool:
-        """Return whether `result` would not wait. Call it regularly: an obsolete round is cancelled here."""
-        now_s = self._clock.monotonic_s()
-        if self._pending.done:
-            return True
-        if now_s - self._checked_s >= _CHECK_INTERVAL_S:
-            self._checked_s = now_s
-            self._obsolete_s = min(self._obsolete_s, now_s) if self._is_obsolete() else math.inf
-        if now_s - self._obsolete_s < self._grace_s:
-            return False
-        self._pending.cancel()
-        return True
-
-    def result(self) -> RoundResult:
-        """Wait for the end of the round and return its result. The average is written into the tensors in
-        this thread.
-        """
-        try:
-            self.wait()
-            return self._pending.result()
-        except BaseException:  # Ctrl-C: no work may continue in the background
-            self.cancel()
-            raise
-
-    def wait(self) -> None:
-        """Wait until `result` would not wait."""
-        while not self.done():
-            self._pending.wait(_CHECK_INTERVAL_S)
-
-    def cancel(self) -> None:
-        """Cancel the round; the tensors are free afterwards."""
-        self._pending.cancel()
-        self._pending.wait_given_up(_CANCEL_S_MAX)
 
 
 class EpochAverager:
@@ -209,12 +164,13 @@ class EpochAverager:
             for feedback, one in zip(self._feedbacks, states, strict=True):
                 feedback.load_state_dict(one)
 
-    def begin(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> BackgroundRound:
+    def begin(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RunningRound:
         """Begin the round of `epoch` in the background. If it succeeds, the mode's tensors hold the average
         once its result is taken.
 
         The round is cancelled `grace_s` after `is_obsolete()` became true: one that is in progress ends
-        before that, one without partners does not.
+        before that, one without partners does not. In a swarm that is larger than a group there are several,
+        one after the other.
         """
         self.open()
         assert self._epoch_averager is not None
@@ -224,27 +180,36 @@ class EpochAverager:
         history = self._history
         if history is not None and history.abstains and not history.is_break:
             weight = 0.0
-        pending = self._epoch_averager.step(
+        plan = RoundPlan(
+            averager=self._epoch_averager,
+            kind=RoundKind.EPOCH,
+            epoch=epoch,
             weight=weight,
-            timeout_s=self._config.round_timeout_s,
             gather=metadata,
-            round_key=self._round_key(epoch, RoundKind.EPOCH),
-            wait=False,
-            lend=True,
+            timeout_s=self._config.round_timeout_s,
+            merge=self._mode.merge_metadata,
         )
-        return BackgroundRound(pending, is_obsolete, grace_s, self._node.clock)
+        return self._begin(plan, is_obsolete, grace_s)
 
-    def _round_key(self, epoch: int, kind: RoundKind) -> int | str | RoundLineage:
-        """Return under which key a round in `epoch` is held: with its place in the history that it extends,
-        if it extends one.
+    def _begin(self, plan: RoundPlan, is_obsolete: Callable[[], bool], grace_s: float) -> RunningRound:
+        """Begin one round of a group, with its place in the history that it extends, or one round after the
+        other through the grid.
         """
-        history = self._history
-        if history is None:
-            return epoch
-        key = history.round_key(epoch)
-        if not history.covers_swarm:
-            return key
-        return history.round(kind, epoch + 1 if kind is RoundKind.EPOCH else epoch, key)
+        history, key = self._history, plan.epoch  # without a history the epoch is the key
+        if history is not None and history.grid_rounds > 1:
+            return GridRound(plan, history, is_obsolete, grace_s)
+        lineage = (
+            history.round(plan.kind, plan.epoch_after, history.round_key(plan.epoch))
+            if history is not None
+            else None
+        )
+        return BackgroundRound(
+            plan.step(key if lineage is None else lineage, plan.weight, plan.gather),
+            is_obsolete,
+            grace_s,
+            self._node.clock,
+            plan.take,
+        )
 
     def average(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RoundResult:
         """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
@@ -274,45 +239,62 @@ class EpochAverager:
         `begin`.
 
         The parameters change when the result has arrived, under the state's lock: threads that want a
-        snapshot must not wait for a round.
+        snapshot must not wait for a round. In a swarm that is larger than a group only the output of the
+        electors' round is canonical; a peer whose state moved far in its last round downloads it.
         """
         self.open_state()
         assert self._state_averager is not None
         state = self._state
-        # the round overwrites the parameters; the mode and the drift need their previous values
-        before = [p.detach().clone() for p in state.parameters if p.requires_grad]
-        counters = state.counters_digest()
-        frozen = state.frozen_digest()
-        metadata = {"counters": counters, "extras": state.extra_counts(), "frozen": frozen}
-        pending = self._state_averager.step(
-            weight=1.0,
-            timeout_s=_STATE_TIMEOUT_S,
-            gather=metadata,
-            round_key=self._round_key(state.epoch, RoundKind.STATE),
-            wait=False,
-            lend=True,
-        )
-        background_round = BackgroundRound(pending, is_obsolete, grace_s, self._node.clock)
-        try:
-            background_round.wait()
+        frozen, counters = state.frozen_digest(), state.counters_digest()
+        # a round overwrites the parameters; the mode and the drift need their previous values
+        before = self._trained_copies()
+        moved: list[float] = []  # by each round, relative to the norm
+
+        def metadata() -> dict[str, Any]:
+            return {"counters": counters, "extras": state.extra_counts(), "frozen": frozen}
+
+        def take(pending: PendingRound) -> RoundResult:
             with state.lock:
                 result = pending.result()
-                if result.failed:
-                    return StateRound(result=result)
-                received = [metadata for metadata in result.gathered.values() if isinstance(metadata, dict)]
-                state.agree_extras(
-                    [metadata["extras"] for metadata in received if _are_counts(metadata.get("extras"))]
-                )
-                drift = relative_distance(before, [p.detach() for p in state.parameters if p.requires_grad])
-                self._mode.on_state_averaged(before)
-                if self._history is not None and result.certificate is not None:
-                    self._history.commit(result.certificate)
-                state.mark_changed(state.epoch, canonical=True, root=self.root_of(state.epoch))
-        except BaseException:  # Ctrl-C, as in `BackgroundRound.result`
-            background_round.cancel()
-            raise
+                if not result.failed:
+                    sent = [one for one in result.gathered.values() if isinstance(one, dict)]
+                    state.agree_extras([one["extras"] for one in sent if _are_counts(one.get("extras"))])
+                    moved.append(relative_distance(before, self._trained()))
+                    self._mode.on_state_averaged(before)
+                    state.mark_changed(state.epoch)  # one round of several: no state to give
+                    before[:] = self._trained_copies()
+                return result
+
+        plan = RoundPlan(
+            averager=self._state_averager,
+            kind=RoundKind.STATE,
+            epoch=state.epoch,
+            weight=1.0,
+            gather=metadata(),
+            timeout_s=_STATE_TIMEOUT_S,
+            merge=lambda _: metadata(),
+            take=take,
+        )
+        running = self._begin(plan, is_obsolete, grace_s)
+        result = running.result()
+        if result.failed:
+            return StateRound(result=result)
+        canonical = not isinstance(running, GridRound) or running.made_by_electors
+        with state.lock:
+            if self._history is not None and result.certificate is not None:
+                self._history.commit(result.certificate)
+            state.mark_changed(state.epoch, canonical=canonical, root=self.root_of(state.epoch))
         deviation, donors = _deviation(result.gathered, counters, frozen)
-        return StateRound(result=result, drift=drift, deviation=deviation, donors=donors)
+        if not (canonical or deviation) and moved[-1] > _TOLERANCE and self._history is not None:
+            deviation = f"the state differed by {moved[-1]:.1%} between the cells of the grid"
+            donors = frozenset(self._history.root.electors)
+        return StateRound(result=result, drift=max(moved), deviation=deviation, donors=donors)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self._state.parameters if p.requires_grad]
+
+    def _trained_copies(self) -> list[torch.Tensor]:
+        return [p.clone() for p in self._trained()]
 
     def close(self) -> None:
         """Close both averagers."""

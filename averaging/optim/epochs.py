@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from averaging.optim.background_round import RunningRound
 from averaging.optim.catchup import FIRST_REFRESH_TIMEOUT_S, CatchUp
 from averaging.optim.closing import CloseOutcome, EpochCloser
-from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, BackgroundRound, EpochAverager
+from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager
 from averaging.optim.modes import Mode
 from averaging.optim.progress.logic.punctuality import longest_wait_s
 from averaging.optim.progress.tracker import Tracker
@@ -29,7 +30,7 @@ _RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples
 class _BackgroundEpoch:
     """A round that runs while training continues."""
 
-    background_round: BackgroundRound
+    background_round: RunningRound
     epoch: int
     contributed: int  # samples of this peer in the round
     began_s: float
@@ -108,7 +109,8 @@ class EpochLoop:
             result = self._catch_up.load(timeout_s, self._resync_donors, codec)
         finally:
             with self._state.lock:
-                lost = self._learner.resume()
+                history = self._tracker.history
+                lost = self._learner.resume(parted=history is not None and history.has_parted)
         self._retry_at_samples = self._failed_at_samples = 0
         if result.loaded:
             self._resync_reason, self._resync_donors = "", frozenset()
@@ -259,7 +261,10 @@ class EpochLoop:
         _log.info("downloading the state again: %s", why)
         loaded = self.load(self._load_timeout_s)
         if loaded.dropped:
-            why += f"; {loaded.dropped} samples are dropped, for their epoch is too long ago"
+            history = self._tracker.history
+            is_parted = history is not None and history.has_parted
+            cause = "they are of a history that is given up" if is_parted else "their epoch is too long ago"
+            why += f"; {loaded.dropped} samples are dropped, for {cause}"
         if dropped + loaded.dropped:
             _log.warning("%d samples of this peer are dropped: %s", dropped + loaded.dropped, why)
         if self._tracker.history is not None and not loaded.loaded and loaded.alone:
@@ -308,7 +313,7 @@ class EpochLoop:
                 )
             return replace(report, reason="; ".join(filter(None, (report.reason, outcome.reason))))
         self._retry_at_samples = self._failed_at_samples = 0
-        state_round = self._closer.average_state_if_due(alone=outcome.alone)
+        state_round = self._closer.average_state_if_due(alone=outcome.others_missed_it)
         if state_round is not None and not state_round.result.failed:
             self._resync_reason, self._resync_donors = state_round.deviation, state_round.donors
         return replace(

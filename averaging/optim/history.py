@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from averaging.history.ahead import Ahead
+from averaging.history.ahead import Ahead, what_to_follow
 from averaging.history.certificate import (
     DIGEST_BYTES,
     Certificate,
@@ -23,12 +23,14 @@ from averaging.history.certificate import (
     RoundKind,
     Vote,
     goodbye_statement,
-    is_majority,
     vote_statement,
 )
 from averaging.history.encoding import decode_chain, encode_chain
+from averaging.history.known_heads import KnownHeads
 from averaging.history.lineage import Chain, Lineage, Relation
 from averaging.history.round_lineage import RoundLineage
+from averaging.history.seats import SwarmSize
+from averaging.history.tally import is_supported
 from averaging.optim.exchange import HISTORY
 from averaging.optim.peer_node import PeerNode
 from swarm.core.errors import NetworkError, PeerError
@@ -40,7 +42,6 @@ _log = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 2.0
 _PROBE_INTERVAL_S = 1.0  # between two looks for missing electors
 _JUDGED_MAX = 1024  # heads of other histories that were found not to be followed
-_CONTACTS_MAX = 256
 _FETCHES_MAX = 8  # histories fetched at once
 _REFUSED = "connection refused"
 
@@ -51,35 +52,36 @@ class RunHistory:
     def __init__(
         self, node: PeerNode, run: str, sign: Callable[[bytes], bytes], *, group_size_max: int
     ) -> None:
-        """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm has no common
-        certificates.
+        """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
+        the grid.
         """
-        self._node, self._run, self._sign, self._group_size_max = node, run, sign, group_size_max
-        self._peers = 1  # in the swarm
+        self._node, self._run, self._sign = node, run, sign
         self._own = node.contact.peer_id
+        self.size = SwarmSize(self._own, group_size_max)
         self._lock = threading.Lock()
         self._lineage = Lineage(run, self._own)
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
-        self._heads: OrderedDict[PeerId, tuple[bytes, Contact]] = OrderedDict()  # as other peers report them
+        self._heads = KnownHeads()
         self._judged: OrderedDict[bytes, Relation] = OrderedDict()
-        self._refused: set[PeerId] = set()  # electors whose hosts refused the last connection
         self._probed_s = -1e9
+        self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
         self._has_left = False  # said goodbye: it votes no more
+        self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
         self._comparing = asyncio.Lock()
         self._wake = asyncio.Event()
 
     # ---- this peer's state
 
     @property
-    def covers_swarm(self) -> bool:
-        """Return whether one round covers the whole swarm, so that its certificate speaks for all."""
-        return self._peers <= self._group_size_max
+    def grid_rounds(self) -> int:
+        """Return how many rounds the present epoch has; 1: one round covers the whole swarm."""
+        return self.size.rounds(self.root)
 
-    def set_peers(self, peers: int) -> None:
-        """Set the number of peers in the swarm, this one included."""
-        self._peers = peers
+    def seats(self) -> int:
+        """Return `SwarmSize.seats` for this peer's head."""
+        return self.size.seats(self.root, is_break=self.is_break)
 
     @property
     def head(self) -> bytes:
@@ -107,15 +109,18 @@ class RunHistory:
         with self._lock:
             return max(self._lineage.epoch, self._ahead.chain.epoch if self._ahead is not None else 0)
 
-    def round_key(self, epoch: int) -> str:
-        """Return the key under which peers of the same history meet for the round of an epoch."""
+    def round_key(self, epoch: int, part: str = "") -> str:
+        """Return the key under which peers of the same history meet for a round of an epoch. `part`: which
+        of several.
+        """
         with self._lock:
-            suffix = "" if self.covers_swarm else " cells"
-            return f"{epoch} {self._lineage.head.hex()[:32]}{' break' if self._is_break else suffix}"
+            suffix = f"{' break' if self._is_break else ''}{f' {part}' if part else ''}"
+            return f"{epoch} {self._lineage.head.hex()[:32]}{suffix}"
 
-    def round(self, kind: RoundKind, epoch: int, key: str) -> RoundLineage:
+    def round(self, kind: RoundKind, epoch: int, key: str, *, seats: int = 0) -> RoundLineage:
         """Return what a round that extends this history needs. `epoch`: of the state after it; `key`: from
-        `round_key`.
+        `round_key`; `seats`: peers that are expected in the electors' cell, where the round is held (0: it is
+        not).
         """
         with self._lock:
             return RoundLineage(
@@ -127,6 +132,9 @@ class RunHistory:
                 electors=self._lineage.electors,
                 goodbyes=dict(self._lineage.goodbyes),
                 is_break=self._is_break,
+                seats=seats,
+                grid_rounds=self.size.rounds_wanted,
+                peers=self.size.peers,
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,
@@ -164,6 +172,19 @@ class RunHistory:
             self._judged.clear()
             self._moved()
 
+    def ask(self, contact: Contact) -> None:
+        """Ask a peer soon for what it has of the history after this peer's head."""
+        with self._lock:
+            self._asked[contact.peer_id] = contact
+        self._node.network.loop.call_soon_threadsafe(self._wake.set)
+
+    def lacks_certificate(self, now_s: float) -> None:
+        """Record that the electors do not certify what the cells have averaged. After the grace this peer
+        goes on with a break. Call it every second or so.
+        """
+        with self._lock:
+            self._is_break = self._lineage.may_break(now_s, 0.0)
+
     # ---- quorums
 
     def seek_quorum(self, present: Iterable[PeerId], now_s: float, epoch_s: float) -> bool:
@@ -181,8 +202,7 @@ class RunHistory:
                 self._is_break = False
                 return True
             missing = [peer for peer in lineage.electors if peer != self._own and peer not in present]
-            # electors without a trace since this process began have ended, as far as it can know
-            refused = all(peer in self._refused or peer not in self._heads for peer in missing)
+            refused = all(self._heads.is_gone(peer) for peer in missing)
             self.waits_briefly = refused
             self._is_break = lineage.may_break(now_s, epoch_s, refused=refused)
             probe = now_s - self._probed_s >= _PROBE_INTERVAL_S
@@ -252,7 +272,7 @@ class RunHistory:
         if self.knows(head):
             return True
         with self._lock:
-            contacts = [self._heads[peer][1] for peer in donors if peer in self._heads]
+            contacts = self._heads.contacts(donors)
         limit = asyncio.Semaphore(_FETCHES_MAX)
         async with asyncio.TaskGroup() as tasks:
             for contact in contacts:
@@ -279,7 +299,7 @@ class RunHistory:
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported: it is banned, or gone."""
         with self._lock:
-            self._heads.pop(peer, None)
+            self._heads.forget(peer)
             if self._ahead and self._ahead.contact.peer_id == peer:
                 self._ahead = None
 
@@ -298,6 +318,7 @@ class RunHistory:
     def settle(self) -> None:
         """The state of the followed history was loaded."""
         with self._lock:
+            self.has_parted = self._left is not None and not self._lineage.knows(self._left.head)
             self._left = None
             self._judged.clear()
 
@@ -313,13 +334,7 @@ class RunHistory:
         if not head:
             return
         with self._lock:
-            # the record of a dead peer is read again and again: only news shows that it lives
-            if self._heads.get(contact.peer_id, (b"",))[0] != head:
-                self._refused.discard(contact.peer_id)
-            self._heads[contact.peer_id] = head, contact
-            self._heads.move_to_end(contact.peer_id)
-            if len(self._heads) > _CONTACTS_MAX:
-                self._heads.popitem(last=False)
+            self._heads.heard(contact, head)
             new = self._is_open(head)
         if new:
             self._wake.set()
@@ -346,8 +361,11 @@ class RunHistory:
         with self._lock:
             lacking = self._lineage.is_waiting
             electors = set(self._lineage.electors)
-            one_each: dict[bytes, Contact] = {}
-            for peer, (head, contact) in self._heads.items():
+            one_each = {
+                peer.public_key: contact for peer, contact in self._asked.items() if contact.addresses
+            }
+            self._asked.clear()
+            for peer, head, contact in self._heads:
                 if contact.addresses and lacking and peer in electors:
                     one_each.setdefault(peer.public_key, contact)
                 elif contact.addresses and self._is_open(head):
@@ -361,23 +379,28 @@ class RunHistory:
         async with limit:
             with self._lock:
                 heads = self._lineage.heads()
-            request = state_pb2.HistoryRequest(run=self._run, heads=heads)
             try:
-                reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
+                chain = await self._chain_of(contact, heads)
                 with self._lock:
-                    self._refused.discard(contact.peer_id)
-                self._judge(contact, decode_chain(reply.chain))
+                    self._heads.answered(contact.peer_id)
+                self._judge(contact, chain)
             except NetworkError as error:
                 if _REFUSED in str(error).lower():
                     with self._lock:
-                        self._refused.add(contact.peer_id)
+                        self._heads.refused(contact.peer_id)
             except PeerError as error:
                 _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
+
+    async def _chain_of(self, contact: Contact, heads: Sequence[bytes]) -> Chain:
+        """Return a peer's history after the newest of `heads`. Raise NetworkError or PeerError."""
+        request = state_pb2.HistoryRequest(run=self._run, heads=heads)
+        reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
+        return decode_chain(reply.chain)
 
     def _judge(self, contact: Contact, chain: Chain) -> None:
         with self._lock:
             relation = self._lineage.relation(chain)
-            found = self._accept(contact, chain, relation)
+            found = what_to_follow(relation, self._lineage, chain, contact, breaks=self._is_break)
             if found is None and relation in (Relation.LOSES, Relation.UNRELATED):
                 self._judged[chain.last_head] = relation
                 if len(self._judged) > _JUDGED_MAX:
@@ -385,21 +408,6 @@ class RunHistory:
             if found is None or (self._ahead is not None and self._ahead.chain.epoch > chain.epoch):
                 return
             self._ahead = found
-
-    def _accept(self, contact: Contact, chain: Chain, relation: Relation) -> Ahead | None:
-        """Return what to follow. The lock is held. A history without a common head is followed by a peer that
-        has none of its own, and by one that was away for longer than histories are kept.
-        """
-        if relation is Relation.AHEAD:
-            return Ahead(chain, contact)
-        if relation is Relation.WINS:
-            return Ahead(chain, contact, epochs_given_up=self._lineage.epochs_after(chain))
-        lineage = self._lineage
-        if relation is Relation.UNRELATED and (not lineage.electors or lineage.is_waiting):
-            chain.check(self._run)
-            if chain.epoch > lineage.epoch or (not lineage.electors and chain.epoch >= lineage.epoch):
-                return Ahead(chain, contact)
-        return None
 
     async def on_history(self, peer: PeerId, request: state_pb2.HistoryRequest) -> state_pb2.HistoryReply:
         """Answer with the part of this peer's history that the caller lacks."""
@@ -417,11 +425,9 @@ class RunHistory:
             if self._is_break or self._lineage.has_quorum(contributors):
                 return ""
             head = self._lineage.head
-            missing = [
-                self._heads[peer][1]
-                for peer in self._lineage.electors
-                if peer not in contributors and peer in self._heads and peer != self._own
-            ]
+            missing = self._heads.contacts(
+                peer for peer in self._lineage.electors if peer not in contributors and peer != self._own
+            )
         async with asyncio.TaskGroup() as tasks:
             asked = {one.peer_id: tasks.create_task(self._has_head(one, head)) for one in missing}
         present = {peer for peer, answer in asked.items() if answer.result()}
@@ -436,10 +442,8 @@ class RunHistory:
 
     async def _has_head(self, contact: Contact, head: bytes) -> bool:
         """Return whether a peer answers, and its history ends with this head."""
-        request = state_pb2.HistoryRequest(run=self._run, heads=[head])
         try:
-            reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
-            return decode_chain(reply.chain).last_head == head
+            return (await self._chain_of(contact, [head])).last_head == head
         except (NetworkError, PeerError):
             return False
 
@@ -466,8 +470,7 @@ class RunHistory:
 
     async def _find_contact(self, peer: PeerId) -> Contact | None:
         with self._lock:
-            found = self._heads.get(peer)
-        return found[1] if found is not None else None
+            return next(iter(self._heads.contacts([peer])), None)
 
     async def endorse(
         self, caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]
@@ -476,12 +479,7 @@ class RunHistory:
         return why not.
         """
         digest = proposal.digest()
-        try:
-            for vote in votes:
-                vote.check(digest)
-        except PeerError as error:
-            return str(error)
-        if not is_majority(proposal.contributors, {vote.voter for vote in votes if vote.result == result}):
+        if not is_supported(proposal, result, votes):
             return "the votes of these contributors are no majority"
         with self._lock:
             if self._own not in self._lineage.electors:

@@ -32,6 +32,8 @@ class Pace:
 
     epoch: int
     samples_per_s: float
+    head: str = ""  # of this peer's history, in hexadecimal
+    line: str = ""  # the head after the last break of it
 
 
 class Meter:
@@ -46,6 +48,7 @@ class Meter:
         self._non_finite: set[str] = set()
         self._rounds: list[RoundReport] = []
         self._samples = self._bytes_up = self._bytes_down = self._rounds_done = self._rounds_failed = 0
+        self._epochs_given_up = 0
         self._last_contribution: tuple[int, float] | None = None
         self._stepping = False
         self._stepped_s: float | None = None  # when the last step returned
@@ -90,6 +93,7 @@ class Meter:
             if report.stepped and report.contributed:
                 self._samples += report.contributed
                 self._last_contribution = report.epoch, now_s
+            self._epochs_given_up += report.epochs_given_up
             if report.drift is not None:
                 self._drift = report.drift
         if report.resynchronised is not None:
@@ -139,6 +143,9 @@ class Meter:
                 contributed_at_s=self._last_contribution[1] if self._last_contribution else None,
                 bytes_up=self._bytes_up,
                 bytes_down=self._bytes_down,
+                head=pace.head,
+                line=pace.line,
+                epochs_given_up=self._epochs_given_up,
                 drift=self._drift,
                 rounds_done=self._rounds_done,
                 rounds_failed=self._rounds_failed,

@@ -235,10 +235,8 @@ class Optimizer(DelegatingOptimizer):
         self._hyperparameters.record()
         if complaint:
             _log.warning("run %s: %s", self.run_id, complaint)
-        if report.stepped or report.rounds_failed or report.resynchronised is not None:
-            problems = (self.node.dht.clock_problem, self.node.dht.identity_problem)
-        else:
-            problems = None, None
+        ended = report.stepped or report.rounds_failed or report.resynchronised is not None
+        problems = (self.node.dht.clock_problem if ended else None, self.node.dht.identity_problem)
         if complaint or any(problems):
             reason = "; ".join(filter(None, (complaint, report.reason, *problems)))
             report = replace(report, reason=reason)
@@ -301,7 +299,9 @@ class Optimizer(DelegatingOptimizer):
 
     def _pace(self) -> Pace:
         mine = self._tracker.view().peers[self.node.peer_id]
-        return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
+        return Pace(
+            epoch=mine.epoch, samples_per_s=mine.samples_per_s, head=self.history_head, line=self.line
+        )
 
     @property
     def epoch(self) -> int:

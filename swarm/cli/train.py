@@ -40,6 +40,7 @@ _BYTES_PER_MBIT = 125_000.0
 _POLL_S = 0.5
 _REFUSED_S = 1.5  # to wait for the first peer after every address refused the connection
 _ANSWER_S = 6.0  # to wait for the first peer when no address answers at all
+_CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 _LOOPBACK = ("127.", "::1", "localhost")
 
 _upload = click.option(
@@ -162,7 +163,7 @@ def start(file: Path, **given: Any) -> int:
                 Notice(text=f"no bootstrap peer answers yet; going on alone and trying again: {why}")
             )
         signed, created = session.node.network.run(
-            create_run(session.directory, specification, session.own, session.node.clock), 30.0
+            create_run(session.directory, specification, session.own, session.node.clock), _CREATE_S_MAX
         )
         session.train(signed, created=created)
     return 0

@@ -112,6 +112,9 @@ class Metrics:
     contributed_at_s: float | None = None
     bytes_up: int = 0  # in rounds and state transfer, since it began
     bytes_down: int = 0
+    head: str = ""  # hex, of its state's history; "": its mode has none
+    line: str = ""  # hex, the head after the last break of that history; "": there was none
+    epochs_given_up: int = 0  # of its own, because the history that it was in lost a reunion
     drift: float | None = None  # relative distance of its parameters from the last canonical state's average
     rounds_done: int = 0
     rounds_failed: int = 0
@@ -145,6 +148,9 @@ class Metrics:
             "validation": self.validation_loss,
             "given_epoch": self.contributed_epoch,
             "given_at": self.contributed_at_s,
+            "head": _mark(self.head) or None,
+            "line": _mark(self.line) or None,
+            "given_up": self.epochs_given_up or None,
             "drift": self.drift,
             "own": dict(self.own) or None,
             "broken": list(self.broken) or None,
@@ -179,6 +185,9 @@ class Metrics:
             contributed_at_s=value.get("given_at"),
             bytes_up=value.get("up", 0),
             bytes_down=value.get("down", 0),
+            head=value.get("head", b"").hex(),
+            line=value.get("line", b"").hex(),
+            epochs_given_up=value.get("given_up", 0),
             drift=value.get("drift"),
             rounds_done=value.get("done", 0),
             rounds_failed=value.get("failed", 0),

@@ -105,6 +105,11 @@ def _run(view: MonitorView) -> Iterator[Metric]:
             "Sent by all peers in rounds and state transfer",
             view.bytes_per_s,
         ),
+        (
+            "swarm_run_histories",
+            "Histories that peers are in: more than one while the run is divided",
+            float(len(view.histories)),
+        ),
         ("swarm_run_records_refused", "Malformed records of peers in the last poll", float(view.refused)),
     )
     for name, text, value in simple:
@@ -195,6 +200,11 @@ def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
                 "contributed_samples",
                 "Samples that went into committed rounds",
                 lambda peer: float(peer.samples_given),
+            ),
+            (
+                "given_up_epochs",
+                "Epochs of its own that it gave up because its history lost a reunion",
+                lambda peer: float(peer.epochs_given_up),
             ),
         )
     }

@@ -60,13 +60,15 @@ class Introductions:
         asked_s = self._asked_s.get(peer_id)
         return asked_s is None or asyncio.get_running_loop().time() - asked_s > _INTERVAL_S
 
-    async def introduce(self, contact: Contact, *, timeout_s: float) -> Introduction:
-        """Send a Hello. Raises NetworkError, DeadlineExceeded or PeerError when that fails."""
+    async def introduce(self, contact: Contact, *, timeout_s: float, connected: bool = False) -> Introduction:
+        """Send a Hello. `connected`: there is a connection already. Raises NetworkError, DeadlineExceeded or
+        PeerError when that fails.
+        """
         self._asked_s[contact.peer_id] = asyncio.get_running_loop().time()
         self._asked_s.move_to_end(contact.peer_id)
         if len(self._asked_s) > _ASKED_MAX:
             self._asked_s.popitem(last=False)
-        reply, sent_s, round_trip_s = await self._exchange(contact, timeout_s)
+        reply, sent_s, round_trip_s = await self._exchange(contact, timeout_s, connected)
         theirs = sender_from_wire(reply.contact, contact.peer_id)
         # The dialed addresses work, even if the peer does not know them: behind a router it may not know its
         # public address.
@@ -82,13 +84,16 @@ class Introductions:
             listener(introduction)
         return introduction
 
-    async def _exchange(self, contact: Contact, timeout_s: float) -> tuple[peer_pb2.Hello, float, float]:
+    async def _exchange(
+        self, contact: Contact, timeout_s: float, connected: bool
+    ) -> tuple[peer_pb2.Hello, float, float]:
         """Return the answer, the time when the question was sent, and the round-trip time. The connection is
         made before, so that it does not count.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        await self._caller.call(contact, HELLO, self._message(), timeout_s=timeout_s)
+        if not connected:
+            await self._caller.call(contact, HELLO, self._message(), timeout_s=timeout_s)
         remaining_s = max(deadline_s - loop.time(), 0.001)
         sent_s, started_s = time.time(), time.perf_counter()  # the loop's own clock counts whole milliseconds
         reply = await self._caller.call(contact, HELLO, self._message(), timeout_s=remaining_s)

@@ -55,15 +55,27 @@ class SimulatedVolunteer:
     exchange: GroupExchange
 
     async def find(
-        self, *, key: str = "", window_s: float = WINDOW_S, weight: float = 1.0, gathered: bytes = b""
+        self,
+        *,
+        key: str = "",
+        window_s: float = WINDOW_S,
+        weight: float = 1.0,
+        gathered: bytes = b"",
+        electors: int = 0,
     ) -> Group | SearchFailed:
-        """Search for a group, and assert that the search ends by its deadline."""
+        """Search for a group, and assert that the search ends by its deadline. `electors`: in the electors'
+        cell, where this many are expected.
+        """
         now_s = asyncio.get_running_loop().time()
         member = Member(
             contact=self.peer.contact, weight=weight, bandwidth=1.0 if self.peer.contact.addresses else 0.0
         )
         found = await self.service.find(
-            member=member, round_key=key, deadline_s=now_s + window_s, gathered=gathered
+            member=member,
+            round_key=key,
+            deadline_s=now_s + window_s,
+            gathered=gathered,
+            electors=electors,
         )
         ended_s = asyncio.get_running_loop().time()
         assert ended_s <= now_s + window_s + 1e-5, "a search ends by its deadline"

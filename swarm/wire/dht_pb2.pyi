@@ -92,28 +92,32 @@ class DhtFindReply(_message.Message):
     def __init__(self, time_us: _Optional[int] = ..., results: _Optional[_Iterable[_Union[DhtFindResult, _Mapping]]] = ...) -> None: ...
 
 class DhtStoreRequest(_message.Message):
-    __slots__ = ("sender", "records", "target", "nearest_max", "known")
+    __slots__ = ("sender", "records", "target", "nearest_max", "known", "previous_us")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     NEAREST_MAX_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_US_FIELD_NUMBER: _ClassVar[int]
     sender: _peer_pb2.Contact
     records: _containers.RepeatedCompositeFieldContainer[DhtRecord]
     target: bytes
     nearest_max: int
     known: bytes
-    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., target: _Optional[bytes] = ..., nearest_max: _Optional[int] = ..., known: _Optional[bytes] = ...) -> None: ...
+    previous_us: int
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., target: _Optional[bytes] = ..., nearest_max: _Optional[int] = ..., known: _Optional[bytes] = ..., previous_us: _Optional[int] = ...) -> None: ...
 
 class DhtStoreReply(_message.Message):
-    __slots__ = ("time_us", "refusals", "nearest")
+    __slots__ = ("time_us", "refusals", "nearest", "held")
     TIME_US_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     NEAREST_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     time_us: int
     refusals: _containers.RepeatedScalarFieldContainer[str]
     nearest: _containers.RepeatedCompositeFieldContainer[_peer_pb2.Contact]
-    def __init__(self, time_us: _Optional[int] = ..., refusals: _Optional[_Iterable[str]] = ..., nearest: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ...) -> None: ...
+    held: DhtRecord
+    def __init__(self, time_us: _Optional[int] = ..., refusals: _Optional[_Iterable[str]] = ..., nearest: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ..., held: _Optional[_Union[DhtRecord, _Mapping]] = ...) -> None: ...
 
 class DhtHeldKey(_message.Message):
     __slots__ = ("key", "entries")

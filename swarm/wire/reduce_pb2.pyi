@@ -176,7 +176,7 @@ class VoteReply(_message.Message):
     def __init__(self, statement: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
 
 class EndorseRequest(_message.Message):
-    __slots__ = ("run", "head", "epoch", "kind", "group_id", "contributors", "electors", "is_break", "result", "votes")
+    __slots__ = ("run", "head", "epoch", "kind", "group_id", "contributors", "electors", "is_break", "result", "votes", "grid_rounds")
     RUN_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,7 @@ class EndorseRequest(_message.Message):
     IS_BREAK_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     VOTES_FIELD_NUMBER: _ClassVar[int]
+    GRID_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     run: str
     head: bytes
     epoch: int
@@ -197,7 +198,8 @@ class EndorseRequest(_message.Message):
     is_break: bool
     result: bytes
     votes: _containers.RepeatedCompositeFieldContainer[Vote]
-    def __init__(self, run: _Optional[str] = ..., head: _Optional[bytes] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., group_id: _Optional[bytes] = ..., contributors: _Optional[_Iterable[bytes]] = ..., electors: _Optional[_Iterable[bytes]] = ..., is_break: _Optional[bool] = ..., result: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ...) -> None: ...
+    grid_rounds: int
+    def __init__(self, run: _Optional[str] = ..., head: _Optional[bytes] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., group_id: _Optional[bytes] = ..., contributors: _Optional[_Iterable[bytes]] = ..., electors: _Optional[_Iterable[bytes]] = ..., is_break: _Optional[bool] = ..., result: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., grid_rounds: _Optional[int] = ...) -> None: ...
 
 class EndorseReply(_message.Message):
     __slots__ = ("vote", "refusal")

@@ -71,3 +71,22 @@ def test_forgotten_entries_are_not_mistaken_for_those_of_another_process() -> No
     assert not issued.on_received(record(2.0, "0"), at(2.1))
     assert not issued.on_received(record(3.0, "0"), at(3.1))
     assert issued.problem(at(3.1)) is None
+
+
+def test_records_between_those_of_this_process_show_another_process() -> None:
+    """A replica hands them over when this process replaces them, so that its own are newer by then."""
+    issued = IssuedRecords(OWN, START_US)
+    for second in (1.0, 3.0, 5.0):
+        issued.add(record(second))
+        assert issued.previous_us(record(second)) == at(max(second - 2.0, 0.0))
+        found = issued.on_received(record(second - 1.0), at(second + 0.1))
+        assert found == (second == 5.0), "the second one was issued after the first was seen"
+
+
+def test_an_old_record_of_this_process_that_was_forgotten_shows_nothing() -> None:
+    issued = IssuedRecords(OWN, START_US)
+    for second in range(1, 40):
+        issued.add(record(second))
+    for second in range(1, 40):
+        assert not issued.on_received(record(second), at(40 + second))
+    assert issued.problem(at(90.0)) is None

@@ -28,6 +28,9 @@ FULL = metrics(
     bytes_up=5,
     bytes_down=6,
     drift=0.1,
+    head="12" * 8,
+    line="34" * 8,
+    epochs_given_up=3,
     rounds_done=2,
     rounds_failed=1,
     own={"accuracy": 0.5},
@@ -81,7 +84,16 @@ def test_the_longest_possible_record_fits() -> None:
     )
     own = {f"m{'x' * 28}{place:02}": 1.0 for place in range(16)}
     longest = metrics(
-        1e9, name="n" * 99, device="d" * 99, agent="a" * 99, own=own, broken=tuple(own), rounds=rounds
+        1e9,
+        name="n" * 99,
+        device="d" * 99,
+        agent="a" * 99,
+        own=own,
+        broken=tuple(own),
+        rounds=rounds,
+        head="0" * 64,
+        line="0" * 64,
+        epochs_given_up=1 << 40,
     )
     assert refusal(longest.encode()) is None
     (newest, *_) = reversed(Metrics.decode(longest.encode()).rounds)
@@ -104,6 +116,9 @@ def test_the_longest_possible_record_fits() -> None:
         ({"rounds": [{}]}, "rounds"),
         ({"rounds": [round_report(1e9).encode()] * 5}, "rounds"),
         ({"up": 1 << 61}, "up"),
+        ({"head": b"x" * 9}, "head"),
+        ({"line": "text"}, "line"),
+        ({"given_up": -1}, "given_up"),
     ],
 )
 def test_a_record_out_of_bounds_is_refused_by_replicas_and_readers(change: dict[str, Any], word: str) -> None:

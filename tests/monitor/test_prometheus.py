@@ -58,7 +58,7 @@ def test_a_live_run_is_exported_in_base_units() -> None:
     assert found["swarm_peer_sent_bytes_total"][('eve "x"', peer(1).short)] == 500.0
     unit = re.compile(
         r".*_(total|seconds|bytes|ratio|info|per_second|loss|epoch|samples|up|peers|refused|members"
-        r"|reported|by|answers)$"
+        r"|reported|by|answers|histories)$"
     )
     assert all(unit.fullmatch(name) for name in found), sorted(
         name for name in found if not unit.fullmatch(name)

@@ -43,6 +43,7 @@ class FakeDht:
         self.entries: dict[tuple[Key, PeerId, str | None], FakeEntry] = {}
         self.stores = 0
         self.refuses = False
+        self.failing_reads = 0  # that end with an error of the network
 
     def as_peer(self, own: PeerId) -> Any:
         dht = self
@@ -71,6 +72,9 @@ class FakeDht:
             async def get_all(
                 self, key: Key, *, latest: bool = False, timeout_s: float = 10.0
             ) -> list[FakeEntry]:
+                if dht.failing_reads:
+                    dht.failing_reads -= 1
+                    raise NetworkError("none of the 1 peers asked answered")
                 return [entry for (stored, _, _), entry in dht.entries.items() if stored == key]
 
         return View()
@@ -178,6 +182,24 @@ def test_creating_a_run_again_keeps_version_and_time_unless_it_changed() -> None
     assert (again, new) == (first, False)
     changed, new = asyncio.run(create_run(directory, specification(batch_size=4), owner, FixedClock()))
     assert (changed.version, changed.created_s, new) == (2, NOW_S, False)
+
+
+@pytest.mark.parametrize("failing", [1, 3, 4])
+def test_creating_a_run_tries_again_while_the_network_fails(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is too busy to answer must not make the owner begin the run a second time."""
+    monkeypatch.setattr("swarm.run.creation._RETRY_S_FIRST", 0.0)
+    dht, owner = FakeDht(), Identity.generate()
+    directory = dht.directory(owner.peer_id)
+    first, _ = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+    dht.failing_reads = failing
+    if failing == 4:
+        with pytest.raises(NetworkError, match="none of the 1 peers"):
+            asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+        assert dht.stores == 2
+    else:
+        assert asyncio.run(create_run(directory, specification(), owner, FixedClock())) == (first, False)
 
 
 def test_some_members_renew_the_specification_after_its_creator_left() -> None:

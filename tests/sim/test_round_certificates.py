@@ -26,6 +26,7 @@ from averaging.history.certificate import (
 )
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group, Member
+from averaging.mixed_codecs import MixedCodecs
 from averaging.reduction.framing import pack, unpack
 from swarm.core.ids import Contact, PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
@@ -326,6 +327,28 @@ def test_electors_outside_of_the_group_are_asked_for_their_votes(answers: bool) 
     run_virtual(main())
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_group_of_one_commits_when_the_senior_elector_signs_from_outside(answers: bool) -> None:
+    scene = Scene(9, [1.0])
+    busy = Elector(scene, answers)
+    electors = [busy.peer.peer_id, scene.peers[0].peer_id]
+    scene.histories = {0: lineage(electors, {busy.peer.peer_id: busy.peer.contact})}
+
+    async def main() -> None:
+        (outcome,) = await scene.conduct()
+        assert outcome.failed != answers
+        if answers:
+            assert outcome.vector is not None
+            assert torch.equal(outcome.vector, scene.vectors[0])
+            assert outcome.certificate is not None
+            outcome.certificate.check(electors)
+            assert outcome.certificate.proposal.electors == (scene.peers[0].peer_id,)
+        busy.service.close()
+        await scene.close()
+
+    run_virtual(main())
+
+
 def test_a_group_with_a_quorum_asks_nobody_else() -> None:
     scene = Scene(6, [1.0, 1.0, 0.0], auxiliary=[2])
     other = Elector(scene, answers=True)
@@ -372,3 +395,48 @@ def test_a_round_without_a_history_extends_no_head() -> None:
         await scene.close()
 
     run_virtual(main())
+
+
+def test_only_the_last_all_reduce_of_several_codecs_extends_the_history() -> None:
+    scene = Scene(7, [1.0, 1.0, 1.0])
+    electors = [peer.peer_id for peer in scene.peers]
+    asked: list[Proposal] = []
+
+    def may_vote(proposal: Proposal, result: bytes) -> str:
+        asked.append(proposal)
+        return ""
+
+    given = [[vector[:10].clone(), vector.clone()] for vector in scene.vectors]
+    mixed = [
+        MixedCodecs([], mine, lambda _, tensor: "float32" if tensor.numel() > 10 else "float16")
+        for mine in given
+    ]
+
+    async def one(place: int) -> RoundOutcome:
+        strategy = mixed[place].take(
+            scene.services[place],
+            CONFIG,
+            lineage(electors, {}, may_vote),
+            gives=True,
+            read_in_place=False,
+        )
+        return await strategy.run(scene.group, scene.peers[place].clock.monotonic_s() + DEADLINE_S)
+
+    async def main() -> list[RoundOutcome]:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one(place)) for place in range(3)]
+        await scene.close()
+        return [task.result() for task in running]
+
+    outcomes = run_virtual(main())
+    assert not any(outcome.failed for outcome in outcomes), outcomes
+    assert len(asked) == 3, "one vote of each, for the last all-reduce"
+    assert len({proposal.digest() for proposal in asked}) == 1
+    for place, outcome in enumerate(outcomes):
+        assert outcome.certificate is not None
+        outcome.certificate.check(electors)
+        assert outcome.certificate.proposal.head == genesis("a run")
+        mixed[place].apply(delta=False)
+        for nth, tolerance in enumerate((2e-3, 1e-6)):
+            mean = torch.stack([vector[: len(given[place][nth])] for vector in scene.vectors]).mean(0)
+            torch.testing.assert_close(given[place][nth], mean, rtol=0.0, atol=tolerance)

@@ -326,6 +326,8 @@ def play(seed: int, kinds: Sequence[str]) -> Play:
             made.services[place].spoil = spoil(kind, made.rng)
 
     async def main() -> None:
+        unexpected: list[str] = []  # exceptions of tasks that nobody asked for
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unexpected.append(str(context)))
         outcomes = await conduct(made)
         check(made, outcomes)
         whole = [place for place in outcomes if place not in made.victims]
@@ -350,6 +352,7 @@ def play(seed: int, kinds: Sequence[str]) -> Play:
         await asyncio.sleep(0.001)  # what was cancelled ends within this moment
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         assert not left, left
+        assert not unexpected, unexpected
 
     run_virtual(main(), limit_s=400.0)
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 
 from averaging.optim.optimizer import Optimizer
 from swarm.node import Node
+
+NOTICED_S_MAX = 10.0  # about a second where nothing else runs: both write records every second
 
 
 def test_two_peers_with_copies_of_one_identity_file_both_say_so(
@@ -48,8 +51,12 @@ def test_two_peers_with_copies_of_one_identity_file_both_say_so(
                             done.set()
 
         threads = [threading.Thread(target=train, args=(place,), daemon=True) for place in range(3)]
+        began_s = time.monotonic()
         for thread in threads:
             thread.start()
+        while not all(node.dht.identity_problem for node in nodes[1:]):
+            assert time.monotonic() < began_s + NOTICED_S_MAX, "replicas show each what the other has written"
+            done.wait(0.05)
         done.wait(90)
         done.set()
         for thread in threads:

@@ -197,6 +197,7 @@ def test_delayed_gradients_equal_one_machine_in_sequence() -> None:
 
 def test_gossip_rounds_are_in_changing_pairs() -> None:
     with swarm_of(4, "gossip", mode="gossip") as peers:
+        together([lambda peer=peer: peer.opt.wait_for_peers(4) for peer in peers])  # type: ignore[misc]
         together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
         partners: dict[int, set[object]] = {}
         for peer in peers:

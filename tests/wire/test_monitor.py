@@ -77,6 +77,8 @@ def test_once_json_is_one_line_that_holds_the_run(
     assert any(
         round["members"] == 2 and round["digest"] and round["digests"] == 1 for round in view["rounds"]
     )
+    (history,) = view["histories"]
+    assert (history["peers"], history["line"], len(history["head"])) == (2, "", 16)
     assert all(peer["up_bytes"] > 0 and peer["rounds_done"] > 0 for peer in view["peers"])
 
 

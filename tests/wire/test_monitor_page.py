@@ -145,6 +145,7 @@ def _live(page: Page) -> None:
     page.until(lambda: page.text("t-epoch") != first, "another epoch")
     page.until(lambda: page.text("t-held") == "1.5000", "the held-out loss")
     page.until(lambda: page.text("t-peers") == "2", "both peers")
+    page.until(lambda: "One history: peers 2 in " in page.text("state-note"), "the history of both")
     page.until(lambda: page.js("return document.querySelectorAll('#events li').length") >= 2, "events")
     page.until(lambda: "agreed" in page.js("return document.getElementById('rounds').textContent"), "a round")
 

@@ -31,6 +31,7 @@ def test_frozen_layers_that_differ_become_equal_with_the_state(count: int) -> No
         for number in range(count):
             one = one_more(peers, "half frozen", number, seed=number, make=half_frozen, state_sync_epochs=2)
             peers.append(stack.enter_context(one))
+        together([lambda peer=peer: peer.opt.wait_for_peers(count) for peer in peers])  # type: ignore[misc]
         together([lambda peer=peer: peer.train_to(4) for peer in peers])  # type: ignore[misc]
         frozen = [next(peer.net.parameters()) for peer in peers]
         assert all(torch.equal(frozen[0], other) for other in frozen), frozen

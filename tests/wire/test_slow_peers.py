@@ -38,6 +38,19 @@ def test_a_peer_of_a_twentieth_of_the_speed_hardly_slows_the_others_down() -> No
         check_accounts(work)
 
 
+def test_one_fast_peer_closes_its_epochs_beside_a_busy_one_which_still_counts() -> None:
+    """Two peers in all: no group of two comes about while the slow one computes, which decides as well."""
+    fast, slow = measure(MODES["gradients"], replace(QUICK, speeds=(1.0, 1 / 20)))
+    assert slow.contributed >= slow.trained / 2 > 0, "all of it on a quiet machine"
+    for work in (fast, slow):
+        check_accounts(work)
+    plan = replace(QUICK, speeds=(1.0, 1 / 50), adapts=False)
+    fast, slow = measure(MODES["gradients"], plan)
+    allowed_s = WAN.unknown_peer_s + (0.1 + 0.15) * fast.seconds
+    assert fast.in_step_s <= allowed_s, "with every step of it waited for: two thirds of the time"
+    check_accounts(slow)
+
+
 def test_slow_peers_with_local_steps_lose_nothing() -> None:
     fast, other, slow = measure(MODES["diloco"], replace(QUICK, speeds=(1.0, 1.0, 1 / 20)))
     assert slow.contributed >= slow.trained / 2 > 0

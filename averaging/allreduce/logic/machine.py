@@ -188,8 +188,9 @@ class RoundMachine:
     def _on_sender_stream_broke(self, event: on.SenderStreamBroke) -> list[Effect]:
         if self.finished is not None:
             return []
-        doing = self.shard.doing(event.sender) or "waiting for averages"
-        lost = f"its stream broke while it was {doing}: {event.why}"
+        # one that has sent everything counts: it has its averages, or asks another member for them
+        doing = self.shard.doing(event.sender)
+        lost = f"its stream broke while it was {doing}: {event.why}" if doing else ""
         return self._suspect(event.sender, Suspicion(f"its stream broke ({event.why})", lost_sender=lost))
 
     def _on_bytes(self, event: on.BytesArrived) -> list[Effect]:

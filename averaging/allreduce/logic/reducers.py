@@ -18,6 +18,7 @@ class ReducerStreams:
         for chunk in setup.plan.chunks:
             if chunk.reducer != setup.own:
                 owed[chunk.reducer] = owed.get(chunk.reducer, 0) + setup.codec.encoded_bytes(chunk.numel)
+        self._owed = owed
         self._stragglers = StragglerDetector(REDUCER_S, setup.begun_s)
         self._eta = TransferEta(owed, REDUCER_S, setup.begun_s)
         self._open: set[int] = set()
@@ -28,6 +29,10 @@ class ReducerStreams:
         if not self._setup.own_auxiliary:
             self._open = {place for place in self._setup.plan.reducers if place != self._setup.own}
         return [OpenStream(place) for place in sorted(self._open)]
+
+    def shard_bytes(self, reducer: int) -> int:
+        """Return the encoded size of a reducer's shard: of our values for it, and of its averages."""
+        return self._owed[reducer]
 
     def outstanding(self, reducer: int) -> bool:
         """Return whether averages of this reducer are still to come to this member."""

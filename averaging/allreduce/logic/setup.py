@@ -33,7 +33,16 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
         contributors=contributors,
         electors=electors_after(electors, contributors),
         is_break=history is not None and history.is_break,
+        grid_rounds=_grid_rounds(group) if history is not None else 1,
     )
+
+
+def _grid_rounds(group: Group) -> int:
+    """Return how many rounds the next epoch has: the median of what the contributors say."""
+    said = sorted(
+        member.grid_rounds for member in group.members if member.weight > 0.0 and member.grid_rounds
+    )
+    return said[len(said) // 2] if said else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,13 +26,14 @@ from swarm.core.ids import PeerId
 
 CELLS_MAX = 1 << 24
 LOBBY = -1  # the lobby of peers whose cell was empty or full: the same for every shape
+ELECTORS = -2  # the cell of the electors of a run, who decide together: the same for every shape
 PLACE_MAX = 32  # characters of a place within a key
 # share of the coarser shape's capacity: hysteresis, so that a swarm around a border keeps its cells
 _SHRINKS_BELOW = 0.75
 _EVEN_SHARE = 0.75  # of the mean number of peers in a cell: fewer are not waited for in a divided swarm
 _MARK = "\x1f"
 _PLACE = re.compile(r"(\d{1,3})\.(\d{1,8})\.(\d{1,8})")
-_LOBBY_TEXT = "*"
+_LOBBY_TEXT, _ELECTORS_TEXT = "*", "+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def _coarser(group_size: int, cells: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A meeting place of peers: a cell of a shape, or the lobby of unmatched peers."""
+    """A meeting place of peers: a cell of a shape, the lobby of unmatched peers, or the electors' cell."""
 
     shape: Shape
     cell: int
@@ -133,6 +134,8 @@ class Place:
         """Return the form that is sent to other peers; "" without a grid."""
         if self.cell == LOBBY:
             return _LOBBY_TEXT
+        if self.cell == ELECTORS:
+            return _ELECTORS_TEXT
         return f"{self.shape.group_size}.{self.shape.cells}.{self.cell}" if self.shape.cells > 1 else ""
 
 
@@ -144,7 +147,7 @@ def key_at(round_key: str, place: str) -> str:
 def split_key(key: str) -> tuple[str, str]:
     """Split a key into (round key, place). The place is "" outside a grid."""
     round_key, mark, place = key.rpartition(_MARK)
-    if mark and (place == _LOBBY_TEXT or _PLACE.fullmatch(place)):
+    if mark and (place in (_LOBBY_TEXT, _ELECTORS_TEXT) or _PLACE.fullmatch(place)):
         return round_key, place
     return key, ""
 
@@ -188,6 +191,10 @@ class AveragingGrid:
     @property
     def lobby(self) -> Place:
         return Place(self.shape, LOBBY)
+
+    @property
+    def electors(self) -> Place:
+        return Place(Shape(self.shape.group_size), ELECTORS)
 
     @property
     def next(self) -> Place | None:

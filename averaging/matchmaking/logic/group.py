@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from averaging.history.certificate import GRID_ROUNDS_MAX
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact, PeerId
 
@@ -30,6 +31,8 @@ class Member:
     bandwidth: float
     bandwidth_is_set: bool = False  # by its user, who knows; False: measured, with errors
     auxiliary: bool = False  # it reduces, and contributes no values of its own
+    # rounds that an epoch of the swarm needs, as this member sees it; 0: it does not say
+    grid_rounds: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and 0.0 <= self.weight <= WEIGHT_MAX):
@@ -38,6 +41,8 @@ class Member:
             raise UsageError(
                 f"a bandwidth is a finite number of bytes per second, at least 0, not {self.bandwidth!r}"
             )
+        if not 0 <= self.grid_rounds <= GRID_ROUNDS_MAX:
+            raise UsageError(f"an epoch has at most {GRID_ROUNDS_MAX} rounds, not {self.grid_rounds}")
         if self.auxiliary and self.weight != 0.0:
             raise UsageError("an auxiliary peer contributes nothing: its weight is 0")
 

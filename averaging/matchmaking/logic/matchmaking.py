@@ -40,7 +40,12 @@ from averaging.matchmaking.logic.messages import (
     SendLookForGroup,
     VectorSchema,
 )
-from averaging.matchmaking.logic.peer_table import PeerState, PeerTable
+from averaging.matchmaking.logic.peer_table import (
+    FIRST_QUERIED_MAX,
+    QUERIED_PEERS_MAX,
+    PeerState,
+    PeerTable,
+)
 from averaging.matchmaking.logic.search import GroupFollower, Search
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
@@ -133,7 +138,13 @@ class Matchmaker:
             turn=self._history.next_turn(),
         )
         self._history.grace_period.pay(now_s)
-        table = PeerTable(query=query, started_s=now_s, grace_period=self._history.grace_period)
+        table = PeerTable(
+            query=query,
+            started_s=now_s,
+            grace_period=self._history.grace_period,
+            # peers of a cell know few of one another, and have no common order
+            first_queried_max=QUERIED_PEERS_MAX if request.expected else FIRST_QUERIED_MAX,
+        )
         begin_by_s = request.deadline_s - _BEGIN_EARLY_SHARE * max(request.deadline_s - now_s, 0.0)
         self._search = Search(
             request=request, member=member, query=query, table=table, started_s=now_s, begin_by_s=begin_by_s
@@ -223,6 +234,7 @@ class Matchmaker:
             bandwidth=join.bandwidth,
             bandwidth_is_set=join.bandwidth_is_set,
             auxiliary=join.auxiliary,
+            grid_rounds=join.grid_rounds,
         )
         if len(join.gathered) > GATHERED_BYTES_MAX:
             raise UsageError(
@@ -407,7 +419,9 @@ class Matchmaker:
         if not overdue and (best := search.table.best_leader(now_s)) is not None:
             self._follow(search, best, now_s)
             return
-        enough = size >= self._min_group_size and now_s >= min(search.begin_by_s, self._wait_until_s(search))
+        may_be_alone = search.request.may_be_alone and not search.table.round_has_begun()
+        size_min = 1 if may_be_alone else self._min_group_size
+        enough = size >= size_min and now_s >= min(search.begin_by_s, self._wait_until_s(search))
         if enough or size >= self._target_group_size:
             group = search.group(self._schema.codec, self._rng)
             self._answer_followers(search, group)

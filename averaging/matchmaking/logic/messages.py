@@ -117,6 +117,7 @@ class Join:
     bandwidth: float
     bandwidth_is_set: bool = False
     auxiliary: bool = False
+    grid_rounds: int = 0
     gathered: bytes = b""
 
 
@@ -138,6 +139,7 @@ class SearchRequest:
     rank_deadline_s: float  # the same instant in swarm time, as sent to other peers
     weight: float
     gathered: bytes = b""
+    may_be_alone: bool = False  # a group of this peer alone is large enough, once it has waited for others
     expected: int = 0  # in a grid: number of peers that should come, known or not, this one included
     # in a grid: after this, the search ends as soon as there is nobody left to wait for
     stay_until_s: float = math.inf

@@ -28,6 +28,10 @@ PEERS_MAX = 1024  # in the table of one search
 # holders that one search queries; all searches of a round query the same ones. Too small: groups split; too
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
+# peers that a search queries first: the same ones in all searches of a round, so that each learns there who
+# leads. It queries others only if that gives it no leader to follow, twice as many after each answer. Smaller:
+# a dead one matters more; larger: more calls in large groups
+FIRST_QUERIED_MAX = 8
 # a peer that does not search yet is queried again after this. It announces itself when it starts: this only
 # compensates for lost messages
 _QUERY_INTERVAL_S = 0.5
@@ -49,6 +53,7 @@ class PeerState:
     """State of one other peer, as this search knows it."""
 
     contact: Contact
+    order: bytes = b""  # of first queries, the same in all searches of the round
     expected: bool = False  # it holds the averager by its presence record
     status: PeerStatus | None = None  # None: it has sent nothing in this search
     round_key: str = ""
@@ -74,8 +79,16 @@ class PeerState:
 class PeerTable:
     """Other peers of one search, by PeerID. All times are monotonic seconds."""
 
-    def __init__(self, *, query: LookForGroup, started_s: float, grace_period: GracePeriod) -> None:
+    def __init__(
+        self,
+        *,
+        query: LookForGroup,
+        started_s: float,
+        grace_period: GracePeriod,
+        first_queried_max: int = FIRST_QUERIED_MAX,
+    ) -> None:
         self.query = query
+        self._first_queried_max = first_queried_max
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
         self.peers: dict[PeerId, PeerState] = {}
@@ -117,6 +130,7 @@ class PeerTable:
         peer.contact = query.contact
         if not self._on_message(peer, query.turn, now_s, query.clock_off_s):
             return
+        peer.queried_s = max(peer.queried_s, now_s)  # the answer tells it what a query would
         if query.schema != self.query.schema:
             peer.status, peer.text = PeerStatus.REFUSED, query.schema_text
             return
@@ -186,20 +200,26 @@ class PeerTable:
         """Return the peers to send a query to now, and mark them as queried.
 
         `needs_no_query` returns whether a peer needs no query; `first_only` restricts the result to peers
-        that were never queried.
+        that were never queried, and that all searches query first.
         """
-        due = []
+        first, again, known, pending = [], [], 0, 0
         for peer_id, peer in self.peers.items():
-            if first_only and peer.queried_s > -math.inf:
-                continue
+            known += peer.status is not None or bool(peer.failed)
+            pending += peer.query_pending
             if (
                 peer.contact.addresses
                 and not peer.query_pending
                 and not needs_no_query(peer_id)
                 and now_s >= self._query_at_s(peer)
             ):
-                peer.query_pending, peer.queried_s = True, now_s
-                due.append(peer)
+                (again if peer.queried_s > -math.inf else first).append(peer)
+        first.sort(key=lambda peer: peer.order)
+        if first_only:
+            orders = sorted(peer.order for peer in self.peers.values())[: self._first_queried_max]
+            again, first = [], [peer for peer in first if peer.order in orders]
+        due = [*again, *first[: max(self._first_queried_max + known - pending, 0)]]
+        for peer in due:
+            peer.query_pending, peer.queried_s = True, now_s
         return due
 
     def next_query_s(self, needs_no_query: Callable[[PeerId], bool]) -> float:
@@ -279,6 +299,17 @@ class PeerTable:
         """
         return not any(
             self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values()
+        )
+
+    def round_has_begun(self) -> bool:
+        """Return whether a known peer is, or was, in a group for this round: that group would have to fail
+        before another one can be committed.
+        """
+        return any(
+            peer.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
+            and peer.round_key == self.query.round_key
+            and not peer.failed
+            for peer in self.peers.values()
         )
 
     def missing_s(self, now_s: float) -> dict[PeerId, float]:
@@ -363,7 +394,8 @@ class PeerTable:
         if peer is None:
             if contact.peer_id == self.query.contact.peer_id or len(self.peers) >= PEERS_MAX:
                 return None
-            peer = self.peers[contact.peer_id] = PeerState(contact=contact)
+            order = self._selection_hash(contact.peer_id)
+            peer = self.peers[contact.peer_id] = PeerState(contact=contact, order=order)
         return peer
 
     def _on_message(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:

@@ -92,6 +92,7 @@ class Search:
             bandwidth=self.member.bandwidth,
             bandwidth_is_set=self.member.bandwidth_is_set,
             auxiliary=self.member.auxiliary,
+            grid_rounds=self.member.grid_rounds,
             gathered=self.request.gathered,
         )
 

@@ -143,7 +143,7 @@ class Cells:
         """Return the peers that may come to the place of the search, as far as known; all holders without a
         grid.
         """
-        if not self.grid.divided:
+        if not (self.grid.divided or self.among_electors):
             return dict(self._holders)
         ranked = self.grid.initial_members() if self.place == self.grid.home else []
         return {**{peer_id: self._holders[peer_id] for peer_id in ranked}, **self._reported}
@@ -163,6 +163,11 @@ class Cells:
         )
         return later or place == self.grid.home.text
 
+    @property
+    def among_electors(self) -> bool:
+        """Return whether this peer searches in the electors' cell, which needs no grid."""
+        return self.place == self.grid.electors
+
     # --- a search
 
     def begin_search(self, place: Place, contact: Contact, round_key: str) -> None:
@@ -176,7 +181,7 @@ class Cells:
         """Find the peers that may come, and `report` them as they become known. Raise NetworkError when the
         presence records are needed and cannot be read.
         """
-        if not self.grid.divided:
+        if not (self.grid.divided or self.among_electors):
             holders = await self._presence.read(timeout_s)
             self.on_records(holders)
             if not self.grid.divided:
@@ -201,7 +206,7 @@ class Cells:
         """Record that the search found a group. The next cell is reported to its hosts while the round
         runs.
         """
-        if self.place is not None and self.grid.divided:
+        if self.place is not None and self.grid.divided and not self.among_electors:
             self.grid.on_group_formed(self.place, group.group_id, group.peer_ids)
             if (coming := self.grid.next) is not None:
                 self._enter(coming)

@@ -173,12 +173,21 @@ class GroupService:
         exchange.add(self)
 
     async def find(
-        self, *, member: Member, round_key: str, deadline_s: float, gathered: bytes = b""
+        self,
+        *,
+        member: Member,
+        round_key: str,
+        deadline_s: float,
+        gathered: bytes = b"",
+        electors: int = 0,
+        may_be_alone: bool = False,
     ) -> Group | SearchFailed:
         """Search for a group until `deadline_s` (monotonic seconds); after a group, call `round_over`.
+        `may_be_alone`: whether a group of this peer alone is large enough, once it has waited for the others.
 
         Cancelling informs the followers and the leader. In a grid the search alternates between this peer's
-        cell and, when nobody is left to wait for there, the lobby of unmatched peers.
+        cell and, when nobody is left to wait for there, the lobby of unmatched peers. `electors`: search in
+        the cell of the run's electors instead, where this many are expected.
         """
         now_s = self._clock.monotonic_s()
         rank_deadline_s = self._clock.swarm_s() + (deadline_s - now_s)
@@ -188,9 +197,11 @@ class GroupService:
             rank_deadline_s=rank_deadline_s,
             weight=member.weight,
             gathered=gathered,
+            may_be_alone=may_be_alone,
         )
         cells = self.cells
-        place, stay_until_s = cells.grid.home, -math.inf
+        place, stay_until_s = cells.grid.electors if electors else cells.grid.home, -math.inf
+        request = replace(request, expected=electors)
         lobby_stay = Backoff(LOBBY_S, LOBBY_S_MAX)
         try:
             while True:
@@ -203,7 +214,7 @@ class GroupService:
                 stay_until_s = -math.inf
                 if outcome is None:  # the grid has another shape by now
                     place = cells.grid.home
-                elif not cells.grid.divided:
+                elif electors or not cells.grid.divided:
                     return outcome
                 else:
                     home = cells.grid.home
@@ -227,7 +238,9 @@ class GroupService:
         self._in_cell = bool(place.text)
         if not place.text:
             return request
-        expected = max(self.cells.grid.expected, 1) if place == self.cells.grid.home else 1
+        expected = (
+            max(self.cells.grid.expected, 1) if place == self.cells.grid.home else request.expected or 1
+        )
         return replace(
             request,
             round_key=key_at(request.round_key, place.text),
@@ -251,7 +264,8 @@ class GroupService:
                     outcome = self._perform(self.machine.poll(now_s), tasks, children)
                     if outcome is not None:
                         break
-                    if self.cells.place not in (self.cells.grid.home, self.cells.grid.lobby):
+                    grid = self.cells.grid
+                    if self.cells.place not in (grid.home, grid.lobby, grid.electors):
                         self.machine.stop(now_s)
                         self._perform(self.machine.poll(now_s), None, set())
                         break

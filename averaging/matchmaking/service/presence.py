@@ -180,7 +180,10 @@ class DhtPresence:
 
     async def _read_flat(self, timeout_s: float) -> dict[PeerId, Holder]:
         """Read the one dictionary of a small swarm. A peer that finds a larger swarm reads its shard."""
-        records = await self._records(HolderShard(), timeout_s, latest=True)
+        records = await self._records(HolderShard(), timeout_s)
+        if not records.keys() - {self._own().peer_id}:
+            # replicas that have just come may lack the records, and this peer must not believe to be alone
+            records = await self._records(HolderShard(), timeout_s, latest=True)
         notices = [bits for _, bits in records.values() if bits]
         total = holders_estimated(len(records) - len(notices), notices)
         self._divide(bits_for(total, 0, self._flat_max))
@@ -196,7 +199,7 @@ class DhtPresence:
         return holders
 
     async def _read_around(
-        self, shard: HolderShard, timeout_s: float, *, latest: bool
+        self, shard: HolderShard, timeout_s: float, *, latest: bool = False
     ) -> dict[PeerId, Holder]:
         """Read the dictionary of a shard, and those in which peers that assume another division stand."""
         async with asyncio.TaskGroup() as tasks:
@@ -223,7 +226,7 @@ class DhtPresence:
         shard, now_s = shard_at(place_of(place.encode()), self._bits), asyncio.get_running_loop().time()
         read_s, holders = self._read_at.get(shard, (-math.inf, {}))
         if now_s - read_s > _PLACE_AGE_S_MAX:
-            holders = await self._read_around(shard, timeout_s, latest=False)
+            holders = await self._read_around(shard, timeout_s)
             self._read_at[shard] = (now_s, holders)
             while len(self._read_at) > _PLACES_MAX:
                 del self._read_at[next(iter(self._read_at))]
@@ -231,13 +234,13 @@ class DhtPresence:
 
     async def _records_if_any(self, shard: HolderShard, timeout_s: float) -> dict[PeerId, tuple[Holder, int]]:
         try:
-            return await self._records(shard, timeout_s, latest=False)
+            return await self._records(shard, timeout_s)
         except NetworkError as error:
             _log.debug("the presence records of %s could not be read: %s", self._key(shard), error)
             return {}
 
     async def _records(
-        self, shard: HolderShard, timeout_s: float, *, latest: bool
+        self, shard: HolderShard, timeout_s: float, *, latest: bool = False
     ) -> dict[PeerId, tuple[Holder, int]]:
         """Return the records of a dictionary: each holder, and the number of bits in it, 0 without any.
         `latest`: ask more peers than the replicas.

@@ -178,6 +178,7 @@ def encode_join(join: Join, *, name: AveragerName, now_s: float) -> group_pb2.Jo
         bandwidth=join.bandwidth,
         bandwidth_is_set=join.bandwidth_is_set,
         auxiliary=join.auxiliary,
+        grid_rounds=join.grid_rounds,
         gathered=join.gathered,
     )
 
@@ -190,6 +191,7 @@ def decode_join(message: group_pb2.Join, caller: PeerId, now_s: float) -> Join:
         bandwidth=message.bandwidth,
         bandwidth_is_set=message.bandwidth_is_set,
         auxiliary=message.auxiliary,
+        grid_rounds=message.grid_rounds,
         gathered=message.gathered,
     )  # the bounds of these values are checked by `Member`
 
@@ -204,6 +206,7 @@ def encode_join_answer(answer: Group | Answer, *, now_s: float) -> group_pb2.Joi
             bandwidth=member.bandwidth,
             bandwidth_is_set=member.bandwidth_is_set,
             auxiliary=member.auxiliary,
+            grid_rounds=member.grid_rounds,
             gathered=gathered,
         )
         for member, gathered in zip(answer.members, answer.gathered, strict=True)
@@ -230,6 +233,7 @@ def decode_join_answer(message: group_pb2.JoinAnswer, now_s: float) -> Group | A
                     bandwidth=one.bandwidth,
                     bandwidth_is_set=one.bandwidth_is_set,
                     auxiliary=one.auxiliary,
+                    grid_rounds=one.grid_rounds,
                 )
                 for one in group.members
             ),

@@ -103,9 +103,12 @@ class Learner(Protocol):
         """
         ...
 
-    def resume(self) -> int:
+    def resume(self, *, parted: bool = False) -> int:
         """Continue after the state was loaded, or could not be, with the suspended progress if it is still
         valid. Return the number of dropped samples. The state's lock is held.
+
+        `parted`: the loaded state does not follow from the one that the progress was made on, because that
+        one's history lost a reunion.
         """
         ...
 
@@ -138,6 +141,12 @@ class Mode(Protocol):
         """Fill `tensors()` for the round of `epoch`, or for a step without a round. They do not change
         until `apply`, `failed` or `capture`. Return this peer's weight, and the metadata that all
         members receive (msgpack, a few kB).
+        """
+        ...
+
+    def merge_metadata(self, metadata: Sequence[Any]) -> Any:
+        """Return the metadata of the next of several rounds of an epoch, from what the members of the last
+        one sent.
         """
         ...
 

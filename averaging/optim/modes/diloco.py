@@ -94,6 +94,9 @@ class DilocoMode:
                 view.zero_()
         return learner.weight(max(self._counted_at[number], learner.dropped)), None
 
+    def merge_metadata(self, metadata: Sequence[Any]) -> None:
+        return None
+
     def apply(self, metadata: Sequence[Any]) -> None:
         learner, number = self.learner, self.state.epoch % len(self._fragments)
         has_no_new_steps = learner.has_no_new_steps

@@ -60,6 +60,9 @@ class GossipMode:
         # equal weights: the mean of all bases moves by the mean of all progress
         return 0.0 if learner.is_suspended else 1.0, None
 
+    def merge_metadata(self, metadata: Sequence[Any]) -> None:
+        return None
+
     def apply(self, metadata: Sequence[Any]) -> None:
         rates = self._rates
         with torch.no_grad():

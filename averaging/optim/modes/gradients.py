@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from averaging.optim.accumulate import GradientAccumulator, names_of
+from averaging.optim.accumulate import GradientAccumulator, bit_field, names_of
 from averaging.optim.finite import RejectedSamples
 from averaging.optim.memory import storage_for, zeros_like
 from averaging.optim.modes import ModeParts, ModeTraits
@@ -42,10 +42,11 @@ class GradientsMode:
     With `delayed`, a round works on a copy of the accumulators while the next epoch's gradients are
     computed, on parameters that lack that round's step. This takes twice the memory for accumulators.
 
-    Gradients of a peer that missed its epoch's round count in the next epoch, weighted by their samples as
-    all others. Gradients that missed two rounds are dropped, and so are those of epoch 0, whose parameters
-    may not have been the swarm's. While the state is downloaded the gradients that are kept take the memory
-    of one more accumulator if a round is made meanwhile.
+    Gradients of a peer that missed its epoch's round count in the next epoch, weighted by their samples
+    as all others. Gradients that missed two rounds are dropped, and so are those of epoch 0, whose
+    parameters may not have been the swarm's, and those of a history that lost a reunion. While the state
+    is downloaded the gradients that are kept take the memory of one more accumulator if a round is made
+    meanwhile.
     """
 
     def __init__(self, parts: ModeParts, *, delayed: bool = False) -> None:
@@ -103,7 +104,7 @@ class GradientsMode:
             self._accumulator.resolve_checks()
             self._suspended = _Suspended(self.state.epoch, self.state.version)
 
-    def resume(self) -> int:
+    def resume(self, *, parted: bool = False) -> int:
         suspended, self._suspended = self._suspended, None
         if suspended is None:
             return 0
@@ -112,7 +113,8 @@ class GradientsMode:
         if self.state.version == suspended.version:
             return 0
         samples, late_epochs = self.samples, self.state.epoch - suspended.epoch
-        if samples and suspended.epoch > 0 and 0 < late_epochs + self._is_late <= _LATE_EPOCHS_MAX:
+        is_recent = suspended.epoch > 0 and 0 < late_epochs + self._is_late <= _LATE_EPOCHS_MAX
+        if samples and is_recent and not parted:
             self._is_late = True
             return 0
         self._reset()
@@ -164,6 +166,9 @@ class GradientsMode:
             self._in_round = samples, list(accumulator.touched)
             accumulator.reset()
         return float(samples), metadata
+
+    def merge_metadata(self, metadata: Sequence[Any]) -> bytes:
+        return bit_field(self._touched(metadata))
 
     def apply(self, metadata: Sequence[Any]) -> None:
         own = self._accumulator.touched if self._in_round is None else self._in_round[1]

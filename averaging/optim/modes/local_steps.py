@@ -182,7 +182,7 @@ class LocalSteps:
             progress = self.progress() if self.total > 0 else None
             self._suspended = _SuspendedProgress(self.state.epoch, self.state.version, progress)
 
-    def resume(self) -> int:
+    def resume(self, *, parted: bool = False) -> int:
         suspended, self._suspended = self._suspended, None
         if suspended is None or self.state.version == suspended.version:
             return 0

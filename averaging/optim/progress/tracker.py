@@ -19,6 +19,7 @@ from averaging.optim.exchange import REPORT
 from averaging.optim.history import RunHistory
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.progress.claims import claim_of, read_claim
+from averaging.optim.progress.logic.relays import relays
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, ProgressReport
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.records import ProgressRecords
@@ -122,9 +123,11 @@ class Tracker:
         if history is None:
             return
         now_s = self._node.clock.swarm_s()
-        history.set_peers(progress.total.peers if progress.total else 1 + len(progress.others(now_s)))
+        others = progress.others(now_s)
+        peers = progress.total.peers if progress.total else 1 + len(others)
+        history.size.update(peers, [peer for peer, report in others.items() if not report.joining])
         progress.head, progress.abstains = history.head, history.abstains
-        progress.certified_epoch = history.certified_epoch if history.covers_swarm else None
+        progress.certified_epoch = history.certified_epoch
 
     def _update_full_epoch(self, now_s: float) -> None:
         """Mark this peer's epoch as full when it is, or when another peer announced it and this peer's own
@@ -327,7 +330,18 @@ class Tracker:
                 peers = [
                     peer for peer, report in self._progress.others(now_s).items() if report.epoch <= epoch
                 ]
-            await self._report_to(peers, full=True)
+            await self._report_to(self._relays(peers), full=True)
+
+    async def introduce(self) -> None:
+        """Exchange reports directly with the peers that this one passes news to: its own report has news."""
+        await self._report_to(self._relays(self._with_state(self.others())))
+
+    def _relays(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Return those of `peers` that this one reports to directly. Peers that cannot be called read the
+        DHT instead.
+        """
+        dialable = {contact.peer_id for contact in self.contacts()}
+        return relays(self.own, (peer for peer in peers if peer in dialable))
 
     async def probe(self) -> None:
         """Exchange reports directly with every live peer that has a state. A peer that cannot be reached does
@@ -360,6 +374,8 @@ class Tracker:
                 self._progress.on_goodbye(peer)
                 self._changed.notify_all()
         believed = request.full and await self._confirm_full(peer, report.epoch)
+        if believed:
+            self._announce.notify()  # it passes on, without waiting for this peer's next step
         with self._lock:
             return state_pb2.ReportReply(claim=claim_of(self._progress.own_report), believed=believed)
 
@@ -444,9 +460,8 @@ class Tracker:
         return report
 
     async def _refresh(self) -> bool:
-        """Read the dictionary once, and send this peer's report to the peers that do not have it yet. Those
-        that are joining are left out: of many newcomers each would report to each. Return whether the
-        dictionary could be read.
+        """Read the dictionary once, and send this peer's report to those that it passes news to and that do
+        not have it yet. Peers that are joining are left out. Return whether the dictionary could be read.
         """
         started_s = self._node.clock.swarm_s()
         self._refreshing = True
@@ -478,7 +493,7 @@ class Tracker:
             self._unreported = (self._unreported | set(newcomers)) & reports.keys()
             told = self._with_state(reports)
             alike = not told and self._progress.own_report.joining  # all begin together
-            due = [peer for peer in self._unreported if peer in told or alike]
+            due = [peer for peer in self._relays(reports if alike else told) if peer in self._unreported]
         self._announce.notify()
         await self._report_to(due)
         return True

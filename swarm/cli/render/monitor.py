@@ -112,8 +112,16 @@ def headline(view: MonitorView) -> str:
     part = f" {100 * view.fraction:.0f} %" if view.fraction is not None else ""
     return (
         f"epoch {view.epoch:,}{part}{loss}{held_out}, "
-        f"{view.samples_per_s:,.0f} samples/s by {view.peers_live} peers"
+        f"{view.samples_per_s:,.0f} samples/s by {view.peers_live} peers{_divided(view)}"
     )
+
+
+def _divided(view: MonitorView) -> str:
+    """Return how many peers are in which history, while there is more than one; else ""."""
+    if len(view.histories) < 2:
+        return ""
+    parts = ", ".join(f"{one.peers} in {one.head[:8]}" for one in view.histories)
+    return f"; {len(view.histories)} histories: {parts}"
 
 
 @dataclass(slots=True)
@@ -234,6 +242,8 @@ def _numbers(view: MonitorView, trends: Trends, columns: int) -> list[Text]:
     if view.own:
         own = "   ".join(f"{name} {_number(value.median)}" for name, value in view.own.items())
         lines.append(Text(f" {own}"))
+    if divided := _divided(view):
+        lines.append(Text(f" {divided.removeprefix('; ')}", style="yellow"))
     if view.checkpoint:
         lines.append(Text(f" {view.checkpoint}", style="dim"))
     return lines
@@ -321,6 +331,7 @@ def _details(peer: PeerView, now_s: float) -> list[Text]:
         "got": f"{size(peer.down_bytes)} ({size(peer.down_bytes_per_s)}/s)",
         "rounds": f"{peer.rounds_done:,}, {peer.rounds_failed:,} failed",
         "drift": f"{peer.drift:.3e}" if peer.drift is not None else "-",
+        "history": f"{peer.head[:8] or '-'}; gave up {peer.epochs_given_up:,} epochs",
     }
     rows |= {name: _number(value) for name, value in peer.own.items()}
     if peer.broken:

@@ -14,6 +14,7 @@ from swarm.dht.logic.records import Record
 
 Name = tuple[Key, str | None]  # of an entry of this peer: key and subkey
 
+_TIMES_MAX = 16  # issue times remembered of an entry; older records of it show nothing
 _ISSUED_MAX = 4096  # remembered, beyond this those written longest ago are forgotten
 _FOREIGN_MAX = 256
 # The other process writes several times in this time; after it the problem counts as solved.
@@ -26,7 +27,8 @@ class IssuedRecords:
     def __init__(self, own: PeerId, started_us: int) -> None:
         """Begin at `started_us`: records of this peer from before are those of an earlier process."""
         self._own, self._started_us = own, started_us
-        self._issued: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # (latest expiration, issue time)
+        # by entry, the latest expiration, and the last issue times
+        self._issued: OrderedDict[Name, tuple[int, tuple[int, ...]]] = OrderedDict()
         self._has_forgotten = False
         # of entries that this process did not issue: when it first saw one, or its time of issue if later
         self._foreign: OrderedDict[Name, int] = OrderedDict()
@@ -34,13 +36,22 @@ class IssuedRecords:
 
     def latest(self, key: Key, subkey: str | None) -> tuple[int, int]:
         """Return the latest expiration and issue time of an entry of this process; zeros if it has none."""
-        return self._issued.get((key, subkey), (0, 0))
+        expiration_us, times_us = self._issued.get((key, subkey), (0, (0,)))
+        return expiration_us, times_us[-1]
+
+    def previous_us(self, record: Record) -> int:
+        """Return when this process issued the entry of one of its records last before that record; its own
+        start if it did not. A later one that a replica holds may be of another process.
+        """
+        _, times_us = self._issued.get((record.key, record.subkey), (0, ()))
+        return max(self._started_us, *(one for one in times_us if one < record.issued_at_us), 0)
 
     def add(self, record: Record) -> None:
         """Take in a record that this process has issued."""
         name = record.key, record.subkey
-        expiration_us, _ = self.latest(*name)
-        self._issued[name] = max(record.expiration_us, expiration_us), record.issued_at_us
+        expiration_us, times_us = self._issued.get(name, (0, ()))
+        times_us = (*times_us, record.issued_at_us)[-_TIMES_MAX:]
+        self._issued[name] = max(record.expiration_us, expiration_us), times_us
         self._issued.move_to_end(name)
         if len(self._issued) > _ISSUED_MAX:
             self._issued.popitem(last=False)
@@ -55,11 +66,11 @@ class IssuedRecords:
         """
         if record.writer != self._own or record.is_blob:
             return False
-        name = record.key, record.subkey
-        is_known = name in self._issued
-        if record.issued_at_us <= max(self._started_us, self.latest(*name)[1]) or (
-            self._has_forgotten and not is_known
-        ):
+        name, issued_us = (record.key, record.subkey), record.issued_at_us
+        _, times_us = self._issued.get(name, (0, ()))
+        is_own = issued_us in times_us or (not times_us and self._has_forgotten)
+        is_older = len(times_us) == _TIMES_MAX and issued_us < times_us[0]  # perhaps one that was forgotten
+        if issued_us <= self._started_us or is_own or is_older:
             return False
         seen_us = self._foreign.setdefault(name, max(now_us, record.issued_at_us))
         if len(self._foreign) > _FOREIGN_MAX:

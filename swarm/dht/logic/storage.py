@@ -128,6 +128,11 @@ class Storage:
             if slot.record is not None and slot.record.expiration_us > now_us
         ]
 
+    def record_of(self, key: Key, owner: Owner) -> Record | None:
+        """Return the record of an entry, perhaps one that has just expired; None when there is none."""
+        slot = self._slots.get(key, {}).get(owner)
+        return slot.record if slot is not None else None
+
     def keys(self) -> list[Key]:
         return list(self._slots)
 

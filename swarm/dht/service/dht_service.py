@@ -42,7 +42,7 @@ from swarm.dht.service.reader import Reader, RecordSearch
 from swarm.dht.service.replica import ReplicaStore
 from swarm.dht.service.replication import Replication
 from swarm.dht.service.upkeep import Upkeep
-from swarm.dht.service.writer import PendingWrite, StoreResult
+from swarm.dht.service.writer import PendingWrite, StoreResult, WrittenReplicas
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Handlers
 from swarm.runtime.supervise import Supervisor
@@ -107,6 +107,7 @@ class DhtService:
         self.replication = Replication(self.overlay, self.storage, self.rng)
         self._cache = ReadCache(CACHED_MAX, CACHED_BYTES_MAX)
         self._issued = IssuedRecords(self.peer_id, self.overlay.now_us)
+        self._written = WrittenReplicas()
         self._replica = ReplicaStore(
             self.overlay, self.storage, self._validator, self.replication, self._cache, self._issued
         )
@@ -374,7 +375,8 @@ class DhtService:
 
     async def _store(self, record: Record, timeout_s: float) -> StoreResult:
         self.reader.invalidate(record.key)
-        write = PendingWrite(self.overlay, record)
+        previous_us = 0 if record.is_blob else self._issued.previous_us(record)
+        write = PendingWrite(self.overlay, record, self._written, previous_us)
         verdicts = write.verdicts
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
@@ -385,6 +387,7 @@ class DhtService:
             write.is_own_replica = write.is_own_replica or not verdicts.held
         if write.is_own_replica and self.own().addresses:
             verdicts.note(self.peer_id, self._replica.store_record(record, direct=True))
+        await self._replica.validate(write.held)  # which notices records that another process has issued
         return verdicts.result
 
     async def _read(

@@ -331,12 +331,12 @@ class Overlay:
         self.on_answer(contact, self.clock.monotonic_s() - started_s)
         return reply
 
-    def lookup(self, target: int, *, wanted: int, parallel: int) -> Lookup:
-        """Return a lookup that starts from the table. This peer itself is a candidate if others can
-        reach it.
+    def lookup(self, target: int, *, wanted: int, parallel: int, near: Sequence[Contact] = ()) -> Lookup:
+        """Return a lookup that starts from the table, and from peers that were `near` the target a moment
+        ago. This peer itself is a candidate if others can reach it.
         """
         own = self.own()
-        seeds = self.table.nearest(target, self.bucket_max)
+        seeds = [*self.table.nearest(target, self.bucket_max), *near]
         self.table.touch(target, self.clock.monotonic_s())
         return Lookup(
             target,

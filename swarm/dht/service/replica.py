@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from swarm.core.errors import PeerError
 from swarm.core.ids import Key, PeerId
@@ -180,14 +180,28 @@ class ReplicaStore:
             if request.target
             else []
         )
-        refusals = []
-        for record in await self.validate(request.records):
+        refusals, records = [], await self.validate(request.records)
+        held = self._held_before(caller, records, request.previous_us)
+        for record in records:
             refusals.append(
                 record
                 if isinstance(record, str)
                 else self.store_record(record, direct=record.writer == caller)
             )
-        return DhtStoreReply(time_us=time_us, refusals=refusals, nearest=nearest)
+        return DhtStoreReply(time_us=time_us, refusals=refusals, nearest=nearest, held=held)
+
+    def _held_before(
+        self, caller: PeerId, records: Sequence[Record | str], previous_us: int
+    ) -> DhtRecord | None:
+        """Return what this peer holds of the caller's entry, if that was issued after all that the caller
+        remembers to have issued: another process has its identity.
+        """
+        if not previous_us or len(records) != 1 or isinstance(records[0], str) or records[0].writer != caller:
+            return None
+        held = self._storage.record_of(records[0].key, records[0].owner)
+        if held is None or held.issued_at_us <= previous_us or held.version == records[0].version:
+            return None
+        return record_to_wire(held)
 
     def _on_holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
         time_us = self._overlay.raw_us

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.core.errors import PeerError
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.constants import REPLICAS
 from swarm.dht.logic.records import Record
 from swarm.dht.service.overlay import FIND, STORE, Overlay
 from swarm.dht.service.wire import id_to_wire, record_to_wire
-from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtRecord, DhtStoreRequest
 
 _REFUSALS_MAX = 8
+_WRITTEN_KEYS_MAX = 256  # whose replicas are remembered, beyond this those written longest ago are forgotten
 _REFUSAL_CHARACTERS_MAX = 200
 
 
@@ -53,23 +55,50 @@ class Verdicts:
         )
 
 
+class WrittenReplicas:
+    """The replicas of the keys that this peer has written under lately."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Key, Sequence[Contact]] = OrderedDict()
+
+    def of(self, key: Key) -> Sequence[Contact]:
+        """Return the replicas that the last write under a key found; none when that is forgotten."""
+        return self._found.get(key, ())
+
+    def note(self, key: Key, replicas: Sequence[Contact]) -> None:
+        """Record the replicas of a key."""
+        self._found[key] = replicas
+        self._found.move_to_end(key)
+        if len(self._found) > _WRITTEN_KEYS_MAX:
+            self._found.popitem(last=False)
+
+
 class PendingWrite:
-    """A write of a single record: one round of calls in a swarm that this peer knows completely, a search and
-    one round in a larger one.
+    """A write of a single record: one round of calls in a swarm that this peer knows completely, or when it
+    has written under the same key a moment ago; otherwise a search and one round.
     """
 
-    def __init__(self, overlay: Overlay, record: Record) -> None:
+    def __init__(self, overlay: Overlay, record: Record, replicas: WrittenReplicas, previous_us: int) -> None:
+        """`previous_us`: when this peer issued this entry last before; 0 for a record that is not its own."""
         self._overlay = overlay
         self._record = record
+        self._replicas = replicas
+        self._previous_us = previous_us
+        self.held: list[
+            DhtRecord
+        ] = []  # later records of the same entry, which replicas held before this one
         self.verdicts = Verdicts()
         self.is_own_replica = False
 
     async def run(self) -> None:
         """Run until every replica has answered or failed."""
         overlay, target = self._overlay, self._record.key.dht_id
-        # A peer that knows all peers asks the replicas first, and the question stores the record.
-        lookup = overlay.lookup(target, wanted=REPLICAS, parallel=REPLICAS)
-        nearest = await overlay.search(lookup, self._store_at if overlay.knows_all else self._find_at)
+        near = [one for one in self._replicas.of(self._record.key) if not overlay.is_suspect(one.peer_id)]
+        lookup = overlay.lookup(target, wanted=REPLICAS, parallel=REPLICAS, near=near)
+        # A peer that knows the replicas asks them first, and the question stores the record. Their answers
+        # name closer peers that have come since.
+        nearest = await overlay.search(lookup, self._store_at if overlay.knows_all or near else self._find_at)
+        self._replicas.note(self._record.key, nearest)
         self.is_own_replica = any(contact.peer_id == overlay.own_id for contact in nearest)
         async with asyncio.TaskGroup() as group:
             for contact in nearest:
@@ -90,10 +119,13 @@ class PendingWrite:
             target=id_to_wire(record.key.dht_id),
             nearest_max=REPLICAS,
             known=overlay.known_peers,
+            previous_us=self._previous_us,
         )
         reply = await overlay.ask(contact, STORE, request)
         if reply is None or len(reply.refusals) != 1:
             return None
+        if reply.HasField("held") and reply.held not in self.held:
+            self.held.append(reply.held)
         self.verdicts.note(contact.peer_id, reply.refusals[0])
         return overlay.contacts_from_answer(reply.nearest)
 

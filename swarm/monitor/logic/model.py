@@ -14,6 +14,7 @@ from averaging.optim.progress.logic.reports import ProgressTotal
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
+from swarm.monitor.logic.histories import KnownLines, histories_of
 from swarm.monitor.logic.robust import capped, median, swarm_epoch
 from swarm.monitor.logic.rounds import RoundKey, RoundTable
 from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, TrackedPeer
@@ -56,6 +57,7 @@ class Model:
         self.checkpoint = ""
         self._peers: dict[PeerId, TrackedPeer] = {}
         self._rounds = RoundTable()
+        self._lines = KnownLines()
         self._unreported: dict[RoundKey, float] = {}  # new rounds without a failure event yet, and since when
         self._accused: dict[str, int] = {}
         self._differing: set[RoundKey] = set()
@@ -91,6 +93,7 @@ class Model:
         self._epoch = swarm_epoch([known.pace[1] for known in self._live(now_s).values()]) or self._epoch
         self._arrivals(arrived, first, now_s)
         self._mark_quiet(now_s)
+        self._report_breaks(first, now_s)
         self._report_rounds(snapshot, now_s)
         old_s = now_s - _GONE_SHOWN_S
         self._peers = {
@@ -184,6 +187,7 @@ class Model:
             refused=self._snapshot.refused if self._snapshot else 0,
             own=self._own(published),
             state=self._state(),
+            histories=histories_of(published),
             peers=tuple(sorted(shown, key=lambda peer: (not peer.fresh, -peer.samples_per_s, peer.peer_id))),
             rounds=tuple(self._rounds.latest()),
             events=self.events.latest,
@@ -303,8 +307,15 @@ class Model:
 
     def _update(self, peer: PeerId, records: PeerRecords, now_s: float) -> None:
         known = self._peers[peer]
+        old, new = known.records.metrics, records.metrics
         known.update(records)
-        new = records.metrics
+        given_up = new.epochs_given_up - old.epochs_given_up if old is not None and new is not None else 0
+        if given_up > 0:
+            text = f"{self._name_of(peer)} is in the history of the others again"
+            epochs = _count(given_up, "epoch")
+            self.events.add(
+                now_s, "reunion", "warning", f"{text}: it gave up {epochs} made without them", str(peer)
+            )
         broken = frozenset(new.broken) if new is not None else known.broken
         for name in sorted(broken - known.broken):
             self.events.add(
@@ -366,6 +377,20 @@ class Model:
             elif known.quiet and not quiet and known.gone_s is None:
                 self.events.add(now_s, "back", "good", f"{self._name_of(peer)} publishes again", str(peer))
             known.quiet = quiet
+
+    def _report_breaks(self, first: bool, now_s: float) -> None:
+        """Add an event for each history that began with a break since the last snapshot."""
+        found: dict[str, list[PeerId]] = {}
+        for peer, known in self._live(now_s).items():
+            if known.records.metrics is not None:
+                found.setdefault(known.records.metrics.line, []).append(peer)
+        for line, peers in found.items():
+            if not self._lines.is_new(line) or first:
+                continue
+            names = ", ".join(self._name_of(peer) for peer in peers[:_FIRST_NAMED_MAX])
+            more = f" and {len(peers) - _FIRST_NAMED_MAX} more" if len(peers) > _FIRST_NAMED_MAX else ""
+            text = f"{names}{more} went on without a majority of the peers that decide: history {line[:8]}"
+            self.events.add(now_s, "break", "warning", text, str(peers[0]))
 
     def _report_rounds(self, snapshot: Snapshot, now_s: float) -> None:
         for peer, records in snapshot.peers.items():

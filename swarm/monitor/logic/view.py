@@ -75,6 +75,9 @@ class PeerView:
     up_bytes_per_s: float = 0.0
     down_bytes_per_s: float = 0.0
     drift: float | None = None
+    head: str = ""  # hex, the first bytes; "": its mode has no common state
+    line: str = ""  # of its history, as in `HistoryView`
+    epochs_given_up: int = 0
     rounds_done: int = 0
     rounds_failed: int = 0
     accused_by: int = 0  # number of peers that caught it lying as a reducer
@@ -136,6 +139,16 @@ class StateSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryView:
+    """One history of the run: peers that are in different ones train different models."""
+
+    head: str  # hex, the first bytes: as most of its peers report it
+    line: str  # hex, the first bytes of the head after its last break; "": it has none
+    epoch: int  # of that head
+    peers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertView:
     """One expert and the peers that serve it."""
 
@@ -166,6 +179,7 @@ class MonitorView:
     refused: int = 0  # malformed records in the last poll
     own: dict[str, OwnView] = field(default_factory=dict)
     state: StateSummary | None = None
+    histories: tuple[HistoryView, ...] = ()  # that of the most peers first
     peers: tuple[PeerView, ...] = ()
     rounds: tuple[RoundView, ...] = ()  # the newest first
     events: tuple[MonitorEvent, ...] = ()  # the newest last

@@ -3,6 +3,8 @@ import { moment } from "./format.js";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 210;
+const MARK_COLORS = { break: "--bad", reunion: "--good" };
+const MARK_NEAR = 0.01; // of the shown time: the tooltip has the text of marks that are this near
 
 // Neighbours further apart than `gap` seconds are not connected: the monitor saw nothing in between.
 export function withGaps(at, columns, gap) {
@@ -25,6 +27,7 @@ export class Charts {
     this.charts = new Map();
     this.zoom = null;
     this.window = [0, 1];
+    this.marks = []; // events that are drawn as vertical lines: {at_s, kind, text}
     this.watcher = new ResizeObserver((entries) => entries.forEach(({ target }) => this.charts.get(target.dataset.chart)?.resize()));
   }
 
@@ -149,6 +152,7 @@ class Chart {
       hooks: {
         setSelect: [(u) => { if (u.select.width > 6) { all.setZoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); } }],
         setCursor: [(u) => this.tooltip(u)],
+        draw: [(u) => drawMarks(u, all.marks)],
       },
     }, this.data, this.plot);
     this.u.over.classList.add("over");
@@ -180,6 +184,12 @@ class Chart {
       row.append(swatch, `${series.label} ${this.options.format(value)}`);
       rows.push(row);
     });
+    const near = (to - from) * MARK_NEAR;
+    for (const mark of this.all.marks.filter(({ at_s }) => Math.abs(at_s - this.data[0][index]) <= near).slice(0, 3)) {
+      const row = document.createElement("div");
+      row.textContent = mark.text;
+      rows.push(row);
+    }
     this.tip.replaceChildren(...rows);
     const left = this.plot.offsetLeft + u.over.offsetLeft + u.cursor.left;
     const flip = left + this.tip.offsetWidth + 24 > this.card.clientWidth;
@@ -220,6 +230,23 @@ function span(low, high, options) {
   if (options.zero) low = Math.min(0, low);
   const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
   return [options.zero && low >= 0 ? 0 : low - room, high + room];
+}
+
+function drawMarks(u, marks) {
+  const { left, top, width, height } = u.bbox;
+  u.ctx.save();
+  u.ctx.lineWidth = devicePixelRatio;
+  u.ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+  for (const { at_s, kind } of marks) {
+    const x = Math.round(u.valToPos(at_s, "x", true));
+    if (x < left || x > left + width) continue;
+    u.ctx.strokeStyle = css(MARK_COLORS[kind]);
+    u.ctx.beginPath();
+    u.ctx.moveTo(x, top);
+    u.ctx.lineTo(x, top + height);
+    u.ctx.stroke();
+  }
+  u.ctx.restore();
 }
 
 function fade(u, color) {

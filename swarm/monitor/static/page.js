@@ -7,6 +7,8 @@ const SPANS = [["10 min", 600], ["1 h", 3600], ["6 h", 21600], ["1 d", 86400], [
 const SILENT_MS = 9000; // without a message from the monitor
 const BROKEN_MS = 2500; // the same when the connection is known to be closed
 const POINTS = 600;
+const MARKED = ["break", "reunion"]; // kinds of events that the charts mark
+const MARKS_MAX = 300;
 const $ = (id) => document.getElementById(id);
 const put = (id, text) => { const element = $(id); if (element.textContent !== text) element.textContent = text; };
 const stored = (name, otherwise) => { try { return localStorage.getItem(name) ?? otherwise; } catch { return otherwise; } };
@@ -83,6 +85,7 @@ function onMessage(message) {
   state.received = performance.now();
   if (!state.view) addEvents($("events"), view.events.slice(-300));
   else addEvents($("events"), view.events);
+  charts.marks = [...charts.marks, ...view.events.filter(({ kind }) => MARKED.includes(kind))].slice(-MARKS_MAX);
   state.view = view;
   for (const peer of view.peers) state.peers.set(peer.peer_id, peer);
   for (const peerId of view.gone) state.peers.delete(peerId);
@@ -118,18 +121,20 @@ function draw() {
   put("t-rate", rate(view.samples_per_s));
   put("t-peers", whole(view.peers_live));
   put("t-peers-note", view.peers_quiet ? `${view.peers_quiet} silent` : "all up to date");
+  const histories = view.histories.map((one) => `${whole(one.peers)} in ${one.head.slice(0, 8)}`).join(", ");
   put("t-bytes", `${bytes(view.bytes_per_s)}/s`);
   put("t-bytes-note", "sent, all peers");
-  put("state-note", [view.state ? `State of epoch ${whole(view.state.epoch)}: ${view.state.donors} donor${view.state.donors === 1 ? "" : "s"} hold ${view.state.digest.slice(0, 12)}${view.state.others ? `, ${view.state.others} hold another` : ""}.` : "", view.checkpoint].filter(Boolean).join(" "));
+  put("state-note", [view.state ? `State of epoch ${whole(view.state.epoch)}: ${view.state.donors} donor${view.state.donors === 1 ? "" : "s"} hold ${view.state.digest.slice(0, 12)}${view.state.others ? `, ${view.state.others} hold another` : ""}.` : "", histories ? `${view.histories.length === 1 ? "One history" : `${view.histories.length} histories`}: peers ${histories}.` : "", view.checkpoint].filter(Boolean).join(" "));
   document.title = `${status === "live" ? "" : "⚠ "}${view.loss === null ? "" : `${number(view.loss, 3)} · `}epoch ${whole(view.epoch)} · ${run.name || run.run_id}`;
   table.show(state.peers, now());
 }
 
 function banner(status, view, age) {
+  const divided = view.histories.length > 1 ? `The run is divided into ${view.histories.length} histories: ${view.histories.map((one) => `${whole(one.peers)} peers in ${one.head.slice(0, 8)}`).join(", ")}.` : "";
   const text = status === "off" ? `The monitor does not answer. What is shown is ${ago(age)} old.`
     : status === "lost" ? `No peer answers the monitor. What is shown is ${ago(age)} old. ${view.link.text}`
     : status === "late" ? `No answer from the swarm for ${ago(age)}: what is shown is old.`
-    : view.link.text;
+    : view.link.text || divided;
   const element = $("banner");
   element.hidden = !text;
   element.classList.toggle("mild", status === "live" || status === "late");

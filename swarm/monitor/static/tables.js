@@ -141,6 +141,7 @@ export class PeerTable {
       ["In this epoch", `${whole(peer.samples)} samples`], ["Contributed", `${whole(peer.samples_given)} samples`],
       ["Loss", `${loss(peer.loss)}, held out ${loss(peer.validation_loss)}`], ["Rounds", `${whole(peer.rounds_done)}, ${whole(peer.rounds_failed)} failed`],
       ["Sends", `${bytes(peer.up_bytes_per_s)}/s, ${bytes(peer.up_bytes)} so far`], ["Receives", `${bytes(peer.down_bytes_per_s)}/s, ${bytes(peer.down_bytes)} so far`], ["Drift", small(peer.drift)],
+      ["History", `${peer.head.slice(0, 8) || "–"}; gave up ${whole(peer.epochs_given_up)} epochs`],
       ...Object.entries(peer.own).map(([name, value]) => [name, number(value)]),
     ];
     if (peer.capped) details.push(["Rate", "claims more than three times the median: only that much is counted"]);

@@ -73,12 +73,23 @@ class MatchmakerBench:
         return cls(machine)
 
     def start(
-        self, *holders: Holder, key: str = "", dialable: bool = True, now_s: float = 0.0
+        self,
+        *holders: Holder,
+        key: str = "",
+        dialable: bool = True,
+        may_be_alone: bool = False,
+        now_s: float = 0.0,
     ) -> list[Effect]:
         self.machine.on_holders({one.contact.peer_id: one for one in holders}, now_s)
         member = Member(contact=contact(5, dialable=dialable), weight=1.0, bandwidth=1.0)
         self.machine.start(
-            SearchRequest(round_key=key, deadline_s=now_s + 10.0, rank_deadline_s=now_s + 10.0, weight=1.0),
+            SearchRequest(
+                round_key=key,
+                deadline_s=now_s + 10.0,
+                rank_deadline_s=now_s + 10.0,
+                weight=1.0,
+                may_be_alone=may_be_alone,
+            ),
             member,
             now_s,
         )

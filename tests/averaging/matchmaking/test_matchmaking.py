@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.matchmaking.logic.matchmaking import Matchmaker
 from averaging.matchmaking.logic.messages import (
@@ -20,6 +21,7 @@ from averaging.matchmaking.logic.messages import (
     ReadRecords,
     SearchFailed,
     SearchFinished,
+    SearchRequest,
     SendJoin,
     SendLookForGroup,
 )
@@ -363,3 +365,38 @@ def test_a_second_search_at_a_time_is_refused() -> None:
     bench.start(holder(1))
     with pytest.raises(UsageError, match="already averaging"):
         bench.start(holder(1))
+
+
+def begins_s(answer: Answer, *, may_be_alone: bool) -> float | None:
+    """Return when this peer begins a group alone beside a peer with this status; None: it waits for it until
+    the deadline, or gives up.
+    """
+    bench = MatchmakerBench.make()
+    bench.start(holder(6), key="a round", may_be_alone=may_be_alone)
+    for tenth in range(1, 95):
+        bench.machine.on_query_answer(contact(6).peer_id, replace(answer, turn=tenth), tenth / 10)
+        found = outcome(bench.machine.poll(tenth / 10))
+        if found is not None:
+            assert not isinstance(found, Group) or found.peer_ids == (contact(5).peer_id,)
+            return tenth / 10 if isinstance(found, Group) else None
+    return None
+
+
+def test_a_group_of_one_begins_after_the_grace_of_a_busy_peer_if_it_may() -> None:
+    grace_s = GracePeriod().grace_s(contact(6).peer_id)
+    assert begins_s(IDLE, may_be_alone=True) == pytest.approx(grace_s, abs=0.11)
+    assert begins_s(IDLE, may_be_alone=False) is None
+    assert begins_s(Answer(status=PeerStatus.BUSY, round_key="a round"), may_be_alone=True) is None
+    assert begins_s(Answer(status=PeerStatus.PASSED, round_key="a round"), may_be_alone=True) is None
+
+
+def test_a_group_of_one_does_not_begin_before_the_others_are_known() -> None:
+    bench = MatchmakerBench.make()
+    bench.start(holder(6), key="a round", may_be_alone=True)
+    assert outcome(bench.machine.poll(0.0)) is None, "a query is pending"
+    late = Matchmaker(own=contact(5).peer_id, schema=OURS, rng=random.Random(0), now_s=-100.0)
+    request = SearchRequest(
+        round_key="a round", deadline_s=10.0, rank_deadline_s=10.0, weight=1.0, may_be_alone=True
+    )
+    late.start(request, Member(contact=contact(5), weight=1.0, bandwidth=1.0), 0.0)
+    assert outcome(late.poll(0.5)) is None, "no records were read"

@@ -132,3 +132,15 @@ def test_a_step_that_raises_is_over() -> None:
     with pytest.raises(RuntimeError), meter.stepping(lambda: 1000.0):
         raise RuntimeError
     assert metrics(meter, 1100.0).idle_s == 100.0
+
+
+def test_a_reunion_counts_the_epochs_that_were_given_up_and_the_record_says_in_which_history_it_is() -> None:
+    meter = Meter(1000.0)
+    loaded = LoadResult(loaded=True, epoch=7, bytes_received=10)
+    for given_up in (3, 0, 2):
+        meter.on_step(
+            report(stepped=False, contributed=0, epochs_given_up=given_up, resynchronised=loaded), 1001.0
+        )
+    place = Pace(epoch=7, samples_per_s=1.0, head="ab" * 32, line="cd" * 32)
+    told = Metrics.decode(meter.metrics(place, 1002.0).encode())
+    assert (told.head, told.line, told.epochs_given_up, told.bytes_down) == ("ab" * 8, "cd" * 8, 5, 30)

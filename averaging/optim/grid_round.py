@@ -1,0 +1,181 @@
+"""One epoch of a swarm that is larger than a group: rounds through the cells of the grid, then one of the
+electors.
+
+After as many rounds as the grid has dimensions every peer holds the average of the whole swarm, up to the
+rounding of its cells. Then the electors average once more, in one cell, with a certificate: the proof that
+the epoch is over, and the same bits on all of them. The other peers wait for that certificate and follow it.
+docs/decisions/0030 has the rule.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from averaging.history.certificate import Certificate, RoundKind
+from averaging.optim.background_round import CANCEL_S_MAX, CHECK_INTERVAL_S, RoundPlan
+from averaging.optim.history import RunHistory
+from averaging.result import PendingRound, RoundResult
+from swarm.core.backoff import Backoff
+from swarm.core.ids import Contact, PeerId
+
+_log = logging.getLogger(__name__)
+
+_ASK_INTERVAL_S = 0.3  # between two questions for the electors' certificate, each to one other peer
+_RETRY_S_FIRST, _RETRY_S_MAX = 0.1, 2.0  # between two attempts of the electors
+_PART = "electors"
+
+
+class GridRound:
+    """The rounds of one epoch, one after the other. The interface is that of `RunningRound`."""
+
+    def __init__(
+        self, plan: RoundPlan, history: RunHistory, is_obsolete: Callable[[], bool], grace_s: float
+    ) -> None:
+        """Begin. The rounds are cancelled `grace_s` after the swarm went on without this peer
+        (`is_obsolete`).
+        """
+        self._plan, self._history, self._node = plan, history, plan.averager.node
+        self._is_obsolete, self._grace_s, self._obsolete_s = is_obsolete, grace_s, math.inf
+        self._rounds, self._number = self._history.grid_rounds, 1  # of the round in progress
+        self._weight, self._gather = plan.weight, plan.gather
+        self._met: dict[PeerId, Contact] = {}
+        self._averaged: RoundResult | None = None  # of the last round that succeeded
+        self._outcome: RoundResult | None = None
+        self.made_by_electors = False  # the values are those that the electors certified, bit for bit
+        self._pending: PendingRound | None = None
+        self._waits_since_s = self._asked_s = self._retry_s = -math.inf
+        self._retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, self._node.rng)
+        self._begin_next()
+
+    def done(self) -> bool:
+        """Return whether `result` would not wait. Call it regularly: it begins one round after the other."""
+        for advance in (self._take, self._follow, self._end_if_obsolete, self._wait):
+            if self._outcome is None:
+                advance(self._node.clock.monotonic_s())
+        return self._outcome is not None
+
+    def result(self) -> RoundResult:
+        """Wait for the end and return the result: that of the last round, with the certificate of all."""
+        try:
+            pause = self._node.network.waits.event()
+            while not self.done():
+                if self._pending is not None:
+                    self._pending.wait(CHECK_INTERVAL_S)
+                else:
+                    pause.wait(CHECK_INTERVAL_S)
+        except BaseException:  # Ctrl-C: no work may continue in the background
+            self.cancel()
+            raise
+        assert self._outcome is not None
+        return self._outcome
+
+    def cancel(self) -> None:
+        """Cancel the round in progress; the tensors are free afterwards."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel()
+            pending.wait_given_up(CANCEL_S_MAX)
+        if self._outcome is None:
+            self._outcome = RoundResult(
+                failed=True, reason="cancelled", detail="the round was cancelled here"
+            )
+
+    # ---- inside
+
+    @property
+    def _waits(self) -> bool:
+        """Return whether the rounds of the cells are over, and the certificate is missing."""
+        return self._number > self._rounds
+
+    def _begin_next(self) -> None:
+        """Begin the next round of this peer's cell."""
+        key = self._history.round_key(self._plan.epoch, f"{self._number}/{self._rounds}")
+        self._pending = self._plan.step(key, self._weight, self._gather)
+
+    def _take(self, now_s: float) -> None:
+        """Take the result of the round in progress if it has ended, and begin the next one."""
+        pending = self._pending
+        if pending is None or not pending.done:
+            return
+        self._pending = None
+        result = self._plan.take(pending)
+        if self._waits:
+            if not result.failed:
+                self._outcome, self.made_by_electors = result, True
+            else:
+                _log.debug("epoch %d: the electors' round failed: %s", self._plan.epoch, result.detail)
+                self._retry_s = now_s + self._retries.next_s()
+            return
+        if result.failed and self._averaged is None:
+            self._outcome = result  # nothing has changed, and it can be tried again
+            return
+        if result.failed:
+            _log.info("epoch %d goes on without round %d: %s", self._plan.epoch, self._number, result.detail)
+        else:
+            self._averaged, self._weight = result, result.weight
+            self._gather = self._plan.merge(list(result.gathered.values()))
+            own = self._plan.averager.node.peer_id
+            self._met |= {one.peer_id: one for one in self._plan.averager.met if one.peer_id != own}
+        self._number += 1
+        if self._number <= self._rounds:
+            self._begin_next()
+        else:
+            self._waits_since_s = now_s
+
+    def _certificate(self) -> Certificate | None:
+        """Return the certificate with which the electors have ended this epoch; None while none is known."""
+        history, ahead = self._history, self._history.ahead
+        if ahead is None:
+            return None
+        return ahead.extending(
+            history.root, self._plan.kind, self._plan.epoch_after, is_break=history.is_break
+        )
+
+    def _follow(self, now_s: float) -> None:
+        """End with the certificate of the electors, once it is known, if this peer was not in their round."""
+        certificate = self._certificate() if self._waits else None
+        if certificate is None:
+            return
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel()
+            pending.wait_given_up(CANCEL_S_MAX)
+            if pending.done and not (result := self._plan.take(pending)).failed:
+                self._outcome, self.made_by_electors = result, True  # it was committed here, too
+                return
+        assert self._averaged is not None
+        self._outcome = replace(self._averaged, certificate=certificate)
+
+    def _end_if_obsolete(self, now_s: float) -> None:
+        goes_on = self._history.certified_epoch > self._plan.epoch_after or self._certificate() is None
+        self._obsolete_s = min(self._obsolete_s, now_s) if goes_on and self._is_obsolete() else math.inf
+        if now_s - self._obsolete_s >= self._grace_s:
+            self.cancel()
+
+    def _wait(self, now_s: float) -> None:
+        """Take part in the electors' round if this peer has a seat there, and ask others for its
+        certificate.
+        """
+        plan, history = self._plan, self._history
+        if not self._waits:
+            return
+        if now_s - self._asked_s >= _ASK_INTERVAL_S:
+            self._asked_s = now_s
+            if self._met:
+                history.ask(self._node.rng.choice(list(self._met.values())))
+            waited_s = now_s - self._waits_since_s
+            if waited_s > plan.timeout_s and plan.kind is RoundKind.STATE:
+                self._outcome = RoundResult(
+                    failed=True, reason="deadline", detail="the electors did not certify the state in time"
+                )
+                return
+            if waited_s > plan.timeout_s:
+                history.lacks_certificate(now_s)
+        seats = history.seats() if plan.weight > 0.0 else 0
+        if seats and self._pending is None and now_s >= self._retry_s:
+            key = history.round_key(plan.epoch, _PART)
+            lineage = history.round(plan.kind, plan.epoch_after, key, seats=seats)
+            self._pending = plan.step(lineage, self._weight, self._gather)

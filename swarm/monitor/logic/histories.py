@@ -1,0 +1,45 @@
+"""The histories of a run, as its peers report them: how many peers are in each, breaks and reunions.
+
+Peers of one history report different heads for a moment after each round. What tells histories apart is the
+line: the head after the last break. A peer that is cut off and waits is still in the history of the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from swarm.metrics.record import Metrics
+from swarm.monitor.logic.view import HistoryView
+
+_LINES_MAX = 1024  # known lines, so that a liar that invents some fills no memory
+_SHOWN_MAX = 16
+
+
+class KnownLines:
+    """The lines that were seen so far."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, None] = OrderedDict()
+
+    def is_new(self, line: str) -> bool:
+        """Return whether this line is that of a break which was not seen before, and remember it."""
+        if not line or line in self._lines:
+            return False
+        self._lines[line] = None
+        if len(self._lines) > _LINES_MAX:
+            self._lines.popitem(last=False)
+        return True
+
+
+def histories_of(published: Iterable[Metrics]) -> tuple[HistoryView, ...]:
+    """Return the histories of these peers, that of the most peers first."""
+    lines: dict[str, Counter[tuple[int, str]]] = {}
+    for one in published:
+        if one.head:
+            lines.setdefault(one.line, Counter())[one.epoch, one.head] += 1
+    found = []
+    for line, heads in lines.items():
+        epoch, head = max(heads, key=lambda place: (heads[place], place))
+        found.append(HistoryView(head=head, line=line, epoch=epoch, peers=heads.total()))
+    return tuple(sorted(found, key=lambda one: (-one.peers, one.line))[:_SHOWN_MAX])

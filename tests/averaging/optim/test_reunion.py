@@ -1,0 +1,106 @@
+"""What a peer keeps of its own when its history loses a reunion."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from averaging.history.ahead import Ahead
+from averaging.history.certificate import Certificate
+from averaging.history.lineage import Chain
+from averaging.optim.history import RunHistory
+from averaging.optim.modes.settings import Gradients
+from swarm.core.ids import Contact
+from tests.averaging.history.peers import IDENTITIES, PEERS, RUN, certificate, proposal
+from tests.averaging.matchmaking.table import adamw, average, backward, hold, model, prepare, seat
+
+OWN, OTHER = PEERS[0], PEERS[1]
+
+
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize("settings", [Gradients(), Gradients(delayed=True)])
+def test_gradients_of_a_history_that_lost_are_dropped_and_those_of_one_epoch_ago_count(
+    settings: Gradients, parted: bool
+) -> None:
+    one, other = (seat(settings) for _ in range(2))
+    plain = model()
+    inner = adamw(plain)
+
+    def step_plain(batches: list[tuple[int, int]]) -> None:
+        """Step on the mean gradient over all samples."""
+        inner.zero_grad()
+        for seed, samples in batches:
+            net = model()
+            net.load_state_dict(plain.state_dict())
+            backward(net, seed, samples)
+            for p, mine in zip(plain.parameters(), net.parameters(), strict=True):
+                assert mine.grad is not None
+                part = mine.grad * samples / sum(samples for _, samples in batches)
+                p.grad = part if p.grad is None else p.grad + part
+        inner.step()
+
+    one.step(1, 4)
+    other.step(2, 4)
+    hold([one, other])
+    step_plain([(1, 4), (2, 4)])
+    if parted:  # both go on alone, and the other side makes one epoch more
+        one.step(3, 4)
+        hold([one])
+        other.step(4, 4)
+        hold([other])
+        step_plain([(4, 4)])
+    one.step(5, 6)
+    other.step(6, 4)
+    hold([other])
+    step_plain([(6, 4)])
+    assert other.mode.state.epoch == one.mode.state.epoch + 1
+
+    one.mode.learner.suspend()
+    one.mode.state.load(other.mode.state.snapshot().blob)
+    assert one.mode.learner.resume(parted=parted) == (6 if parted else 0)
+    assert one.mode.learner.has_late_samples is not parted
+    one.step(7, 2)
+    other.step(8, 4)
+    weights = [weight for weight, _ in prepare([one, other])]
+    assert weights == ([2.0, 4.0] if parted else [8.0, 4.0])
+    average([one.mode, other.mode], weights)
+    for peer in (one, other):
+        peer.advance([b"\xff"])
+    if parted:
+        step_plain([(7, 2), (8, 4)])
+        for p, expected in zip(one.net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(one.theta, other.theta)
+
+
+def history() -> RunHistory:
+    """Return the history of `OWN` after a round with `OTHER`."""
+    node = SimpleNamespace(contact=Contact(OWN, ()))
+    made = RunHistory(node, RUN, IDENTITIES[0].sign, group_size_max=16)  # type: ignore[arg-type]
+    made.commit(certificate(proposal(made.head, (), (OWN, OTHER)), (OWN, OTHER)))
+    return made
+
+
+def later(head: bytes, *, epoch: int, by: int, is_break: bool = False) -> Certificate:
+    """Return a round of one peer alone after a round of both."""
+    about = proposal(head, (OWN, OTHER), (PEERS[by],), epoch=epoch, is_break=is_break, attempt=by)
+    return certificate(about, (PEERS[by],))
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_a_history_says_whether_the_loaded_state_follows_from_what_this_peer_did(parted: bool) -> None:
+    mine = history()
+    root = mine.root
+    if parted:
+        mine.commit(later(root.head, epoch=2, by=0, is_break=True))
+    first = later(root.head, epoch=2, by=1)
+    chain = Chain(head=root.head, electors=root.electors, certificates=(first,), root_epoch=1)
+    mine.follow(Ahead(chain, Contact(OTHER, ())))
+    mine.settle()
+    assert mine.has_parted is parted
+    assert mine.head == first.head
+    mine.follow(Ahead(mine.root, Contact(OTHER, ())))
+    mine.settle()
+    assert not mine.has_parted, "it concerns the latest state only"

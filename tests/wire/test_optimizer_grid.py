@@ -1,0 +1,71 @@
+"""Optimizers in swarms larger than a group, on real sockets: groups of two stand for groups of 64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from tests.wire.trainers import QUICK, Peer, assert_close, oracle, swarm_of, together
+
+PAIRS = dataclasses.replace(QUICK, group_size_max=2)
+EPOCHS = 3
+
+
+def parameters(peer: Peer) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for one in peer.net.parameters()])
+
+
+def is_canonical(peer: Peer) -> bool:
+    view = peer.opt.state_view()
+    view.close()
+    return view.canonical
+
+
+def electors(peers: list[Peer], before: Peer) -> list[Peer]:
+    """Return the peers that decided about the last epoch."""
+    last = [report.round for report in before.reports if report.round is not None][-1]
+    assert last.certificate is not None
+    return [peer for peer in peers if peer.node.peer_id in last.certificate.proposal.contributors]
+
+
+def test_four_peers_in_groups_of_two_train_as_one_machine_would() -> None:
+    with swarm_of(4, "pairs", config=PAIRS) as peers:
+        together([lambda peer=peer: peer.opt.wait_for_peers(4) for peer in peers])  # type: ignore[misc]
+        together([lambda peer=peer: peer.train_to(EPOCHS) for peer in peers])  # type: ignore[misc]
+        taken = [one for peer in peers for one in peer.taken]
+        for peer in peers:
+            assert_close(peer.net, oracle(EPOCHS, taken))
+            rounds = [report.round for report in peer.reports if report.stepped]
+            assert all(one is not None and one.certificate is not None for one in rounds)
+            assert [one.certificate.proposal.grid_rounds for one in rounds if one and one.certificate] == [
+                2
+            ] * 3
+        assert len({peer.opt.history_head for peer in peers}) == 1
+        assert not any(report.resynchronised for peer in peers for report in peer.reports)
+
+
+def test_the_electors_hold_the_canonical_state_and_peers_far_from_it_fetch_it() -> None:
+    with swarm_of(4, "pairs of states", config=PAIRS, state_sync_epochs=2) as peers:
+        together([lambda peer=peer: peer.opt.wait_for_peers(4) for peer in peers])  # type: ignore[misc]
+        together([lambda peer=peer: peer.train_to(1) for peer in peers])  # type: ignore[misc]
+        with torch.no_grad():
+            for number, peer in enumerate(peers):  # as if cells had drifted apart
+                next(peer.net.parameters()).add_(0.1 * number)
+        mean = torch.stack([parameters(peer) for peer in peers]).mean(0)
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        deciding = electors(peers, peers[0])
+        others = [peer for peer in peers if peer not in deciding]
+        assert len(deciding) == 2
+        assert len({peer.opt.state_digest() for peer in deciding}) == 1, "the same bits"
+        assert all(is_canonical(peer) for peer in deciding)
+        assert not any(is_canonical(peer) for peer in others)
+        for peer in peers:
+            assert math.isclose(float((parameters(peer) - mean).norm() / mean.norm()), 0.0, abs_tol=0.05)
+        together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
+        for peer in others:
+            assert any(report.resynchronised for report in peer.reports), "it had moved by more than 1 %"
+        together([lambda peer=peer: peer.train_to(4) for peer in peers])  # type: ignore[misc]
+        for peer in peers[1:]:
+            assert_close(peer.net, peers[0].net)
