@@ -5,14 +5,14 @@ virtual event loop. What would block switches back to the loop, which resumes it
 it is woken. So one operating system thread runs all trainers of a swarm, always in the same order.
 
     network = GreenNetwork()                       # in place of `swarm.runtime.thread.NetworkThread`
-    finished = network.start(train)                # `train()` may use `network.run` and `network.waits`
-    await finished
+    await network.run_thread(train)                # `train()` may use `network.run` and `network.waits`
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
@@ -35,36 +35,35 @@ class GreenEvent:
     def __init__(self, network: GreenNetwork) -> None:
         self._network = network
         self._is_set = False
-        self._waiting: list[greenlet.greenlet] = []
+        self._waiting: list[asyncio.Future[None]] = []
 
     def is_set(self) -> bool:
         return self._is_set
 
     def set(self) -> None:
         self._is_set = True
-        for thread in self._waiting:
-            self._network.loop.call_soon(self._resume, thread)
+        for woken in self._waiting:
+            _wake(woken)
 
     def wait(self, timeout: float | None = None) -> bool:
         if self._is_set:
             return True
-        network, thread = self._network, greenlet.getcurrent()
-        network.check_alive()
-        timer = None if timeout is None else network.loop.call_later(timeout, self._resume, thread)
-        self._waiting.append(thread)
+        loop = self._network.loop
+        woken: asyncio.Future[None] = loop.create_future()
+        timer = None if timeout is None else loop.call_later(timeout, _wake, woken)
+        self._waiting.append(woken)
         try:
-            network.loop_greenlet.switch()
+            self._network.wait_for(woken)
         finally:
-            if thread in self._waiting:
-                self._waiting.remove(thread)
+            self._waiting.remove(woken)
             if timer is not None:
                 timer.cancel()
         return self._is_set
 
-    def _resume(self, thread: greenlet.greenlet) -> None:
-        if thread in self._waiting:  # not resumed before, by the other of event and timer
-            self._waiting.remove(thread)
-            thread.switch()
+
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 class GreenCondition:
@@ -109,7 +108,7 @@ class GreenCondition:
 
 
 class GreenWaits:
-    """What the green threads of one simulated process wait for."""
+    """Maker of what the green threads of one simulated process wait for."""
 
     def __init__(self, network: GreenNetwork) -> None:
         self._network = network
@@ -133,7 +132,7 @@ class GreenNetwork:
         self.waits = GreenWaits(self)
         self._killed = False
         self._calls: dict[concurrent.futures.Future[Any], None] = {}
-        self._threads: list[greenlet.greenlet] = []
+        self._threads: dict[asyncio.Task[Any], None] = {}  # the tasks that run them
 
     @property
     def is_current_thread(self) -> bool:
@@ -145,37 +144,30 @@ class GreenNetwork:
         if self._killed:
             raise UsageError("this node is closed")
 
-    def check_alive(self) -> None:
-        """Raise ThreadKilledError in a thread of a killed process."""
+    async def run_thread(self, function: Callable[[], None]) -> None:
+        """Run `function` on a green thread until it returns or the process is killed. Raise what it raises."""
+        task = asyncio.current_task()
+        assert task is not None
+        thread = greenlet.greenlet(function, self.loop_greenlet)
+        self._threads[task] = None
+        try:
+            woken = thread.switch()
+            while not thread.dead:
+                await woken
+                woken = thread.switch()
+        except asyncio.CancelledError:
+            with contextlib.suppress(ThreadKilledError):
+                thread.throw(ThreadKilledError)
+            if not self._killed:
+                raise
+        finally:
+            self._threads.pop(task)
+
+    def wait_for(self, woken: asyncio.Future[None]) -> None:
+        """Let the calling green thread wait for a future. Raise ThreadKilledError in a killed process."""
         if self._killed:
             raise ThreadKilledError
-
-    def start(self, function: Callable[[], None]) -> asyncio.Future[None]:
-        """Start a green thread. The future is done when `function` has returned, or has raised."""
-        finished: asyncio.Future[None] = self.loop.create_future()
-
-        def run() -> None:
-            try:
-                function()
-            except ThreadKilledError:
-                error: Exception | None = None
-            except Exception as raised:  # noqa: BLE001  whoever awaits the future gets it
-                error = raised
-            else:
-                error = None
-            if error is not None:
-                finished.set_exception(error)
-            else:
-                finished.set_result(None)
-
-        thread = greenlet.greenlet(run, self.loop_greenlet)
-        self._threads.append(thread)
-        self.loop.call_soon(self._begin, thread)
-        return finished
-
-    def _begin(self, thread: greenlet.greenlet) -> None:
-        if not self._killed:
-            thread.switch()
+        self.loop_greenlet.switch(woken)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine on the loop and return its future."""
@@ -209,6 +201,5 @@ class GreenNetwork:
         self._killed = True
         for future in list(self._calls):
             future.cancel()
-        for thread in self._threads:
-            if thread and not thread.dead:
-                thread.throw(ThreadKilledError)
+        for task in list(self._threads):
+            task.cancel()

@@ -46,10 +46,11 @@ class TrainingFaults:
         chance: Chance,
         config: TrainingFaultConfig,
         say: Callable[[str], None],
+        group: asyncio.TaskGroup,
     ) -> None:
-        """`say` is told of each fault, in a line of text."""
+        """`group`: the parent of what ends the faults. `say` is told of each fault, in a line of text."""
         self._swarm, self._network, self._checks = swarm, swarm.network, checks
-        self._chance, self._config, self._say = chance, config, say
+        self._chance, self._config, self._say, self._group = chance, config, say, group
         self._link = swarm.network.config
         self._endings: dict[asyncio.Task[None], None] = {}
         self._cut: _WatchedCut | None = None
@@ -164,7 +165,7 @@ class TrainingFaults:
         self._network.config = self._link
 
     def _later(self, wait_s: float, end: Callable[[], object]) -> None:
-        task = asyncio.ensure_future(_after(wait_s, end))
+        task = self._group.create_task(_after(wait_s, end))
         self._endings[task] = None
         task.add_done_callback(lambda done: self._endings.pop(done, None))
 

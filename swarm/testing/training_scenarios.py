@@ -48,7 +48,7 @@ class TrainingScenario:
 
 
 @dataclass(slots=True, kw_only=True)
-class TrainingFigures:
+class ScenarioFigures:
     """Results of a simulated training."""
 
     digest: str = ""
@@ -85,7 +85,7 @@ class TrainingFailed(AssertionError):
 
 def run_training(
     scenario: TrainingScenario, print_line: Callable[[str], None] = lambda text: None
-) -> TrainingFigures:
+) -> ScenarioFigures:
     """Run one scenario in virtual time. Raise TrainingFailed with the broken promises and the command that
     replays them.
     """
@@ -108,18 +108,31 @@ class _TrainingRun:
         self._network = SimulatedNetwork(scenario.seed, self._link)
         self._violations = Violations()
         self._checks = TrainingChecks(self._violations, _STEP_S_MAX)
+
+    async def main(self) -> ScenarioFigures:
+        async with asyncio.TaskGroup() as group:
+            self._found(group)
+            watching = group.create_task(self._watch())
+            await self._train()
+            await self._faults.calm()
+            watching.cancel()
+            await self._swarm.close()
+        return self._finish()
+
+    def _found(self, group: asyncio.TaskGroup) -> None:
+        """Make the swarm and its faults, whose tasks belong to `group`."""
+        scenario = self._scenario
         faults = TrainingFaultConfig(kinds=scenario.kinds, peers_max=2 * scenario.peers)
         config = TrainingConfig(
             target_batch_size=faults.batch * _EPOCH_STEPS * scenario.peers, load_timeout_s=_LOAD_S
         )
-        self._swarm = TrainingSwarm(self._network, config, self._checks.on_step)
+        self._swarm = TrainingSwarm(self._network, config, self._checks.on_step, group)
         self._faults = TrainingFaults(
-            self._swarm, self._checks, Chance(scenario.seed, "faults"), faults, self._say
+            self._swarm, self._checks, Chance(scenario.seed, "faults"), faults, self._say, group
         )
 
-    async def main(self) -> TrainingFigures:
+    async def _train(self) -> None:
         scenario, loop = self._scenario, asyncio.get_running_loop()
-        watching = asyncio.ensure_future(self._watch())
         for _ in range(scenario.peers):
             await self._faults.add()
         await asyncio.sleep(_CALM_S)
@@ -138,9 +151,6 @@ class _TrainingRun:
                     loop.time(), f"no epoch was completed within {_GOES_ON_S:g} s without faults"
                 )
             self._checks.check_sizes(live, loop.time())
-        watching.cancel()
-        await self._swarm.close()
-        return self._finish()
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -150,17 +160,14 @@ class _TrainingRun:
             self._faults.check_pauses()
             for error in self._network.errors:
                 self._violations.add(loop.time(), f"a handler failed: {error!r}")
-            for index, failure in self._swarm.errors:
-                self._violations.add(loop.time(), f"the trainer of peer {index} failed: {failure!r}")
             self._network.errors.clear()
-            self._swarm.errors.clear()
 
     def _say(self, text: str) -> None:
         self._print(f"{asyncio.get_running_loop().time():.1f} s: {text}")
 
-    def _finish(self) -> TrainingFigures:
+    def _finish(self) -> ScenarioFigures:
         checks = self._checks
-        figures = TrainingFigures(
+        figures = ScenarioFigures(
             digest=self._network.digest,
             virtual_s=asyncio.get_running_loop().time(),
             wall_s=time.monotonic() - self._started_s,

@@ -32,6 +32,7 @@ from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 ServiceT = TypeVar("ServiceT")
 
 RUN = open_run_id("simulated")
+_JOIN_S = 0.2  # longest wait for the first answer of a peer, as in `swarm.Node`
 _LEAVE_S = 1.0  # for the goodbyes of one service of a peer that leaves
 
 
@@ -100,7 +101,7 @@ class GreenNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """What all peers of a simulated training have in common."""
+    """The settings that all peers of a simulated training have in common."""
 
     target_batch_size: int = 64
     mode: Any = "gradients"
@@ -186,13 +187,15 @@ class TrainingSwarm:
         network: SimulatedNetwork,
         config: TrainingConfig,
         on_step: Callable[[TrainingPeer, StepReport, float], None],
+        group: asyncio.TaskGroup,
     ) -> None:
+        """`group`: the parent of all processes. An exception of a trainer ends it: what the network does is
+        in reports.
+        """
         self.network, self.config = network, config
         self.live: dict[PeerId, TrainingPeer] = {}
-        self.errors: list[tuple[int, BaseException]] = []  # of trainers, by index
-        self._on_step = on_step
+        self._on_step, self._group = on_step, group
         self._incarnations: dict[PeerId, int] = {}
-        self._ending: dict[asyncio.Task[None], None] = {}
 
     async def add(
         self,
@@ -214,33 +217,21 @@ class TrainingSwarm:
         made = TrainingPeer(peer, node, self.config, batch, compute_s, self._on_step, checkpoint=checkpoint)
         self.live[peer.peer_id] = made
         if entries:
-            joining = asyncio.ensure_future(node.dht.service.join(entries))
-            await asyncio.wait([joining], timeout=0.2)
-        finished = node.network.start(made.train)
-        self._watch(made, finished)
+            joining = peer.supervisor.spawn("joining", lambda: node.dht.service.join(entries))
+            await asyncio.wait([joining], timeout=_JOIN_S)
+        self._group.create_task(self._run(made))
         return made
 
-    def _watch(self, made: TrainingPeer, finished: asyncio.Future[None]) -> None:
-        async def end() -> None:
-            await asyncio.wait([finished])
-            error = finished.exception()
-            if error is not None:
-                self.errors.append((made.index, error))
-            if self.live.get(made.peer.peer_id) is made and made.leaving:
-                await self._end(made)
-
-        task = asyncio.ensure_future(end())
-        self._ending[task] = None
-        task.add_done_callback(lambda done: self._ending.pop(done, None))
-
-    async def _end(self, one: TrainingPeer) -> None:
-        self.live.pop(one.peer.peer_id, None)
-        await self.network.crash(one.peer)
-        one.node.network.kill()
+    async def _run(self, made: TrainingPeer) -> None:
+        await made.node.network.run_thread(made.train)
+        if self.live.get(made.peer.peer_id) is made:  # it has left
+            await self.kill(made)
 
     async def kill(self, one: TrainingPeer) -> None:
         """Kill a process."""
-        await self._end(one)
+        self.live.pop(one.peer.peer_id, None)
+        one.node.network.kill()
+        await self.network.crash(one.peer)
 
     async def close(self) -> None:
         """Kill all processes."""

@@ -18,7 +18,7 @@ def on_thread(function: Callable[[GreenNetwork], None]) -> float:
 
     async def scenario() -> float:
         network = GreenNetwork()
-        await network.start(lambda: function(network))
+        await network.run_thread(lambda: function(network))
         return asyncio.get_running_loop().time()
 
     return run_virtual(scenario())
@@ -95,10 +95,10 @@ def test_threads_of_a_killed_process_end_where_they_wait() -> None:
                 network.waits.event().wait(10.0)
                 ended.append("unreachable")
 
-        finished = network.start(train)
-        await asyncio.sleep(1.0)
-        network.kill()
-        await finished
+        async with asyncio.TaskGroup() as group:
+            group.create_task(network.run_thread(train))
+            await asyncio.sleep(1.0)
+            network.kill()
 
     run_virtual(scenario())
     assert ended == ["cleaned up"]
