@@ -145,7 +145,7 @@ class GreenNetwork:
             raise UsageError("this node is closed")
 
     async def run_thread(self, function: Callable[[], None]) -> None:
-        """Run `function` on a green thread until it returns or the process is killed. Raise what it raises."""
+        """Run `function` on a green thread until it returns or the process is killed. Raise its exception."""
         task = asyncio.current_task()
         assert task is not None
         thread = greenlet.greenlet(function, self.loop_greenlet)

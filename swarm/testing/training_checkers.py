@@ -31,6 +31,7 @@ class HistoryLedger:
     def __init__(self, violations: Violations) -> None:
         self._violations = violations
         self._genesis = genesis(RUN)
+        self.foundings = 0  # of the run, after the first one
         self.certificates: dict[bytes, Certificate] = {}  # by the head after it
         self.committed_s: dict[bytes, float] = {}  # when the first peer held it
         self._following: dict[bytes, dict[bytes, Certificate]] = {}  # by the head that it extends
@@ -68,7 +69,9 @@ class HistoryLedger:
                 self._violations.add(now_s, f"peer {one.index} holds an invalid certificate: {error}")
         known = self._following.setdefault(before, {})
         without_break = [other for other in known.values() if not other.proposal.is_break]
-        if without_break and not certificate.proposal.is_break:
+        if before == self._genesis:  # nobody decides about the first certificate: docs/reliability.md
+            self.foundings += bool(known)
+        elif without_break and not certificate.proposal.is_break:
             self._violations.add(
                 now_s,
                 f"two certificates without a break extend head {before.hex()[:8]} of epoch "

@@ -7,6 +7,8 @@ again, and train on. This repeats until the time is over. Everything follows fro
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +26,7 @@ TRAINING = "training"
 _EPOCH_STEPS = 4  # of each peer, when all are there
 _CALM_S = 40.0  # at the beginning
 _WATCH_S = 2.0
+_COLLECT_WATCHES = 15
 _HEAL_S = 60.0  # from the end of the last fault to one history
 _GOES_ON_S = 40.0  # within which a healed swarm completes an epoch
 _LOAD_S = 120.0
@@ -57,6 +60,7 @@ class ScenarioFigures:
     messages: int = 0
     epochs: int = 0  # certificates
     breaks: int = 0
+    foundings: int = 0  # first certificates beyond the first: newcomers that found nobody
     steps: int = 0
     rounds_failed: int = 0
     resynchronised: int = 0
@@ -72,8 +76,8 @@ class ScenarioFigures:
             f"digest {self.digest}",
             "faults: "
             + (", ".join(f"{count} × {kind}" for kind, count in sorted(self.faults.items())) or "none"),
-            f"certificates {self.epochs} ({self.breaks} breaks), steps {self.steps} "
-            f"(the longest {self.longest_step_s:.1f} s), failed rounds {self.rounds_failed}, "
+            f"certificates {self.epochs} ({self.breaks} breaks, {self.foundings} second foundings), "
+            f"steps {self.steps} (the longest {self.longest_step_s:.1f} s), failed rounds {self.rounds_failed}, "
             f"downloads {self.resynchronised}, epochs given up {self.given_up}, longest pause with a quorum "
             f"{self.longest_pause_s:.1f} s and an epoch",
         ]
@@ -89,6 +93,7 @@ def run_training(
     """Run one scenario in virtual time. Raise TrainingFailed with the broken promises and the command that
     replays them.
     """
+    gc.disable()  # see `_watch`
     try:
         return run_virtual(_TrainingRun(scenario, print_line).main())
     except TrainingFailed:
@@ -96,6 +101,8 @@ def run_training(
     except BaseException as error:
         error.add_note(f"replay: {scenario.replay}")
         raise
+    finally:
+        gc.enable()
 
 
 class _TrainingRun:
@@ -154,8 +161,12 @@ class _TrainingRun:
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for number in itertools.count(1):
             await asyncio.sleep(_WATCH_S)
+            # the collector ends the coroutines of killed processes, whose `finally` has effects: at the same
+            # virtual time in every run
+            if number % _COLLECT_WATCHES == 0:
+                gc.collect()
             self._checks.watch(list(self._swarm.live.values()), loop.time())
             self._faults.check_pauses()
             for error in self._network.errors:
@@ -174,6 +185,7 @@ class _TrainingRun:
             messages=sum(peer.messages_sent for peer in self._network.peers.values()),
             epochs=len(checks.ledger.certificates),
             breaks=sum(one.proposal.is_break for one in checks.ledger.certificates.values()),
+            foundings=checks.ledger.foundings,
             steps=checks.steps,
             rounds_failed=checks.rounds_failed,
             resynchronised=checks.resynchronised,
