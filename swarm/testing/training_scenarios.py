@@ -77,9 +77,10 @@ class ScenarioFigures:
             "faults: "
             + (", ".join(f"{count} × {kind}" for kind, count in sorted(self.faults.items())) or "none"),
             f"certificates {self.epochs} ({self.breaks} breaks, {self.foundings} second foundings), "
-            f"steps {self.steps} (the longest {self.longest_step_s:.1f} s), failed rounds {self.rounds_failed}, "
-            f"downloads {self.resynchronised}, epochs given up {self.given_up}, longest pause with a quorum "
-            f"{self.longest_pause_s:.1f} s and an epoch",
+            f"steps {self.steps} (the longest {self.longest_step_s:.1f} s)",
+            f"failed rounds {self.rounds_failed}, downloads {self.resynchronised}, "
+            f"epochs given up {self.given_up}",
+            f"longest pause with a quorum {self.longest_pause_s:.1f} s and an epoch",
         ]
 
 

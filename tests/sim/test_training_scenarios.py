@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.optim.history import RunHistory
 from averaging.optim.modes.gradients import GradientsMode
 from swarm.testing.training_scenarios import TrainingFailed, TrainingScenario, run_training
 
@@ -48,12 +47,3 @@ def test_a_peer_with_other_parameters_is_found(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TrainingFailed, match="different parameters") as caught:
         run_training(TrainingScenario(seed=1, peers=3, hours=0.01, faults_s=30.0, kinds=("slow",)))
     assert str(caught.value).endswith("replay: make sim SEED=1 PEERS=3 HOURS=0.01 SCENARIO=training")
-
-
-def test_histories_that_do_not_reunite_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ignore(*_: object) -> None:
-        return None
-
-    monkeypatch.setattr(RunHistory, "compare", ignore)
-    with pytest.raises(TrainingFailed, match="in a healed swarm"):
-        run_training(TrainingScenario(seed=2, peers=4, hours=0.03, faults_s=100.0, kinds=("split",)))
