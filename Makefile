@@ -95,6 +95,7 @@ fuzz-quick: install-dev
 
 sim-quick:
 	@$(MAKE) --no-print-directory sim PEERS=40 HOURS=0.2
+	@$(MAKE) --no-print-directory sim PEERS=5 HOURS=0.05 SCENARIO=training
 
 check: install-dev
 	$(BIN)/ruff format --check .

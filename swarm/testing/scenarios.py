@@ -2,10 +2,11 @@
 
     python -m swarm.testing.scenarios --seed 7 --peers 60 --hours 1 --scenario storm
 
-A scenario is a swarm of production DHT peers, a workload of many writers, a schedule of faults, and the
-checkers; all of it follows from the seed. It proceeds in rounds: ten minutes of faults, then a time without
-faults, in which the swarm must heal within `settle_s`; then every stored entry that has not expired must be
-found. A failure is `ScenarioFailed`, whose text ends with the command that replays it.
+The scenario `training` is a whole swarm that trains (`swarm.testing.training_scenarios`). Any other one is a
+swarm of production DHT peers, a workload of many writers, a schedule of faults, and the checkers; all of it
+follows from the seed. It proceeds in rounds: ten minutes of faults, then a time without faults, in which the
+swarm must heal within `settle_s`; then every stored entry that has not expired must be found. A failure is
+`ScenarioFailed`, whose text ends with the command that replays it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from swarm.testing.checkers import CheckLimits, ConnectedSwarm, Ledger, Survival
 from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.faults import FaultConfig, Faults
 from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.training_scenarios import TRAINING, TrainingFailed, TrainingScenario, run_training
 from swarm.testing.virtual_loop import run_virtual
 from swarm.testing.workload import OperationCounts, WorkConfig, Workload
 
@@ -242,7 +244,9 @@ class _Run:
 @click.option("--seed", default=1, show_default=True, help="Seed of all randomness.")
 @click.option("--peers", default=200, show_default=True)
 @click.option("--hours", default=2.0, show_default=True, help="Virtual hours to simulate.")
-@click.option("--scenario", default="storm", show_default=True, type=click.Choice(sorted(SCENARIOS)))
+@click.option(
+    "--scenario", default="storm", show_default=True, type=click.Choice(sorted((*SCENARIOS, TRAINING)))
+)
 @click.option(
     "--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second."
 )
@@ -250,6 +254,9 @@ def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: f
     """Run a simulated swarm under faults. When a promise is broken, print the command that replays the run
     and exit with code 1.
     """
+    if scenario == TRAINING:
+        _train(TrainingScenario(seed=seed, peers=peers, hours=hours))
+        return
     config = ScenarioConfig(
         seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s
     )
@@ -262,6 +269,20 @@ def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: f
         click.echo(str(failure))
         raise SystemExit(1) from None
     for line in report.lines():
+        click.echo(line)
+
+
+def _train(scenario: TrainingScenario) -> None:
+    """Run the scenario `training` for the command line."""
+    click.echo(f"replay: {scenario.replay}")
+    logging.getLogger("averaging").setLevel(logging.ERROR)  # each fault is a warning of many peers
+    logging.getLogger("swarm").setLevel(logging.ERROR)
+    try:
+        figures = run_training(scenario, print_line=lambda text: click.echo(text, err=True))
+    except TrainingFailed as failure:
+        click.echo(str(failure))
+        raise SystemExit(1) from None
+    for line in figures.lines():
         click.echo(line)
 
 

@@ -1,0 +1,221 @@
+"""Invariants of a simulated training, checked after every step and every two virtual seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Collection, Iterable
+from typing import Any
+
+from averaging.history.certificate import Certificate, genesis, is_quorum
+from averaging.history.encoding import decode_chain
+from averaging.optim.exchange import HISTORY
+from averaging.optim.reports import StepReport
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
+from swarm.net.rpc import UnaryHandler
+from swarm.testing.checkers import CheckLimits, Violations, sizes_of
+from swarm.testing.dht_swarm import SwarmMember
+from swarm.testing.training_swarm import RUN, TrainingPeer
+from swarm.wire import state_pb2
+
+# a peer that commits a moment later than others is at most the certificates of one epoch behind them: that of
+# the epoch and that of the round over its state; the second epoch is the promise
+_BEHIND_MAX = 4
+_TABLES_MAX = 5_000
+_TASKS_MAX = 400  # of one peer, with the calls that it handles
+
+
+class HistoryLedger:
+    """Every certificate that any peer ever held."""
+
+    def __init__(self, violations: Violations) -> None:
+        self._violations = violations
+        self._genesis = genesis(RUN)
+        self.foundings = 0  # of the run, after the first one
+        self.certificates: dict[bytes, Certificate] = {}  # by the head after it
+        self.committed_s: dict[bytes, float] = {}  # when the first peer held it
+        self._following: dict[bytes, dict[bytes, Certificate]] = {}  # by the head that it extends
+        self._seen: dict[TrainingPeer, bytes] = {}  # the last head that was read of each process
+
+    def read(self, one: TrainingPeer, now_s: float) -> None:
+        """Read what a peer has committed, as another peer would."""
+        if one.optimizer is None or not one.optimizer.history_head:
+            return
+        head = bytes.fromhex(one.optimizer.history_head)
+        if self._seen.get(one) == head:
+            return
+        handler = one.peer.handlers.find(HISTORY.name)
+        if not isinstance(handler, UnaryHandler):
+            return
+        request = state_pb2.HistoryRequest(run=RUN, heads=[self._seen.get(one, self._genesis)])
+        try:
+            reply = _at_once(handler.function(one.peer.peer_id, request))
+        except PeerError:  # it has not opened the run yet, or has left it
+            return
+        self._seen[one] = head
+        for certificate in decode_chain(reply.chain).certificates:
+            self._add(certificate, one, now_s)
+
+    def _add(self, certificate: Certificate, one: TrainingPeer, now_s: float) -> None:
+        head, before = certificate.head, certificate.proposal.head
+        if head in self.certificates:
+            return
+        self.certificates[head], self.committed_s[head] = certificate, now_s
+        electors = self.electors(before)
+        if electors is not None:
+            try:
+                certificate.check(electors)
+            except PeerError as error:
+                self._violations.add(now_s, f"peer {one.index} holds an invalid certificate: {error}")
+        known = self._following.setdefault(before, {})
+        without_break = [other for other in known.values() if not other.proposal.is_break]
+        if before == self._genesis:  # nobody decides about the first certificate: docs/reliability.md
+            self.foundings += bool(known)
+        elif without_break and not certificate.proposal.is_break:
+            self._violations.add(
+                now_s,
+                f"two certificates without a break extend head {before.hex()[:8]} of epoch "
+                f"{certificate.proposal.epoch}: {head.hex()[:8]}, held by peer {one.index}, and "
+                f"{without_break[0].head.hex()[:8]}",
+            )
+        known[head] = certificate
+
+    def electors(self, head: bytes) -> tuple[PeerId, ...] | None:
+        """Return the electors of a head; None when its certificate was never seen."""
+        if head == self._genesis:
+            return ()
+        return self.certificates[head].proposal.electors if head in self.certificates else None
+
+    def distance(self, head: bytes, ahead: bytes) -> int | None:
+        """Return how many certificates lead from one head to another; None when none do."""
+        count = 0
+        while ahead != head:
+            if ahead not in self.certificates:
+                return None
+            ahead, count = self.certificates[ahead].proposal.head, count + 1
+        return count
+
+
+class TrainingChecks:
+    """All invariants of one simulated training."""
+
+    def __init__(self, violations: Violations, step_s_max: float) -> None:
+        """`step_s_max`: within which every call of `Optimizer.step` must end."""
+        self.violations, self._step_s_max = violations, step_s_max
+        self.ledger = HistoryLedger(violations)
+        self.limits = CheckLimits(violations, default_max=_TABLES_MAX)
+        self.steps = self.epochs = self.rounds_failed = self.resynchronised = self.given_up = 0
+        self.longest_step_s = 0.0
+        self.longest_pause_s = 0.0  # of a side with a quorum, beyond the time of an epoch
+        self._carried: dict[TrainingPeer, int] = {}
+        self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
+
+    def on_step(self, one: TrainingPeer, report: StepReport, seconds: float) -> None:
+        """Check the report of a step, and what the peer holds after it."""
+        now_s = asyncio.get_running_loop().time()
+        self.steps += 1
+        self.epochs += report.stepped
+        self.rounds_failed += report.rounds_failed
+        self.resynchronised += report.resynchronised is not None
+        self.given_up += report.epochs_given_up
+        self.longest_step_s = max(self.longest_step_s, seconds)
+        if seconds > self._step_s_max:
+            self.violations.add(now_s, f"a step of peer {one.index} took {seconds:.1f} s")
+        self._check_samples(one, report, now_s)
+        self.ledger.read(one, now_s)
+        if report.stepped or (report.resynchronised is not None and report.resynchronised.loaded):
+            self._check_state(one, now_s)
+
+    def _check_samples(self, one: TrainingPeer, report: StepReport, now_s: float) -> None:
+        """Samples trained = contributed + carried + dropped."""
+        before = self._carried.get(one, 0 if one.checkpoint is None else None)
+        self._carried[one] = report.accumulated
+        if before is None:
+            return
+        contributed = report.contributed if report.stepped else 0
+        if before + one.batch != contributed + report.accumulated + report.dropped:
+            self.violations.add(
+                now_s,
+                f"peer {one.index}: {before} samples were carried and {one.batch} trained; {contributed} "
+                f"were contributed, {report.accumulated} are carried, {report.dropped} reported as dropped "
+                f"({report.reason})",
+            )
+
+    def _check_state(self, one: TrainingPeer, now_s: float) -> None:
+        """Peers with equal heads have equal parameters, bit for bit."""
+        assert one.optimizer is not None
+        values = one.parameters[0].detach().numpy().tobytes()
+        known, first = self._states.setdefault(one.optimizer.history_head, (values, one.index))
+        if known != values:
+            self.violations.add(
+                now_s,
+                f"peers {first} and {one.index} have head {one.optimizer.history_head[:8]} and different "
+                "parameters",
+            )
+
+    def watch(self, live: Iterable[TrainingPeer], now_s: float) -> None:
+        """Check what holds at any time: certificates, deadlines, sizes."""
+        for one in live:
+            self.ledger.read(one, now_s)
+            if one.stepping_since_s is not None and now_s - one.stepping_since_s > self._step_s_max:
+                self.violations.add(
+                    now_s, f"peer {one.index} is in one step since {one.stepping_since_s:.1f} s"
+                )
+            tasks = len(one.peer.supervisor.running) + len(one.peer.handling)
+            if tasks > _TASKS_MAX:
+                self.violations.add(now_s, f"peer {one.index} has {tasks} tasks")
+
+    def check_sizes(self, live: Iterable[TrainingPeer], now_s: float) -> None:
+        """Check that no collection of a peer grows without bound."""
+        for one in live:
+            self.limits.check([SwarmMember(one.peer, one.node.dht.service)], now_s)
+            for name, size in sizes_of(one.optimizer):
+                self.limits.largest[name] = max(size, self.limits.largest.get(name, 0))
+                if size > _TABLES_MAX:
+                    self.violations.add(now_s, f"peer {one.index}: {name} has {size} entries")
+
+    def newest(self, live: Collection[TrainingPeer]) -> bytes | None:
+        """Return the newest head that a live peer holds."""
+        heads = {bytes.fromhex(one.optimizer.history_head) for one in live if one.optimizer is not None}
+        found = [head for head in heads if head in self.ledger.certificates]
+        return max(
+            found,
+            key=lambda head: (
+                self.ledger.certificates[head].proposal.epoch,
+                self.ledger.committed_s[head],
+                head,
+            ),
+            default=None,
+        )
+
+    def check_one_history(self, live: Collection[TrainingPeer], now_s: float) -> None:
+        """Check that all live peers have one history, give or take what is being committed now."""
+        newest = self.newest(live)
+        if newest is None:
+            self.violations.add(now_s, "no peer holds a certificate")
+            return
+        for one in live:
+            head = bytes.fromhex(one.optimizer.history_head) if one.optimizer is not None else b""
+            behind = self.ledger.distance(head, newest)
+            if behind is None or behind > _BEHIND_MAX:
+                where = "on another history" if behind is None else f"{behind} certificates behind"
+                epoch = one.optimizer.epoch if one.optimizer is not None else 0
+                self.violations.add(
+                    now_s,
+                    f"peer {one.index} (head {head.hex()[:8]}, epoch {epoch}) is {where} in a healed swarm, "
+                    f"whose newest head is {newest.hex()[:8]}",
+                )
+
+    def has_quorum(self, head: bytes, present: Collection[PeerId]) -> bool:
+        """Return whether these peers may decide about a head."""
+        electors = self.ledger.electors(head)
+        return electors is not None and is_quorum(electors, present)
+
+
+def _at_once(work: Awaitable[Any]) -> Any:
+    """Run a coroutine that awaits nothing."""
+    try:
+        work.__await__().send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the handler waits")

@@ -1,0 +1,219 @@
+"""Faults of a simulated training, drawn from the seed; each begins and, after a while, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swarm.testing.chance import Chance
+from swarm.testing.training_checkers import TrainingChecks
+from swarm.testing.training_swarm import TrainingPeer, TrainingSwarm
+
+# longest pause of the side of a cut that has a quorum: the epoch that was running, of which the samples of
+# the other side are lost, and one failed round
+_EPOCHS_MAX = 2.0
+_FAILED_ROUND_S = 30.0
+_PEERS_MIN = 2  # that faults leave alive
+_DOWN_S_MAX = 10.0  # of a process that starts again
+_CROWD_MAX = 4
+
+ENDS = ("kill", "restart", "checkpoint", "leave", "mass")  # of processes
+ONE_PEER = ("freeze", "hang", "slow")
+FAULTS = (*ENDS, "join", "crowd", *ONE_PEER, "split", "one-way", "loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFaultConfig:
+    """Rates and durations of faults."""
+
+    kinds: tuple[str, ...] = FAULTS
+    every_s: float = 15.0  # mean time between two faults
+    lasting_s: float = 30.0  # cuts, freezes and bursts last up to twice this
+    batch: int = 4  # samples of a step of each peer
+    peers_max: int = 16
+
+
+class TrainingFaults:
+    """Faults of one training; `calm` ends all of them."""
+
+    def __init__(
+        self,
+        swarm: TrainingSwarm,
+        checks: TrainingChecks,
+        chance: Chance,
+        config: TrainingFaultConfig,
+        say: Callable[[str], None],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """`group`: the parent of what ends the faults. `say` is told of each fault, in a line of text."""
+        self._swarm, self._network, self._checks = swarm, swarm.network, checks
+        self._chance, self._config, self._say, self._group = chance, config, say, group
+        self._link = swarm.network.config
+        self._endings: dict[asyncio.Task[None], None] = {}
+        self._cut: _WatchedCut | None = None
+        self.counts: Counter[str] = Counter()
+
+    async def add(self, **how: Any) -> TrainingPeer:
+        """Add a peer of a random speed."""
+        compute_s = self._chance.uniform(0.7, 1.4)
+        return await self._swarm.add(batch=self._config.batch, compute_s=compute_s, **how)
+
+    async def run(self, until_s: float) -> None:
+        """Draw faults until `until_s`."""
+        loop = asyncio.get_running_loop()
+        while True:
+            wait_s = self._chance.expovariate(1.0 / self._config.every_s)
+            await asyncio.sleep(min(wait_s, max(until_s - loop.time(), 0.0)))
+            if loop.time() >= until_s:
+                return
+            await self.begin(self._chance.choice(self._config.kinds))
+
+    async def begin(self, kind: str) -> None:
+        """Begin one fault of a kind of `FAULTS`. Raise ValueError for any other."""
+        self.counts[kind] += 1
+        self._cut = None  # the pauses of its sides are judged while one cut is the only fault
+        lasting_s = self._config.lasting_s * (0.1 + 1.9 * self._chance.random())
+        if kind in ENDS:
+            await self._end_some(kind, lasting_s)
+        elif kind in ("join", "crowd"):
+            count = 1 if kind == "join" else 2 + self._chance.below(_CROWD_MAX - 1)
+            count = max(min(count, self._config.peers_max - len(self._swarm.live)), 0)
+            self._say(f"{kind}: {count} more")
+            for _ in range(count):
+                await self.add()
+        elif kind in ONE_PEER:
+            self._disturb_one(kind, lasting_s)
+        elif kind in ("split", "one-way"):
+            self._cut_links(kind, lasting_s)
+        elif kind == "loss":
+            self._say(f"loss for {lasting_s:.0f} s")
+            loss = 0.2 * self._chance.random()
+            self._network.config = replace(self._link, loss=loss, duplication=0.1, reorder=0.2)
+            self._later(lasting_s, self._restore_link)
+        else:
+            raise ValueError(f"no such fault: {kind}")
+
+    async def _end_some(self, kind: str, lasting_s: float) -> None:
+        live = list(self._swarm.live.values())
+        count = len(live) // 2 + 1 if kind == "mass" else 1
+        chosen = self._chance.sample(live, min(count, max(len(live) - _PEERS_MIN, 0)))
+        self._say(f"{kind}: {[one.index for one in chosen]}")
+        for one in chosen:
+            self._checks.ledger.read(one, asyncio.get_running_loop().time())
+            if kind == "leave":
+                one.leaving = True
+                continue
+            checkpoint = one.save() if kind == "checkpoint" else None
+            await self._swarm.kill(one)
+            if kind in ("restart", "checkpoint"):
+                await asyncio.sleep(min(lasting_s, _DOWN_S_MAX))
+                await self.add(peer=one.peer, checkpoint=checkpoint)
+
+    def _disturb_one(self, kind: str, lasting_s: float) -> None:
+        one = self._chance.choice(list(self._swarm.live.values()))
+        self._say(f"{kind}: {one.index} for {lasting_s:.0f} s")
+        if kind == "freeze":
+            one.peer.frozen = True
+        elif kind == "hang":
+            one.hangs = True
+        else:
+            one.peer.slowness = 2.0 + 18.0 * self._chance.random()
+        self._later(lasting_s, lambda: _calm(one))
+
+    def _cut_links(self, kind: str, lasting_s: float) -> None:
+        live, chance = list(self._swarm.live.values()), self._chance
+        if kind == "split":
+            chance.shuffle(live)
+            size = 1 + chance.below(max(len(live) - 1, 1))
+            side, others = live[:size], live[size:]
+            self._say(f"split: {sorted(one.index for one in side)} apart for {lasting_s:.0f} s")
+            if not self._endings:
+                self._cut = _WatchedCut(side, others, self._swarm, self._checks)
+            self._network.partition([one.peer for one in side])
+            self._later(lasting_s, self._rejoin)
+            return
+        third = max(len(live) // 3, 1)
+        sources, targets = chance.sample(live, third), chance.sample(live, third)
+        names = f"{[one.index for one in sources]} -> {[one.index for one in targets]}"
+        self._say(f"one-way: {names} for {lasting_s:.0f} s")
+        cut = self._network.cut([one.peer for one in sources], [one.peer for one in targets])
+        self._later(lasting_s, lambda: self._network.heal(cut))
+
+    def check_pauses(self) -> None:
+        """Check that the side of a cut with a quorum goes on."""
+        if self._cut is not None:
+            self._cut.check(asyncio.get_running_loop().time())
+
+    async def calm(self) -> None:
+        """End all faults."""
+        for task in list(self._endings):
+            task.cancel()
+        self._rejoin()
+        self._network.heal()
+        self._restore_link()
+        for one in self._swarm.live.values():
+            _calm(one)
+
+    def _rejoin(self) -> None:
+        self._cut = None
+        self._network.partition()
+
+    def _restore_link(self) -> None:
+        self._network.config = self._link
+
+    def _later(self, wait_s: float, end: Callable[[], object]) -> None:
+        task = self._group.create_task(_after(wait_s, end))
+        self._endings[task] = None
+        task.add_done_callback(lambda done: self._endings.pop(done, None))
+
+
+async def _after(wait_s: float, end: Callable[[], object]) -> None:
+    await asyncio.sleep(wait_s)
+    end()
+
+
+def _calm(one: TrainingPeer) -> None:
+    one.peer.frozen, one.hangs, one.peer.slowness = False, False, 1.0
+
+
+class _WatchedCut:
+    """The two sides of a cut: one with a quorum must not pause longer than one failed round."""
+
+    def __init__(
+        self,
+        one: Sequence[TrainingPeer],
+        other: Sequence[TrainingPeer],
+        swarm: TrainingSwarm,
+        checks: TrainingChecks,
+    ) -> None:
+        self._sides, self._swarm, self._checks = (list(one), list(other)), swarm, checks
+        self._since_s = [asyncio.get_running_loop().time()] * 2  # when each side began to wait
+        self._heads: list[bytes | None] = [None, None]
+
+    def check(self, now_s: float) -> None:
+        """Check one moment."""
+        checks, target = self._checks, self._swarm.config.target_batch_size
+        for number, side in enumerate(self._sides):
+            live = [one for one in side if self._swarm.live.get(one.peer.peer_id) is one and not one.leaving]
+            head = checks.newest(live)
+            if (
+                head is None
+                or head != self._heads[number]
+                or not checks.has_quorum(head, [one.peer.peer_id for one in live])
+            ):
+                self._heads[number], self._since_s[number] = head, now_s
+                continue
+            paused_s = now_s - self._since_s[number]
+            epoch_s = target / sum(one.batch / one.compute_s for one in live)
+            checks.longest_pause_s = max(checks.longest_pause_s, paused_s - epoch_s)
+            if paused_s > _EPOCHS_MAX * epoch_s + _FAILED_ROUND_S:
+                indices = sorted(one.index for one in live)
+                checks.violations.add(
+                    now_s,
+                    f"peers {indices} are a quorum of head {head.hex()[:8]}, and have committed nothing for "
+                    f"{paused_s:.0f} s; an epoch takes them {epoch_s:.0f} s",
+                )
+                self._since_s[number] = now_s

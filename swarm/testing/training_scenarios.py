@@ -1,0 +1,206 @@
+"""Simulated trainings under faults, checked throughout: `make sim SCENARIO=training SEED=7`.
+
+Peers begin, a time of faults follows, then one without; within a minute of it all peers must have one history
+again, and train on. This repeats until the time is over. Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarm.testing.chance import Chance
+from swarm.testing.checkers import Violations
+from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.training_checkers import TrainingChecks
+from swarm.testing.training_faults import FAULTS, TrainingFaultConfig, TrainingFaults
+from swarm.testing.training_swarm import TrainingConfig, TrainingSwarm
+from swarm.testing.virtual_loop import run_virtual
+
+TRAINING = "training"
+_EPOCH_STEPS = 4  # of each peer, when all are there
+_CALM_S = 40.0  # at the beginning
+_WATCH_S = 2.0
+_COLLECT_WATCHES = 15
+_HEAL_S = 60.0  # from the end of the last fault to one history
+_GOES_ON_S = 40.0  # within which a healed swarm completes an epoch
+_LOAD_S = 120.0
+# the longest step: three attempts at a round, three at the state's, and a download, each to its deadline
+_STEP_S_MAX = 3 * 60.0 + 3 * 120.0 + _LOAD_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingScenario:
+    """Settings of one simulated training; equal settings give equal runs."""
+
+    seed: int = 1
+    peers: int = 8
+    hours: float = 0.1
+    faults_s: float = 150.0  # duration of the faults of each round
+    kinds: tuple[str, ...] = FAULTS
+
+    @property
+    def replay(self) -> str:
+        """Return the command that runs the same scenario again."""
+        return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={TRAINING}"
+
+
+@dataclass(slots=True, kw_only=True)
+class ScenarioFigures:
+    """Results of a simulated training."""
+
+    digest: str = ""
+    virtual_s: float = 0.0
+    wall_s: float = 0.0
+    messages: int = 0
+    epochs: int = 0  # certificates
+    breaks: int = 0
+    foundings: int = 0  # first certificates beyond the first: newcomers that found nobody
+    steps: int = 0
+    rounds_failed: int = 0
+    resynchronised: int = 0
+    given_up: int = 0
+    longest_step_s: float = 0.0
+    longest_pause_s: float = 0.0  # of a side with a quorum, beyond the time of an epoch
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def lines(self) -> list[str]:
+        """Return the results as text."""
+        return [
+            f"{self.virtual_s / 60:.0f} virtual minutes in {self.wall_s:.0f} s, {self.messages} messages, "
+            f"digest {self.digest}",
+            "faults: "
+            + (", ".join(f"{count} × {kind}" for kind, count in sorted(self.faults.items())) or "none"),
+            f"certificates {self.epochs} ({self.breaks} breaks, {self.foundings} second foundings), "
+            f"steps {self.steps} (the longest {self.longest_step_s:.1f} s)",
+            f"failed rounds {self.rounds_failed}, downloads {self.resynchronised}, "
+            f"epochs given up {self.given_up}",
+            f"longest pause with a quorum {self.longest_pause_s:.1f} s and an epoch",
+        ]
+
+
+class TrainingFailed(AssertionError):
+    """Promises were broken; the last line of the text is the command that replays the run."""
+
+
+def run_training(
+    scenario: TrainingScenario, print_line: Callable[[str], None] = lambda text: None
+) -> ScenarioFigures:
+    """Run one scenario in virtual time. Raise TrainingFailed with the broken promises and the command that
+    replays them.
+    """
+    gc.disable()  # see `_watch`
+    try:
+        return run_virtual(_TrainingRun(scenario, print_line).main())
+    except TrainingFailed:
+        raise
+    except BaseException as error:
+        error.add_note(f"replay: {scenario.replay}")
+        raise
+    finally:
+        gc.enable()
+
+
+class _TrainingRun:
+    """State of one scenario in progress."""
+
+    def __init__(self, scenario: TrainingScenario, print_line: Callable[[str], None]) -> None:
+        self._scenario, self._print = scenario, print_line
+        self._started_s = time.monotonic()
+        self._link = LinkConfig(delay_s=0.03, jitter=0.5)
+        self._network = SimulatedNetwork(scenario.seed, self._link)
+        self._violations = Violations()
+        self._checks = TrainingChecks(self._violations, _STEP_S_MAX)
+
+    async def main(self) -> ScenarioFigures:
+        async with asyncio.TaskGroup() as group:
+            self._found(group)
+            watching = group.create_task(self._watch())
+            await self._train()
+            await self._faults.calm()
+            watching.cancel()
+            await self._swarm.close()
+        return self._finish()
+
+    def _found(self, group: asyncio.TaskGroup) -> None:
+        """Make the swarm and its faults, whose tasks belong to `group`."""
+        scenario = self._scenario
+        faults = TrainingFaultConfig(kinds=scenario.kinds, peers_max=2 * scenario.peers)
+        config = TrainingConfig(
+            target_batch_size=faults.batch * _EPOCH_STEPS * scenario.peers, load_timeout_s=_LOAD_S
+        )
+        self._swarm = TrainingSwarm(self._network, config, self._checks.on_step, group)
+        self._faults = TrainingFaults(
+            self._swarm, self._checks, Chance(scenario.seed, "faults"), faults, self._say, group
+        )
+
+    async def _train(self) -> None:
+        scenario, loop = self._scenario, asyncio.get_running_loop()
+        for _ in range(scenario.peers):
+            await self._faults.add()
+        await asyncio.sleep(_CALM_S)
+        end_s = loop.time() + scenario.hours * 3600.0
+        while loop.time() < end_s and not self._violations.count:
+            await self._faults.run(min(loop.time() + scenario.faults_s, end_s))
+            await self._faults.calm()
+            self._say("all faults have ended")
+            await asyncio.sleep(_HEAL_S)
+            live = list(self._swarm.live.values())
+            self._checks.check_one_history(live, loop.time())
+            certificates = len(self._checks.ledger.certificates)
+            await asyncio.sleep(_GOES_ON_S)
+            if len(self._checks.ledger.certificates) == certificates:
+                self._violations.add(
+                    loop.time(), f"no epoch was completed within {_GOES_ON_S:g} s without faults"
+                )
+            self._checks.check_sizes(live, loop.time())
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in itertools.count(1):
+            await asyncio.sleep(_WATCH_S)
+            # the collector ends the coroutines of killed processes, whose `finally` has effects: at the same
+            # virtual time in every run
+            if number % _COLLECT_WATCHES == 0:
+                gc.collect()
+            self._checks.watch(list(self._swarm.live.values()), loop.time())
+            self._faults.check_pauses()
+            for error in self._network.errors:
+                self._violations.add(loop.time(), f"a handler failed: {error!r}")
+            self._network.errors.clear()
+
+    def _say(self, text: str) -> None:
+        self._print(f"{asyncio.get_running_loop().time():.1f} s: {text}")
+
+    def _finish(self) -> ScenarioFigures:
+        checks = self._checks
+        figures = ScenarioFigures(
+            digest=self._network.digest,
+            virtual_s=asyncio.get_running_loop().time(),
+            wall_s=time.monotonic() - self._started_s,
+            messages=sum(peer.messages_sent for peer in self._network.peers.values()),
+            epochs=len(checks.ledger.certificates),
+            breaks=sum(one.proposal.is_break for one in checks.ledger.certificates.values()),
+            foundings=checks.ledger.foundings,
+            steps=checks.steps,
+            rounds_failed=checks.rounds_failed,
+            resynchronised=checks.resynchronised,
+            given_up=checks.given_up,
+            longest_step_s=checks.longest_step_s,
+            longest_pause_s=checks.longest_pause_s,
+            faults=self._faults.counts,
+        )
+        if self._violations.count:
+            lines = [
+                f"{self._violations.count} promises broken:",
+                *self._violations.lines,
+                *figures.lines(),
+                f"replay: {self._scenario.replay}",
+            ]
+            raise TrainingFailed("\n".join(lines))
+        return figures

@@ -1,0 +1,240 @@
+"""A simulated swarm that trains: the production DHT, matchmaking, rounds, progress, histories, states and the
+`Optimizer`, on the simulated network and virtual time.
+
+Each peer trains the same tiny model. Its gradient is the distance to a point of its own, so that the
+parameters stay bounded and no two rounds have the same average.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from averaging.optim.config import OptimizerConfig
+from averaging.optim.optimizer import Optimizer
+from averaging.optim.reports import StepReport
+from swarm.core.ids import Contact, PeerId, open_run_id
+from swarm.core.presets import WAN, Timings
+from swarm.dht.service.dht_service import DhtService
+from swarm.net.peerbook import KnownPeer
+from swarm.node import NodeConfig
+from swarm.runtime.services import Services
+from swarm.testing.chance import Chance
+from swarm.testing.dht_swarm import service_of
+from swarm.testing.green_threads import GreenNetwork
+from swarm.testing.network import SimulatedNetwork, SimulatedPeer
+
+ServiceT = TypeVar("ServiceT")
+
+RUN = open_run_id("simulated")
+_JOIN_S = 0.2  # longest wait for the first answer of a peer, as in `swarm.Node`
+_LEAVE_S = 1.0  # for the goodbyes of one service of a peer that leaves
+
+
+class GreenDht:
+    """The part of `swarm.dht.handle.Dht` that an optimizer uses."""
+
+    def __init__(self, service: DhtService) -> None:
+        self.service = service
+
+    @property
+    def clock_problem(self) -> str | None:
+        return self.service.clock_problem
+
+    @property
+    def identity_problem(self) -> str | None:
+        return self.service.identity_problem
+
+
+class GreenNode:
+    """A node whose threads are green: the interface of `swarm.Node` that an optimizer uses."""
+
+    def __init__(self, peer: SimulatedPeer, incarnation: int) -> None:
+        """`incarnation`: how often this peer has been restarted."""
+        self.peer = peer
+        self.identity, self.peer_id = peer.identity, peer.peer_id
+        self.clock, self.handlers, self.channels = peer.clock, peer.handlers, peer.caller
+        self.supervisor = peer.supervisor
+        self.timings: Timings = WAN
+        self.rng: random.Random = Chance(peer.network.seed, "node", peer.index, incarnation)
+        self.config = NodeConfig()
+        self.agent, self.reach, self.closed = "swarm/simulated", "direct", False
+        self.join_failures: list[str] = []
+        self.network = GreenNetwork()
+        self.dht = GreenDht(service_of(peer))
+        self._services = Services(self)
+        self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self.at_close(self.dht.service.leave)
+
+    @property
+    def contact(self) -> Contact:
+        return self.peer.contact
+
+    def peers(self) -> list[KnownPeer]:
+        """Return the entries of the peer book."""
+        return self.peer.book.known()
+
+    def service(self, kind: Callable[[GreenNode], ServiceT]) -> ServiceT:
+        """Return this node's single instance of a service."""
+        return self._services.get(kind)
+
+    def at_close(self, callback: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+        """Run `callback` when the node leaves; the returned function removes it."""
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+
+    async def leave(self) -> None:
+        """Say goodbye and stop all services."""
+        self.closed = True
+        for callback in reversed(self._callbacks):
+            try:
+                async with asyncio.timeout(_LEAVE_S):
+                    await callback()
+            except TimeoutError:
+                continue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """The settings that all peers of a simulated training have in common."""
+
+    target_batch_size: int = 64
+    mode: Any = "gradients"
+    round_timeout_s: float = 60.0
+    load_timeout_s: float = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class TrainingPeer:
+    """One process that trains; a restart makes another one for the same simulated peer."""
+
+    peer: SimulatedPeer
+    node: GreenNode
+    config: TrainingConfig
+    batch: int  # samples of one step
+    compute_s: float  # of one step
+    on_step: Callable[[TrainingPeer, StepReport, float], None]  # with the duration of the call
+    checkpoint: dict[str, Any] | None = None  # to begin with
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    optimizer: Optimizer | None = None
+    stepping_since_s: float | None = None  # None: it computes
+    given: int = 0  # samples of all steps
+    leaving: bool = False
+    hangs: bool = False  # its trainer makes no step, while its network answers
+
+    @property
+    def index(self) -> int:
+        return self.peer.index
+
+    def train(self) -> None:
+        """Train until the peer leaves; the body of its green thread."""
+        chance, loop = Chance(self.peer.network.seed, "trainer", self.index), self.node.network.loop
+        goal = torch.tensor([chance.random() for _ in range(3)])
+        weights = torch.nn.Parameter(torch.zeros(3))
+        self.parameters = [weights]
+        inner = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
+        node: Any = self.node
+        self.optimizer = optimizer = Optimizer(
+            inner,
+            node=node,
+            run=RUN,
+            target_batch_size=self.config.target_batch_size,
+            mode=self.config.mode,
+            config=OptimizerConfig(
+                round_timeout_s=self.config.round_timeout_s,
+                load_timeout_s=self.config.load_timeout_s,
+                publish_metrics=False,
+            ),
+        )
+        if self.checkpoint is not None:
+            with torch.no_grad():
+                weights.copy_(self.checkpoint["weights"])
+            optimizer.load_state_dict(self.checkpoint["optimizer"])
+        pause = self.node.network.waits
+        while not self.leaving:
+            pause.event().wait(self.compute_s * chance.uniform(0.9, 1.1))
+            if self.hangs:
+                continue
+            weights.grad = (weights.detach() - goal) * chance.uniform(0.5, 1.5)
+            self.stepping_since_s = began_s = loop.time()
+            report = optimizer.step(self.batch)
+            self.stepping_since_s = None
+            self.given += self.batch
+            self.on_step(self, report, loop.time() - began_s)
+        optimizer.close()
+        self.node.network.run(self.node.leave())
+
+    def save(self) -> dict[str, Any] | None:
+        """Return a checkpoint, or None when there is nothing to save yet."""
+        if self.optimizer is None or not self.optimizer.epoch:
+            return None
+        return {
+            "weights": self.parameters[0].detach().clone(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+
+class TrainingSwarm:
+    """All peers of a simulated training, those that have ended included."""
+
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        config: TrainingConfig,
+        on_step: Callable[[TrainingPeer, StepReport, float], None],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """`group`: the parent of all processes. An exception of a trainer ends it: what the network does is
+        in reports.
+        """
+        self.network, self.config = network, config
+        self.live: dict[PeerId, TrainingPeer] = {}
+        self._on_step, self._group = on_step, group
+        self._incarnations: dict[PeerId, int] = {}
+
+    async def add(
+        self,
+        *,
+        batch: int = 4,
+        compute_s: float = 1.0,
+        peer: SimulatedPeer | None = None,
+        checkpoint: dict[str, Any] | None = None,
+    ) -> TrainingPeer:
+        """Start a process: of a new peer, or again of one that has ended."""
+        if peer is None:
+            peer = self.network.peer()
+        else:
+            self.network.restart(peer)
+        incarnation = self._incarnations.get(peer.peer_id, -1) + 1
+        self._incarnations[peer.peer_id] = incarnation
+        node = GreenNode(peer, incarnation)
+        entries = [other.peer.contact for other in self.live.values()][:3]
+        made = TrainingPeer(peer, node, self.config, batch, compute_s, self._on_step, checkpoint=checkpoint)
+        self.live[peer.peer_id] = made
+        if entries:
+            joining = peer.supervisor.spawn("joining", lambda: node.dht.service.join(entries))
+            await asyncio.wait([joining], timeout=_JOIN_S)
+        self._group.create_task(self._run(made))
+        return made
+
+    async def _run(self, made: TrainingPeer) -> None:
+        await made.node.network.run_thread(made.train)
+        if self.live.get(made.peer.peer_id) is made:  # it has left
+            await self.kill(made)
+
+    async def kill(self, one: TrainingPeer) -> None:
+        """Kill a process."""
+        self.live.pop(one.peer.peer_id, None)
+        one.node.network.kill()
+        await self.network.crash(one.peer)
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        for one in list(self.live.values()):
+            await self.kill(one)
+        await self.network.close()

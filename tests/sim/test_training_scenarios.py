@@ -1,0 +1,49 @@
+"""Whole swarms that train under faults, for a few virtual minutes; `make sim SCENARIO=training` is the long
+form. A failure names the command that replays it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.optim.modes.gradients import GradientsMode
+from swarm.testing.training_scenarios import TrainingFailed, TrainingScenario, run_training
+
+SEEDS_SHORT = range(1, 4)  # about ten seconds of processor time each
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # each fault is a warning of many peers
+
+
+@pytest.mark.parametrize("seed", SEEDS_SHORT)
+def test_a_training_under_faults_breaks_no_promise(seed: int) -> None:
+    figures = run_training(TrainingScenario(seed=seed, peers=4, hours=0.03, faults_s=100.0))
+    assert figures.epochs > 10
+    assert figures.steps > 100
+
+
+def test_the_same_seed_repeats_the_training() -> None:
+    scenario = TrainingScenario(seed=3, peers=3, hours=0.01, faults_s=30.0)
+    assert run_training(scenario).digest == run_training(scenario).digest
+
+
+def test_a_peer_with_other_parameters_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply, numbers = GradientsMode.apply, itertools.count()
+
+    def noisy(mode: GradientsMode, metadata: Any) -> None:
+        apply(mode, metadata)
+        if next(numbers) == 20:
+            with torch.no_grad():
+                mode.state.parameters[0].add_(1e-3)
+
+    monkeypatch.setattr(GradientsMode, "apply", noisy)
+    with pytest.raises(TrainingFailed, match="different parameters") as caught:
+        run_training(TrainingScenario(seed=1, peers=3, hours=0.01, faults_s=30.0, kinds=("slow",)))
+    assert str(caught.value).endswith("replay: make sim SEED=1 PEERS=3 HOURS=0.01 SCENARIO=training")
