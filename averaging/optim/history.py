@@ -29,10 +29,10 @@ from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.known_heads import KnownHeads
 from averaging.history.lineage import Chain, Lineage, Relation
 from averaging.history.round_lineage import RoundLineage
-from averaging.history.seats import SwarmSize
 from averaging.history.tally import is_supported
 from averaging.optim.exchange import HISTORY
 from averaging.optim.peer_node import PeerNode
+from averaging.optim.seats import SwarmSize
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.wire import state_pb2

@@ -26,9 +26,9 @@ from averaging.history.certificate import (
 )
 from averaging.history.encoding import encode_chain
 from averaging.history.lineage import Chain
-from averaging.history.seats import SwarmSize
 from averaging.matchmaking.logic.group import Group
 from averaging.optim.exchange import HISTORY
+from averaging.optim.seats import SwarmSize
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.testing.group_swarm import SimulatedVolunteer, Swarm

@@ -6,7 +6,7 @@ import pytest
 from blake3 import blake3
 
 from averaging.history.lineage import Chain
-from averaging.history.seats import SwarmSize
+from averaging.optim.seats import SwarmSize
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
 
