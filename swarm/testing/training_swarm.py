@@ -20,6 +20,7 @@ from averaging.optim.optimizer import Optimizer
 from averaging.optim.reports import StepReport
 from swarm.core.ids import Contact, PeerId, open_run_id
 from swarm.core.presets import WAN, Timings
+from swarm.core.standing import PeerStanding
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.peerbook import KnownPeer
 from swarm.node import NodeConfig
@@ -59,7 +60,7 @@ class GreenNode:
         self.peer = peer
         self.identity, self.peer_id = peer.identity, peer.peer_id
         self.clock, self.handlers, self.channels = peer.clock, peer.handlers, peer.caller
-        self.supervisor = peer.supervisor
+        self.supervisor, self.standing = peer.supervisor, PeerStanding()
         self.timings: Timings = WAN
         self.rng: random.Random = Chance(peer.network.seed, "node", peer.index, incarnation)
         self.config = NodeConfig()
