@@ -158,9 +158,12 @@ class StepRunner:
         if history is None:
             return ""
         contributors = [member.peer_id for member in group.members if member.weight > 0.0]
-        reason = await history.may_begin(contributors)
-        if reason:
-            self._groups.round_over(committed=False, left_out=frozenset(), accused={})
+        reason = "the round was cancelled"
+        try:
+            reason = await history.may_begin(contributors)
+        finally:
+            if reason:
+                self._groups.round_over(committed=False, left_out=frozenset(), accused={})
         return reason
 
     async def _run_round(self, group: Group, end_s: float) -> RoundOutcome:
