@@ -32,7 +32,7 @@ from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.encoding import EXACT, check_state_codec
-from averaging.optim.state.training_state import Scheduler
+from averaging.optim.state.schedule import Scheduler
 from averaging.optim.state.view import StateView
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.robust import Aggregation, AggregationRule, aggregation_of
@@ -155,7 +155,13 @@ class Optimizer(DelegatingOptimizer):
         )
         # a mode without a common state has no history
         self._history = (
-            RunHistory(node, self.run_id, node.identity.sign, group_size_max=config.group_size_max)
+            RunHistory(
+                node,
+                self.run_id,
+                node.identity.sign,
+                group_size_max=config.group_size_max,
+                introducers=node.introducers,
+            )
             if mode.traits.canonical
             else None
         )
