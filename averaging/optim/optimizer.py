@@ -268,7 +268,7 @@ class Optimizer(DelegatingOptimizer):
         on_progress: Callable[[int, int], None] | None = None,
         codec: str = "float32",
     ) -> LoadResult:
-        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was
+        """Download the swarm's state: parameters, statistics, counters, epoch, which the schedule follows. What was
         accumulated counts in the loaded epoch if it is not too old: one epoch in mode "gradients", a few with
         local steps. `dropped` of the result says how much was too old.
 
