@@ -62,7 +62,7 @@ class KnownHeads:
         return head in self._dismissed
 
     def reconsider(self) -> None:
-        """Compare all heads anew: this peer's own history has changed."""
+        """Compare all heads again: this peer's own history has changed."""
         self._dismissed.clear()
 
     def to_ask(self, needed: Collection[PeerId], is_open: Callable[[bytes], bool]) -> dict[PeerId, Contact]:

@@ -34,7 +34,7 @@ from swarm.core.ids import PeerId
 # kept: cuts that last for more rounds than these are healed by comparing breaks
 CERTIFICATES_MAX: Final = 256
 # certificates after which a history gives way to none that began apart. Too small: peers that began in two
-# groups at the same time never meet; too large: a stranger can lead a run away for so long
+# groups at the same time never meet; too large: a stranger has more time to lead a run away
 FOUNDING_MAX: Final = 32
 GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
 GRACE_S_MAX: Final = 60.0

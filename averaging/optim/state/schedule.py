@@ -10,7 +10,7 @@ import torch
 
 from swarm.core.errors import PeerError
 
-# a step takes about 10 microseconds; whoever gives a state of a later epoch is not believed
+# a step takes about 10 microseconds; a state of a later epoch is refused
 STEPS_MAX: Final = 1 << 20
 
 
@@ -22,7 +22,7 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-class Schedule:
+class EpochSchedule:
     """A scheduler that is stepped once per epoch, and can be moved to any epoch without numbers of others."""
 
     def __init__(self, inner: torch.optim.Optimizer, scheduler: Scheduler) -> None:

@@ -20,7 +20,7 @@ from averaging.history.lineage import Chain
 from averaging.optim.state.device_reads import DeviceReader, DeviceReads, reader_of
 from averaging.optim.state.encoding import EXACT, dtype_of
 from averaging.optim.state.probe import is_statistic, probe, probe_shapes
-from averaging.optim.state.schedule import Schedule, Scheduler
+from averaging.optim.state.schedule import EpochSchedule, Scheduler
 from averaging.optim.state.snapshot import (
     ALIGNMENT_BYTES,
     DTYPE_NAMES,
@@ -59,7 +59,7 @@ class TrainingState:
         """
         self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
         self.parameters = _parameters(inner)
-        self._schedule = Schedule(inner, scheduler) if scheduler is not None else None
+        self._schedule = EpochSchedule(inner, scheduler) if scheduler is not None else None
         self._probed: list[dict[str, Any]] | None = None
         refuse_sharded(self.parameters, "parameter")
         refuse_sharded(self.extras, "extra tensor")
