@@ -360,23 +360,27 @@ class RunHistory:
 
     async def _compare(self) -> None:
         with self._lock:
-            lacking = self._lineage.is_waiting
-            electors = set(self._lineage.electors)
-            one_each = {
-                peer.public_key: contact for peer, contact in self._asked.items() if contact.addresses
-            }
+            lacking = set(self._lineage.electors) if self._lineage.is_waiting else set()
+            holders = {peer.public_key: [one] for peer, one in self._asked.items() if one.addresses}
             self._asked.clear()
-            for peer, head, contact in self._heads:
-                if contact.addresses and lacking and peer in electors:
-                    one_each.setdefault(peer.public_key, contact)
+            for peer, head, contact in reversed(list(self._heads)):  # the one that was heard last first
+                if contact.addresses and peer in lacking:
+                    holders.setdefault(peer.public_key, [contact])
                 elif contact.addresses and self._is_open(head):
-                    one_each.setdefault(head, contact)
+                    holders.setdefault(head, []).append(contact)
         limit = asyncio.Semaphore(_FETCHES_MAX)
         async with asyncio.TaskGroup() as tasks:
-            for contact in one_each.values():
-                tasks.create_task(self._fetch(contact, limit))
+            for contacts in holders.values():
+                tasks.create_task(self._fetch_from_one(contacts, limit))
 
-    async def _fetch(self, contact: Contact, limit: asyncio.Semaphore) -> None:
+    async def _fetch_from_one(self, contacts: Iterable[Contact], limit: asyncio.Semaphore) -> None:
+        """Fetch the history that all of these peers reported, from the first that answers."""
+        for contact in contacts:
+            if await self._fetch(contact, limit):
+                return
+
+    async def _fetch(self, contact: Contact, limit: asyncio.Semaphore) -> bool:
+        """Fetch a peer's history and compare it. Return whether the peer has answered."""
         async with limit:
             with self._lock:
                 heads = self._lineage.heads()
@@ -385,12 +389,14 @@ class RunHistory:
                 with self._lock:
                     self._heads.answered(contact.peer_id)
                 self._judge(contact, chain)
+                return True
             except NetworkError as error:
                 if _REFUSED in str(error).lower():
                     with self._lock:
                         self._heads.refused(contact.peer_id)
             except PeerError as error:
                 _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
+            return False
 
     async def _chain_of(self, contact: Contact, heads: Sequence[bytes]) -> Chain:
         """Return a peer's history after the newest of `heads`. Raise NetworkError or PeerError."""
