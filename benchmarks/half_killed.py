@@ -46,7 +46,7 @@ def rows(say: Callable[[str], None]) -> list[Row]:
         pauses = measure(victims, say)
         found.append(
             Row(
-                identifier=f"half-killed-{identifier}",
+                identifier=f"killed-two-{identifier}",
                 workload=f"two of {PEERS} trainers killed at once by kill -9: {words}",
                 quantity="how much longer than an epoch of these two it took until both had the next one",
                 ours=Series(

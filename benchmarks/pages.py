@@ -26,7 +26,7 @@ TITLES = {
     ),
     "links": ("Links", "Rounds over emulated links, beside hivemind, gloo and bare TCP."),
     "group": ("Matchmaking", "How long peers take to form a group, beside hivemind."),
-    "killed": ("A killed peer", "A round of four peers in which one is killed."),
+    "killed": ("Killed peers", "One of four killed in a round, and two of four trainers at once."),
     "frozen": ("A frozen peer", "A round of four peers in which one is stopped (SIGSTOP)."),
     "trainer": ("Trainers", "Whole training processes beside hivemind's."),
     "start": ("Start of a trainer", "From the start of the process to its first joint round."),

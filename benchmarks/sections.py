@@ -70,11 +70,6 @@ def _allreduce(request: Request) -> Rows:
         yield allreduce.rows(request.setting, vector_mib=size_mib)
 
 
-def _losses(request: Request) -> Rows:
-    yield peer_failures.rows(request.setting)
-    yield half_killed.rows(request.setting.say)
-
-
 def _dht(request: Request) -> Rows:
     for peers in dht.SIZES:
         yield dht.rows(request.setting, peers=peers)
@@ -101,7 +96,8 @@ SECTIONS = {
     "groups": Section(
         rows=_once(lambda request: group_formation.rows(request.setting, rounds=5)), compared=True
     ),
-    "losses": Section(rows=_losses, compared=True),
+    "losses": Section(rows=_once(lambda request: peer_failures.rows(request.setting)), compared=True),
+    "half-killed": Section(rows=_once(lambda request: half_killed.rows(request.setting.say))),
     "trainers": Section(rows=_once(lambda request: trainer_costs.rows(request.setting)), compared=True),
     "state": Section(rows=_once(lambda request: states.rows(request.setting)), compared=True),
     "cuts": Section(rows=_once(lambda request: cuts.rows(request.setting.say))),

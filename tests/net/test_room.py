@@ -84,7 +84,7 @@ def test_a_request_that_does_not_arrive_makes_place_for_one_that_waits(
     monkeypatch.setattr(room, "READ_S_WHEN_OTHERS_WAIT", 0.05)
 
     async def scenario() -> None:
-        reads, ended = RequestReads(standing()), 0
+        reads, ended, half = RequestReads(standing()), 0, asyncio.Event()
 
         async def half_send(peer: PeerId) -> None:
             nonlocal ended
@@ -93,6 +93,8 @@ def test_a_request_that_does_not_arrive_makes_place_for_one_that_waits(
                     await asyncio.Event().wait()
             except TimeoutError:
                 ended += 1
+                if ended >= room.READS_MAX // 2:
+                    half.set()
 
         async with asyncio.TaskGroup() as group:
             attackers = [group.create_task(half_send(PEERS[1])) for _ in range(room.READS_MAX)]
@@ -102,7 +104,7 @@ def test_a_request_that_does_not_arrive_makes_place_for_one_that_waits(
             async with asyncio.timeout(5):
                 async with reads.place(PEERS[2]):
                     pass
-            assert ended >= room.READS_MAX // 2
+                await half.wait()
             for attacker in attackers:
                 attacker.cancel()
 

@@ -26,6 +26,7 @@ HERE = "127.0.0.1:0"
 LOOPBACK = ["--listen", HERE, "--json", "--device", "cpu", "--checkpoint-every", "1h"]
 RUN = """
 name = "tiny"
+members = "open"
 target_batch_size = 32
 batch_size = 8
 [task]
