@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import logging
 import os
 import platform
@@ -160,7 +161,9 @@ class Node:
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
             self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
-        self._joining = Joining(bootstrap, self._introductions, self.book, service.join, self.timings)
+        # without bootstrap peers all contacts are of the peer book
+        join = functools.partial(service.join, remembered=not bootstrap)
+        self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         if bootstrap:

@@ -65,21 +65,18 @@ class KnownHeads:
         """Compare all heads again: this peer's own history has changed."""
         self._dismissed.clear()
 
-    def to_ask(self, needed: Collection[PeerId], is_open: Callable[[bytes], bool]) -> dict[PeerId, Contact]:
-        """Return the peers to be asked for their histories: those that are `needed`, and one for each head
-        that is open.
+    def to_ask(self, needed: Collection[PeerId], is_open: Callable[[bytes], bool]) -> list[list[Contact]]:
+        """Return the peers to be asked for their histories: each one that is `needed`, alone, and for each
+        head that is open all that report it, the one that was heard last first.
         """
-        asked: dict[PeerId, Contact] = {}
-        heads: set[bytes] = set()
-        for peer, (head, contact) in self._heads.items():
-            if not contact.addresses:
-                continue
-            if peer in needed:
-                asked[peer] = contact
-            elif head not in heads and is_open(head):
-                asked[peer] = contact
-                heads.add(head)
-        return asked
+        alone: list[list[Contact]] = []
+        holders: dict[bytes, list[Contact]] = {}
+        for peer, (head, contact) in reversed(self._heads.items()):
+            if contact.addresses and peer in needed:
+                alone.append([contact])
+            elif contact.addresses and is_open(head):
+                holders.setdefault(head, []).append(contact)
+        return [*alone, *holders.values()]
 
     def reported(self) -> dict[PeerId, bytes]:
         """Return the head that each peer reports, without those whose hosts refuse connections."""

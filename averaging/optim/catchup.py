@@ -52,13 +52,18 @@ CAPTURE_GRACE_S = 3.0
 _POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 _READ_TIMEOUT_S = 5.0
 _HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
-_UNREADABLE_S = 15.0  # a peer that could not read any record for this long believes to be alone
+# a peer with a state of its own believes to be alone when it could not read any record for this long
+_UNREADABLE_S = 15.0
+_SURVEY_S_MAX = 12.0  # longer than a read of the records and the comparison of histories
 # between two attempts at downloading the state: many newcomers may wait for a place at a few donors
 _RETRY_S_FIRST = 0.25
 _RETRY_S_MAX = 4.0
 _DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
 _FAILURES_SHOWN_MAX = 3  # in one message
 _REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
+
+
+_UNREAD = "no other peer has answered yet, so that this peer does not know whether the run has begun"
 
 
 @dataclass(slots=True)
@@ -129,20 +134,9 @@ class CatchUp:
             self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt, among)
             if not donors:
-                # a peer that wrongly believes to be alone begins another history of the run
-                waited_s = attempt.seconds
-                has_waited = waited_s >= self._node.timings.no_donor_wait_s
-                has_read = self._tracker.refresh_age_s() < waited_s
-                patient = has_waited and (has_read or waited_s >= _UNREADABLE_S)
-                if self._tracker.is_alone() and (patient or not self._node.peers()):
-                    return self._not_loaded(attempt, self._alone_reason(), alone=True)
-                if has_waited and self._state.epoch == 0 and not self._tracker.has_begun():
-                    return self._not_loaded(
-                        attempt,
-                        "all peers of this run are in its first epoch, and none has a state to give",
-                        alone=True,
-                    )
-                attempt.reason = attempt.reason or "no peer declares that it has the state"
+                alone = self._reason_to_begin(attempt)
+                if alone:
+                    return self._not_loaded(attempt, alone, alone=True)
             else:
                 result = self._download_once(attempt, donors)
                 if result is not None:
@@ -151,6 +145,39 @@ class CatchUp:
             if attempt.left_s <= pause_s:
                 return self._not_loaded(attempt, f"not done within {timeout_s:g} s: {attempt.reason}")
             self._node.network.waits.event().wait(pause_s)
+
+    def _reason_to_begin(self, attempt: _Attempt) -> str:
+        """Return why this peer need not wait for a state of others; "" when it must, with the reason in
+        `attempt`. A peer that wrongly believes to be alone begins another history of the run.
+        """
+        waited_s = attempt.seconds
+        has_waited = waited_s >= self._node.timings.no_donor_wait_s
+        if has_waited or not self._node.peers():
+            has_read = self._survey()
+            if not has_read:
+                attempt.reason = _UNREAD
+            gives_up = self._state.epoch > 0 and waited_s >= _UNREADABLE_S
+            if self._tracker.is_alone() and (has_read or gives_up):
+                return self._alone_reason()
+            if has_waited and has_read and self._state.epoch == 0 and not self._tracker.has_begun():
+                return "all peers of this run are in its first epoch, and none has a state to give"
+        attempt.reason = attempt.reason or "no peer declares that it has the state"
+        return ""
+
+    def _survey(self) -> bool:
+        """Read what others know of this run. Return False when nobody could be asked."""
+        try:
+            return self._node.network.run(self._tracker.survey(), _SURVEY_S_MAX)
+        except NetworkError:
+            return False
+
+    def obstacle_to_beginning(self) -> str:
+        """Return why this peer, whose history has no certificate, must not make the first one of the run: it
+        would be the second one. "" when it may. Asks other peers.
+        """
+        if not self._survey():
+            return _UNREAD
+        return "others have a state of this run, and this peer has none" if self._tracker.has_begun() else ""
 
     def _alone_reason(self) -> str:
         """Describe a run in which no other peer is visible, including failed connections: perhaps this peer

@@ -51,9 +51,17 @@ class EpochCloser:
     """Closes epochs together with the other peers. Runs on the trainer's thread."""
 
     def __init__(
-        self, mode: Mode, tracker: Tracker, donor: Donor, averager: EpochAverager, catch_up: CatchUp
+        self,
+        mode: Mode,
+        tracker: Tracker,
+        donor: Donor,
+        averager: EpochAverager,
+        catch_up: CatchUp,
+        load_timeout_s: float,
     ) -> None:
-        self._clock = catch_up.clock
+        """`load_timeout_s`: how long a peer without a state of the run waits for one."""
+        self._clock, self._load_timeout_s = catch_up.clock, load_timeout_s
+        self._waits_to_begin_s: float | None = None  # since when it does not make the first certificate
         self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
         self._averager, self._catch_up, self._history = averager, catch_up, tracker.history
         self._traits = mode.traits
@@ -109,7 +117,13 @@ class EpochCloser:
         mode trains on while it waits.
         """
         history = self._history
-        if history is None or (history.grid_rounds > 1 and self.has_peers()):
+        if history is None:
+            return None
+        if not history.root.electors:
+            waiting = self._wait_to_begin(failed)
+            if waiting is not None:
+                return waiting
+        if history.grid_rounds > 1 and self.has_peers():
             return None  # in a swarm larger than a group the electors decide after the others' rounds
         waited = False
         while not history.seek_quorum(self._tracker.voters(), self._clock.monotonic_s(), self._epoch_s):
@@ -124,6 +138,28 @@ class EpochCloser:
             self._tracker.wait_refresh(_QUORUM_POLL_S)
         if history.is_break:
             _log.warning("going on without a majority of the peers that decide about this run")
+        return None
+
+    def _wait_to_begin(self, failed: int) -> CloseOutcome | None:
+        """Wait until this peer may make the first certificate of the run: until it knows that nobody else has
+        one, at most for the time limit of a download. Return None then, else as `wait_for_quorum`.
+        """
+        epoch = self._state.epoch
+        while obstacle := self._catch_up.obstacle_to_beginning():
+            now_s = self._clock.monotonic_s()
+            if self._waits_to_begin_s is None:
+                self._waits_to_begin_s = now_s
+                _log.warning("epoch %d is full, and not closed: %s", epoch, obstacle)
+            if self.is_behind():
+                reason = f"the swarm completed epoch {epoch} without this peer"
+                return CloseOutcome(stepped=False, behind=True, reason=reason, rounds_failed=failed)
+            if now_s - self._waits_to_begin_s >= self._load_timeout_s:
+                _log.warning("beginning the run after %g s, although %s", self._load_timeout_s, obstacle)
+                return None
+            if self._traits.keeps_progress:
+                return CloseOutcome(stepped=False, reason=obstacle, rounds_failed=failed)
+            self._tracker.wait_full(epoch + 1, _QUORUM_POLL_S, self.is_behind)
+        self._waits_to_begin_s = None
         return None
 
     def step_alone(self, result: RoundResult | None, failed: int) -> CloseOutcome:

@@ -50,7 +50,7 @@ class EpochLoop:
         load_timeout_s: float,
     ) -> None:
         self._clock = catch_up.clock
-        self._closer = EpochCloser(mode, tracker, donor, averager, catch_up)
+        self._closer = EpochCloser(mode, tracker, donor, averager, catch_up, load_timeout_s)
         # called before epochs of this peer's own are given up, by the id that torch gave each
         self.reunion_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
-from averaging.history.encoding import CHAIN_BYTES_MAX
+from averaging.history.encoding import CHAIN_BYTES_MAX, decode_chain
+from averaging.history.lineage import Chain
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from swarm.core.errors import PeerError, UsageError
-from swarm.core.ids import PeerId
-from swarm.net.rpc import Method, Stream, StreamMethod
+from swarm.core.ids import Contact, PeerId
+from swarm.net.rpc import Caller, Method, Stream, StreamMethod
 from swarm.wire import state_pb2
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from averaging.optim.progress.tracker import Tracker
     from averaging.optim.state.donor import Donor
     from swarm.node import Node
+
+_HISTORY_TIMEOUT_S = 2.0
 
 REPORT = Method(
     name="/swarm.Run/Report",
@@ -156,3 +159,10 @@ def unpack_chunk(message: bytes) -> tuple[int, memoryview]:
     except DecodeError as error:
         raise PeerError(f"a chunk of the state has a broken header: {error}") from None
     return header.index, memoryview(message)[start:]
+
+
+async def fetch_chain(caller: Caller, run: str, contact: Contact, heads: Sequence[bytes]) -> Chain:
+    """Return a peer's history of a run after the newest of `heads`. Raise NetworkError or PeerError."""
+    request = state_pb2.HistoryRequest(run=run, heads=heads)
+    reply = await caller.call(contact, HISTORY, request, timeout_s=_HISTORY_TIMEOUT_S)
+    return decode_chain(reply.chain)

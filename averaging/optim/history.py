@@ -24,13 +24,13 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
-from averaging.history.encoding import decode_chain, encode_chain
+from averaging.history.encoding import encode_chain
 from averaging.history.known_heads import KnownHeads
 from averaging.history.lineage import Chain, Lineage, Relation
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.tally import is_supported
-from averaging.optim.exchange import HISTORY
+from averaging.optim.exchange import fetch_chain
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
 from swarm.core.errors import NetworkError, PeerError
@@ -39,7 +39,6 @@ from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
-_CALL_TIMEOUT_S = 2.0
 _PROBE_INTERVAL_S = 1.0  # between two looks for missing electors
 _FETCHES_MAX = 8  # histories fetched at once
 
@@ -73,7 +72,7 @@ class RunHistory:
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
         self._has_left = False  # said goodbye: it votes no more
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
-        self._comparing = asyncio.Lock()
+        self._comparing, self._fetches = asyncio.Lock(), asyncio.Semaphore(_FETCHES_MAX)
         self._wake = asyncio.Event()
 
     # ---- this peer's state
@@ -282,10 +281,9 @@ class RunHistory:
             return True
         with self._lock:
             contacts = self._heads.contacts(donors)
-        limit = asyncio.Semaphore(_FETCHES_MAX)
         async with asyncio.TaskGroup() as tasks:
             for contact in contacts:
-                tasks.create_task(self._fetch(contact, limit))
+                tasks.create_task(self._fetch(contact))
         ahead = self.ahead
         chain = ahead.chain.until(head) if ahead is not None else None
         if ahead is None or chain is None:
@@ -372,40 +370,42 @@ class RunHistory:
 
     async def _compare(self) -> None:
         with self._lock:
-            known = self._heads.to_ask(self._offers.asked_first(self._lineage), self._is_open)
-            to_ask = {**known, **{one.peer_id: one for one in self._asked.values() if one.addresses}}
+            holders = self._heads.to_ask(self._offers.asked_first(self._lineage), self._is_open)
+            holders += [[one] for one in self._asked.values() if one.addresses]
             self._asked.clear()
-        limit = asyncio.Semaphore(_FETCHES_MAX)
         async with asyncio.TaskGroup() as tasks:
-            for contact in to_ask.values():
-                tasks.create_task(self._fetch(contact, limit))
+            for contacts in holders:
+                tasks.create_task(self._fetch_from_one(contacts))
         with self._lock:
             chosen = self._offers.choose(self._lineage, self._heads.reported())
             if chosen is not None and (self._ahead is None or self._ahead.chain != chosen.chain):
                 self._ahead = chosen
                 _log.info("of %s this peer follows that in epoch %d", self._offers, chosen.chain.epoch)
 
-    async def _fetch(self, contact: Contact, limit: asyncio.Semaphore) -> None:
-        async with limit:
+    async def _fetch_from_one(self, contacts: Iterable[Contact]) -> None:
+        """Fetch the history that all of these peers reported, from the first that answers."""
+        for contact in contacts:
+            if await self._fetch(contact):
+                return
+
+    async def _fetch(self, contact: Contact) -> bool:
+        """Fetch a peer's history and compare it. Return whether the peer has answered."""
+        async with self._fetches:
             with self._lock:
                 heads = self._lineage.heads()
             try:
-                chain = await self._chain_of(contact, heads)
+                chain = await fetch_chain(self._node.channels, self._run, contact, heads)
                 with self._lock:
                     self._heads.answered(contact.peer_id)
                 self._judge(contact, chain)
+                return True
             except NetworkError as error:
                 if "connection refused" in str(error).lower():
                     with self._lock:
                         self._heads.refused(contact.peer_id)
             except PeerError as error:
                 _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
-
-    async def _chain_of(self, contact: Contact, heads: Sequence[bytes]) -> Chain:
-        """Return a peer's history after the newest of `heads`. Raise NetworkError or PeerError."""
-        request = state_pb2.HistoryRequest(run=self._run, heads=heads)
-        reply = await self._node.channels.call(contact, HISTORY, request, timeout_s=_CALL_TIMEOUT_S)
-        return decode_chain(reply.chain)
+            return False
 
     def _judge(self, contact: Contact, chain: Chain) -> None:
         with self._lock:
@@ -453,7 +453,7 @@ class RunHistory:
     async def _has_head(self, contact: Contact, head: bytes) -> bool:
         """Return whether a peer answers, and its history ends with this head."""
         try:
-            return (await self._chain_of(contact, [head])).last_head == head
+            return (await fetch_chain(self._node.channels, self._run, contact, [head])).last_head == head
         except (NetworkError, PeerError):
             return False
 

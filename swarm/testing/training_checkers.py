@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
 
@@ -21,6 +22,10 @@ from swarm.wire import state_pb2
 # a peer that commits a moment later than others is at most the certificates of one epoch behind them: that of
 # the epoch and that of the round over its state; the second epoch is the promise
 _BEHIND_MAX = 4
+# a round that has begun may still make a first certificate this long after another one was made
+_KNOWN_S = 15.0
+# peers of two sides of a cut have found one another in the DHT this long after its end
+_MET_AGAIN_S = 30.0
 _TABLES_MAX = 5_000
 _TASKS_MAX = 400  # of one peer, with the calls that it handles
 
@@ -32,6 +37,7 @@ class HistoryLedger:
         self._violations = violations
         self._genesis = genesis(RUN)
         self.foundings = 0  # of the run, after the first one
+        self.second_founding: Certificate | None = None  # the last of these, until it is taken
         self.certificates: dict[bytes, Certificate] = {}  # by the head after it
         self.committed_s: dict[bytes, float] = {}  # when the first peer held it
         self._following: dict[bytes, dict[bytes, Certificate]] = {}  # by the head that it extends
@@ -71,6 +77,7 @@ class HistoryLedger:
         without_break = [other for other in known.values() if not other.proposal.is_break]
         if before == self._genesis:  # nobody decides about the first certificate: docs/reliability.md
             self.foundings += bool(known)
+            self.second_founding = certificate if known else None
         elif without_break and not certificate.proposal.is_break:
             self._violations.add(
                 now_s,
@@ -107,6 +114,7 @@ class TrainingChecks:
         self.steps = self.epochs = self.rounds_failed = self.resynchronised = self.given_up = 0
         self.longest_step_s = 0.0
         self.longest_pause_s = 0.0  # of a side with a quorum, beyond the time of an epoch
+        self._contacts = _Contacts()
         self._carried: dict[TrainingPeer, int] = {}
         self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
 
@@ -153,10 +161,28 @@ class TrainingChecks:
                 "parameters",
             )
 
-    def watch(self, live: Iterable[TrainingPeer], now_s: float) -> None:
+    def _check_founding(self, live: Collection[TrainingPeer], now_s: float) -> None:
+        """Check that the run was not begun a second time by peers that could have known of a certificate."""
+        second, self.ledger.second_founding = self.ledger.second_founding, None
+        founders = [one for one in live if second and one.peer.peer_id in second.proposal.contributors]
+        for one in live:
+            since_s = self._contacts.has_certificate_s(one)
+            if since_s is None or since_s > now_s - _KNOWN_S or one in founders or one.leaving:
+                continue
+            for founder in founders:
+                if self._contacts.apart_s(one, founder) < now_s - _MET_AGAIN_S:
+                    self.violations.add(
+                        now_s,
+                        f"peer {founder.index} took part in a second beginning of the run, though peer "
+                        f"{one.index} has a certificate since {since_s:.1f} s, and could be reached",
+                    )
+
+    def watch(self, live: Collection[TrainingPeer], now_s: float) -> None:
         """Check what holds at any time: certificates, deadlines, sizes."""
+        self._contacts.watch(live, self.ledger, now_s)
         for one in live:
             self.ledger.read(one, now_s)
+            self._check_founding(live, now_s)
             if one.stepping_since_s is not None and now_s - one.stepping_since_s > self._step_s_max:
                 self.violations.add(
                     now_s, f"peer {one.index} is in one step since {one.stepping_since_s:.1f} s"
@@ -210,6 +236,33 @@ class TrainingChecks:
         """Return whether these peers may decide about a head."""
         electors = self.ledger.electors(head)
         return electors is not None and is_quorum(electors, present)
+
+
+class _Contacts:
+    """Which peers have a certificate, and which could not reach one another."""
+
+    def __init__(self) -> None:
+        self._certificate_s: dict[TrainingPeer, float] = {}  # since when each process has one
+        self._apart_s: dict[frozenset[TrainingPeer], float] = {}  # when two were apart last
+
+    def watch(self, live: Collection[TrainingPeer], ledger: HistoryLedger, now_s: float) -> None:
+        """Record the present moment."""
+        for one in live:
+            if one.optimizer is not None and bytes.fromhex(one.optimizer.history_head) in ledger.certificates:
+                self._certificate_s.setdefault(one, now_s)
+            else:
+                self._certificate_s.pop(one, None)
+            for other in live:
+                if one is not other and one.peer.network.silent_between(one.peer, other.peer):
+                    self._apart_s[frozenset((one, other))] = now_s
+
+    def has_certificate_s(self, one: TrainingPeer) -> float | None:
+        """Return since when a process has a certificate; None when it has none."""
+        return self._certificate_s.get(one)
+
+    def apart_s(self, one: TrainingPeer, other: TrainingPeer) -> float:
+        """Return when messages between two peers were lost last, in one direction or both."""
+        return self._apart_s.get(frozenset((one, other)), -math.inf)
 
 
 def _at_once(work: Awaitable[Any]) -> Any:

@@ -61,7 +61,7 @@ def test_the_electors_hold_the_canonical_state_and_peers_far_from_it_fetch_it() 
         together([lambda peer=peer: peer.opt.wait_for_peers(4) for peer in peers])  # type: ignore[misc]
         together([lambda peer=peer: peer.train_to(1) for peer in peers])  # type: ignore[misc]
         with torch.no_grad():
-            # as if a cell had drifted away: whoever meets it first, the last round moves everybody
+            # as if one peer had drifted away: its partner meets it in the first round, all move in the last
             next(peers[-1].net.parameters()).add_(0.4)
         mean = torch.stack([parameters(peer) for peer in peers]).mean(0)
         together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]

@@ -75,13 +75,21 @@ class ProgressRecords:
         except SwarmError as error:
             _log.debug("a record of progress was not withdrawn (%s): %s", self._tree.key, error)
 
-    async def read(self, blocklist: PeerBlocklist, *, thorough: bool = False) -> list[Entry] | None:
+    async def read(
+        self, blocklist: PeerBlocklist, *, thorough: bool = False, confirmed: bool = False
+    ) -> list[Entry] | None:
         """Return the records of this peer's dictionary; None when it could not be read. `thorough`: ask more
         peers than the replicas if these know nobody else; replicas that have just come may lack records.
+        `confirmed`: ask them in any case; without an answer of another peer it is no read.
         """
+        read = self._dht.get_confirmed if confirmed else self._dht.get
         try:
-            found = await self._dht.get(self._tree.key, timeout_s=_TIMEOUT_S)
-            if thorough and not (isinstance(found, dict) and found.keys() - {str(self._own_id)}):
+            found = await read(self._tree.key, timeout_s=_TIMEOUT_S)
+            if (
+                thorough
+                and not confirmed
+                and not (isinstance(found, dict) and found.keys() - {str(self._own_id)})
+            ):
                 found = await self._dht.get(self._tree.key, latest=True, timeout_s=_TIMEOUT_S)
         except SwarmError as error:
             _log.info("the progress of a run could not be read (%s): %s", self._tree.key, error)

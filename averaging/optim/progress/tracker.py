@@ -376,11 +376,8 @@ class Tracker:
             now_s = self._node.clock.swarm_s()
             with self._changed:
                 ours = self._progress.epoch
-                self._full_epoch_of_others = (
-                    max(self._full_epoch_of_others, epoch)
-                    if epoch <= ours + 1
-                    else self._full_epoch_of_others
-                )
+                if epoch <= ours + 1:
+                    self._full_epoch_of_others = max(self._full_epoch_of_others, epoch)
                 self.full_announcements += attempt == 0 and epoch == ours
                 self._update_full_epoch(now_s)
                 if self._full_epoch >= epoch:
@@ -389,9 +386,8 @@ class Tracker:
                 break
             await self._refresh()
         # in different epochs: one of the two peers is about to notice
-        level = logging.INFO if epoch == ours else logging.DEBUG
         _log.log(
-            level,
+            logging.INFO if epoch == ours else logging.DEBUG,
             "peer %s announced that epoch %d of run %s is full; the view of this peer (in epoch %d) differs",
             peer,
             epoch,
@@ -448,15 +444,19 @@ class Tracker:
             self.history.heard(contact, report.head)
         return report
 
-    async def _refresh(self) -> bool:
+    async def survey(self) -> bool:
+        """Read what every peer that may know of this run knows. Return False when none of them answered."""
+        return await self._refresh(confirmed=True)
+
+    async def _refresh(self, *, confirmed: bool = False) -> bool:
         """Read the dictionary once, and send this peer's report to those that it passes news to and that do
         not have it yet. Peers that are joining are left out. Return whether the dictionary could be read.
         """
         started_s = self._node.clock.swarm_s()
         self._refreshing = True
         try:
-            thorough = self._progress.own_report.joining  # it must not believe to be alone
-            entries = await self._records.read(self._blocklist, thorough=thorough)
+            joining = self._progress.own_report.joining  # it must not believe to be alone
+            entries = await self._records.read(self._blocklist, thorough=joining, confirmed=confirmed)
         finally:
             self._refreshing = False
         if entries is None:

@@ -124,16 +124,17 @@ class DhtService:
     def peer_id(self) -> PeerId:
         return self.identity.peer_id
 
-    async def join(self, contacts: Sequence[Contact]) -> None:
+    async def join(self, contacts: Sequence[Contact], *, remembered: bool = False) -> None:
         """Try all contacts once, concurrently, and find this peer's neighbours through those that answer. A
-        contact that does not answer raises no error.
+        contact that does not answer raises no error. `remembered`: they are of an earlier run, and need not
+        be peers of this swarm (`get_confirmed`).
 
         Contacts that did not answer are retried in the background, as are the peers of the book: until one
         peer is known, and occasionally after that.
         """
         self._joins += 1
         try:
-            await self.upkeep.join(contacts)
+            await self.upkeep.join(contacts, remembered=remembered)
         finally:
             self._joins -= 1
 
@@ -270,6 +271,16 @@ class DhtService:
         search = await self._read(key, latest, max_age_s, timeout_s)
         return select(search.latest, key, writer, self.overlay.now_us)
 
+    async def get_confirmed(self, key: Key, *, timeout_s: float = 10.0) -> Entry | dict[str, Entry] | None:
+        """Return the latest records under a key, as `get` does, when it is certain that others were asked.
+        Raises NetworkError when no other peer has answered, and some that this one was to join by, or has
+        met, may be alive. A peer that knows of nobody reads its own records.
+        """
+        search = await self._read(key, True, 0.0, timeout_s, confirmed=True)
+        if self.upkeep.is_cut_off:
+            raise NetworkError("no peer has answered yet, and those that this one was to join by are silent")
+        return select(search.latest, key, None, self.overlay.now_us)
+
     async def get_all(
         self, key: Key, *, latest: bool = False, max_age_s: float | None = None, timeout_s: float = 10.0
     ) -> list[Entry]:
@@ -393,13 +404,21 @@ class DhtService:
         return verdicts.result
 
     async def _read(
-        self, key: Key, exhaustive: bool, max_age_s: float | None, timeout_s: float
+        self,
+        key: Key,
+        exhaustive: bool,
+        max_age_s: float | None,
+        timeout_s: float,
+        *,
+        confirmed: bool = False,
     ) -> RecordSearch:
         _check_age(max_age_s)
         deadline_s = self.clock.monotonic_s() + timeout_s
         await self._wait_for_contact(timeout_s)
         remaining_s = deadline_s - self.clock.monotonic_s()
-        return await self.reader.read(key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=remaining_s)
+        return await self.reader.read(
+            key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=remaining_s, confirmed=confirmed
+        )
 
 
 def _check_age(max_age_s: float | None) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from swarm.core.avoidance import Avoidance
 from swarm.core.clock import Clock
-from swarm.core.errors import PeerError, SwarmError
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError
 from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
 from swarm.core.presets import Timings
 from swarm.dht.logic.clock_offset import ClockOffset
@@ -67,6 +67,7 @@ HOLDS = Method(
     reply_bytes_max=64 << 10,
 )
 
+_NO_WAY = ("network is unreachable", "no route to host")  # failures of this machine's own network
 _BOOK_UPDATE_INTERVAL_S = 1.0  # the book is updated about the same peer at most this often
 _BOOK_UPDATES_MAX = 2048
 _CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
@@ -123,6 +124,7 @@ class Overlay:
         # peers that answered: the contact and time of the last update of the book
         self._answered: BookUpdates = OrderedDict()
         self._called: BookUpdates = OrderedDict()  # the same for peers that called
+        self._refused: OrderedDict[PeerId, None] = OrderedDict()  # peers whose host refused the last call
         self.suspects = Avoidance(  # peers that failed, by PeerID
             pause_first_s=SUSPECT_S, pause_s_max=SUSPECT_S_MAX, keys_max=SUSPECTS_MAX
         )
@@ -153,6 +155,7 @@ class Overlay:
         if contact.peer_id == self.own_id:
             return
         self.suspects.succeeded(contact.peer_id)
+        self._refused.pop(contact.peer_id, None)
         if self._is_book_update_due(self._answered, contact):
             self.book.record_seen(contact, round_trip_s=round_trip_s)
         self._enter(contact, proven=True)
@@ -260,6 +263,12 @@ class Overlay:
         nearest = self.table.nearest(dht_id, REPLICAS)
         return len(nearest) < REPLICAS or self.own_id_number ^ dht_id < nearest[-1].peer_id.dht_id ^ dht_id
 
+    def has_refused(self, peer_id: PeerId) -> bool:
+        """Return whether nothing listened at the peer's addresses when it was called last: its process has
+        ended, while a silent peer may be alive.
+        """
+        return peer_id in self._refused
+
     def is_suspect(self, peer_id: PeerId) -> bool:
         return self.suspects.avoided(peer_id, self.clock.monotonic_s())
 
@@ -322,7 +331,11 @@ class Overlay:
             reply = await self._caller.call(
                 contact, method, request, timeout_s=self.timings.dht_call_timeout_s
             )
-        except SwarmError:
+        except SwarmError as error:
+            if _is_refusal(error):
+                self._refused[contact.peer_id] = None
+                if len(self._refused) > SUSPECTS_MAX:
+                    self._refused.popitem(last=False)
             self.on_failure(contact.peer_id)
             return None
         self.offset.add(
@@ -405,6 +418,15 @@ class Overlay:
                 for task in tasks:
                     task.cancel()
         raise TimeoutError
+
+
+def _is_refusal(error: SwarmError) -> bool:
+    """Return whether a call failed because nothing listens there, and not because of the way there."""
+    return (
+        isinstance(error, NetworkError)
+        and not isinstance(error, DeadlineExceeded)
+        and not any(words in str(error).lower() for words in _NO_WAY)
+    )
 
 
 @functools.lru_cache(maxsize=64)

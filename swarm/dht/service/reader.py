@@ -81,13 +81,13 @@ class RecordSearch:
         finally:
             timer.cancel()
 
-    def failure(self, timeout_s: float) -> NetworkError | None:
+    def failure(self, timeout_s: float, *, confirmed: bool = False) -> NetworkError | None:
         """Return the error for a reader that stops waiting; None when there is an answer, or there was no
-        peer to ask.
+        peer to ask. `confirmed`: the records of this peer itself are no answer.
 
         If all peers failed, it is unknown whether the key is empty.
         """
-        if not self.asked or self.answers or self.latest:
+        if not self.asked or self.answers or (self.latest and not confirmed):
             return None
         text, advice = (
             f"none of the {self.asked} peers asked for {self.key} answered",
@@ -158,10 +158,16 @@ class Reader:
         return search
 
     async def read(
-        self, key: Key, *, exhaustive: bool, max_age_s: float | None, timeout_s: float
+        self,
+        key: Key,
+        *,
+        exhaustive: bool,
+        max_age_s: float | None,
+        timeout_s: float,
+        confirmed: bool = False,
     ) -> RecordSearch:
         """Return the finished search for a key. Raises NetworkError when no peer answered (DeadlineExceeded:
-        in time); a partial set of answers is used.
+        in time); a partial set of answers is used. `confirmed`: as in `RecordSearch.failure`.
         """
         now_s = self._overlay.clock.monotonic_s()
         if not exhaustive:
@@ -177,7 +183,7 @@ class Reader:
             )
             task.add_done_callback(search.end)
         await search.wait(timeout_s)
-        error = search.failure(timeout_s)
+        error = search.failure(timeout_s, confirmed=confirmed)
         if error is not None:
             raise error
         return search

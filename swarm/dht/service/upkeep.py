@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from swarm.core.backoff import Backoff
 from swarm.core.errors import PeerError
-from swarm.core.ids import Contact
+from swarm.core.ids import Contact, PeerId
 from swarm.dht.logic.constants import (
     BUCKET_REFRESH_S,
     MAINTENANCE_INTERVAL_S,
@@ -53,6 +53,7 @@ class Upkeep:
         self._supervisor = supervisor
         self._rng = rng
         self._rejoin_candidates = RejoinCandidates(rng)
+        self._remembered = frozenset[PeerId]()  # contacts of an earlier run: nothing is expected of them
         self._book_sampled_s = self._neighbours_looked_up_s = 0.0
         self._replication = replication
         self.join_attempted = asyncio.Event()  # a peer is known, or no peer answered the first attempt
@@ -62,13 +63,26 @@ class Upkeep:
         supervisor.spawn("DHT upkeep", self._maintain, restart=True)
         supervisor.spawn("DHT replication", replication.run, restart=True)
 
-    async def join(self, contacts: Sequence[Contact]) -> None:
+    @property
+    def is_cut_off(self) -> bool:
+        """Return whether this peer is in contact with nobody, while somebody whom it was to join, or whom it
+        has met, is silent and may be alive.
+        """
+        overlay = self._overlay
+        return not len(overlay.table) and any(
+            contact.peer_id not in self._remembered and not overlay.has_refused(contact.peer_id)
+            for contact in self._rejoin_candidates.contacts()
+        )
+
+    async def join(self, contacts: Sequence[Contact], *, remembered: bool) -> None:
         """Try all of these contacts once, and find this peer's neighbours through the first that answers.
         They are retried later if necessary.
         """
         dialable = [
             contact for contact in contacts if contact.addresses and contact.peer_id != self._overlay.own_id
         ]
+        if remembered:
+            self._remembered = frozenset(contact.peer_id for contact in dialable)
         self._rejoin_candidates.add_bootstrap(dialable, self._overlay.clock.monotonic_s())
         await self._attempt(dialable)
         self.join_attempted.set()

@@ -5,6 +5,7 @@ encoding.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +172,20 @@ def test_a_peer_that_is_busy_still_takes_part_in_the_run() -> None:
     for number in range(2, 9):
         progress.on_goodbye(peer(number))
     assert progress.is_alone(100.0)
+
+
+def test_one_peer_that_reports_an_epoch_or_a_head_shows_that_the_run_has_begun() -> None:
+    """Newcomers that had trained a step outvoted the one peer that was left of the run."""
+    for of_the_run in (report(10, epoch=8), replace(report(10), head=b"h" * 32)):
+        progress = machine()
+        progress.head, progress.certified_epoch = b"g" * 32, 0
+        for number in range(2, 9):
+            progress.on_report(peer(number), replace(report(10), head=progress.head), 100.0)
+        assert not progress.has_begun(100.0)
+        progress.on_report(peer(1), of_the_run, 100.0)
+        assert progress.has_begun(100.0)
+        progress.on_goodbye(peer(1))
+        assert not progress.has_begun(100.0)
 
 
 def test_a_peer_joins_until_it_has_a_state_or_trains() -> None:

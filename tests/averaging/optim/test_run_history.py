@@ -67,6 +67,32 @@ def test_a_stale_report_of_a_dead_elector_does_not_lengthen_the_grace(again: int
     asyncio.run(play())
 
 
+def test_a_history_is_fetched_from_the_next_peer_when_one_does_not_answer() -> None:
+    """Newcomers asked the first peer that had reported a head, and nobody else, also when it was dead."""
+    asked: list[Contact] = []
+
+    class DeadPeers:
+        async def call(self, peer: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
+            asked.append(peer)
+            raise NetworkError("nobody listens there")
+
+    async def play() -> None:
+        own = SeededIdentity(1)
+        node: Any = SimpleNamespace(
+            contact=contact(1),
+            channels=DeadPeers(),
+            network=SimpleNamespace(loop=asyncio.get_running_loop()),
+            standing=PeerStanding(),
+        )
+        history = RunHistory(node, "run", own.sign, group_size_max=64)
+        for number in (2, 3, 4):
+            history.heard(contact(number), HEAD)
+        await history.compare()
+        assert asked == [contact(4), contact(3), contact(2)], "the one that was heard last first"
+
+    asyncio.run(play())
+
+
 def test_an_elector_that_reports_another_head_lives() -> None:
     async def play() -> None:
         own = SeededIdentity(1)

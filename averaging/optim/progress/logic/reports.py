@@ -358,12 +358,13 @@ class EpochProgress:
         return not self._present(now_s)
 
     def has_begun(self, now_s: float) -> bool:
-        """Return whether the run has completed an epoch, by the reports of the others; those that do not
-        answer in time count, too.
+        """Return whether the run has completed an epoch that this peer has not, by the report of anybody
+        else; those that do not answer in time count, too. One is enough: without a state of the run it is
+        better to wait in vain than to begin the run a second time.
         """
-        present = self._present(now_s)
-        return (
-            self.swarm_epoch(now_s) > 0 or epoch_of((one.epoch, 1) for one in present if not one.joining) > 0
+        return self.swarm_epoch(now_s) > self.epoch or any(
+            one.epoch > self.epoch or (self.certified_epoch == 0 and one.head not in (b"", self.head))
+            for one in self._present(now_s)
         )
 
     def _present(self, now_s: float) -> list[ProgressReport]:
