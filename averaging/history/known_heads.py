@@ -9,6 +9,7 @@ from swarm.core.ids import Contact, PeerId
 
 _DISMISSED_MAX = 1024  # beyond this the head that was dismissed first is compared again
 _PEERS_MAX = 256  # beyond this the peer that was silent for the longest time is forgotten
+_ASKED_MAX = 3  # peers that are asked for the history of one head, one after the other
 
 
 class KnownHeads:
@@ -67,14 +68,14 @@ class KnownHeads:
 
     def to_ask(self, needed: Collection[PeerId], is_open: Callable[[bytes], bool]) -> list[list[Contact]]:
         """Return the peers to be asked for their histories: each one that is `needed`, alone, and for each
-        head that is open all that report it, the one that was heard last first.
+        head that is open the last few that reported it, the latest first: a dead one does not answer.
         """
         alone: list[list[Contact]] = []
         holders: dict[bytes, list[Contact]] = {}
         for peer, (head, contact) in reversed(self._heads.items()):
             if contact.addresses and peer in needed:
                 alone.append([contact])
-            elif contact.addresses and is_open(head):
+            elif contact.addresses and is_open(head) and len(holders.get(head, ())) < _ASKED_MAX:
                 holders.setdefault(head, []).append(contact)
         return [*alone, *holders.values()]
 
