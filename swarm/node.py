@@ -205,6 +205,11 @@ class Node:
         others = [one for one in self._entrance.contacts if one.peer_id != self.peer_id]
         return self.membership.invite.with_contacts([self.contact, *others]).text()
 
+    @property
+    def introducers(self) -> tuple[PeerId, ...]:
+        """Return the peers that the user named to enter the swarm, by addresses or an invite, in order."""
+        return tuple(one.peer_id for one in self._entrance.contacts if one.peer_id != self.peer_id)
+
     def wait_joined(self, timeout_s: float) -> bool:
         """Wait until a bootstrap peer, or a peer remembered from an earlier run, has answered. Returns False
         when none did in time: `join_failures` says why.

@@ -1,4 +1,4 @@
-"""The history of others that a peer should follow."""
+"""The history of others that a peer should follow. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from averaging.history.certificate import Certificate, RoundKind
 from averaging.history.lineage import Chain, Lineage, Relation
-from swarm.core.ids import Contact
+from swarm.core.ids import Contact, PeerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,12 @@ class Ahead:
     chain: Chain
     contact: Contact  # of a peer that has it
     epochs_given_up: int = 0  # this peer's own since the two parted; 0: it is merely behind
+
+    @property
+    def electors(self) -> tuple[PeerId, ...]:
+        """Return the electors of the last head."""
+        certificates = self.chain.certificates
+        return certificates[-1].proposal.electors if certificates else self.chain.electors
 
     def extending(self, head: bytes, kind: RoundKind, epoch: int) -> Certificate | None:
         """Return the certificate that extends this head, if it is of a round of this kind, after which the
@@ -31,11 +37,9 @@ class Ahead:
 def what_to_follow(
     relation: Relation, lineage: Lineage, chain: Chain, contact: Contact, *, breaks: bool
 ) -> Ahead | None:
-    """Return what a peer with this lineage should follow, when another one has this chain; None: it stays.
-    Raise PeerError when the chain is not valid. `breaks`: the peer waited for its electors in vain.
-
-    A history without a common head is followed by a peer that has none of its own, and by one that was away
-    for longer than histories are kept.
+    """Return what a peer that has a history should follow, when another one has this chain, whose relation to
+    it is known; None: it stays. `breaks`: the peer waited for its electors in vain. What the relation alone
+    cannot decide is a matter of voices (`averaging.history.offers`).
     """
     theirs = chain.certificates
     if relation is Relation.AHEAD:
@@ -44,8 +48,4 @@ def what_to_follow(
         return Ahead(chain, contact, epochs_given_up=lineage.epochs_after(chain))
     if relation is Relation.LOSES and breaks and theirs and theirs[0].proposal.head == lineage.head:
         return Ahead(chain, contact)  # those that break it have waited in vain, too
-    if relation is Relation.UNRELATED and (not lineage.electors or lineage.is_waiting):
-        chain.check(lineage.run)
-        if chain.epoch > lineage.epoch or (not lineage.electors and chain.epoch >= lineage.epoch):
-            return Ahead(chain, contact)
     return None

@@ -118,6 +118,14 @@ class Proposal:
         return state.digest()
 
 
+def epoch_follows(proposal: Proposal, epoch: int, electors: Sequence[PeerId]) -> bool:
+    """Return whether the epoch of a proposal is the one that follows after a head whose state is of `epoch`:
+    a round over the state stays in it, every other one is one epoch further. The first certificate of a run,
+    after a head without electors, may begin with the epoch of a checkpoint.
+    """
+    return not electors or proposal.epoch == epoch + (proposal.kind is RoundKind.EPOCH)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
     """One peer's signed vote on a proposal. It votes once: either for a result, or for none, which is a

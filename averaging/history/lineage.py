@@ -21,6 +21,7 @@ from averaging.history.certificate import (
     Proposal,
     RoundKind,
     electors_after,
+    epoch_follows,
     genesis,
     goodbye_statement,
     is_quorum,
@@ -32,6 +33,9 @@ from swarm.core.ids import PeerId
 
 # kept: cuts that last for more rounds than these are healed by comparing breaks
 CERTIFICATES_MAX: Final = 256
+# certificates after which a history gives way to none that began apart. Too small: peers that began in two
+# groups at the same time never meet; too large: a stranger has more time to lead a run away
+FOUNDING_MAX: Final = 32
 GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
 GRACE_S_MAX: Final = 60.0
 GRACE_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
@@ -81,13 +85,20 @@ class Chain:
         return None
 
     def check(self, run: str) -> None:
-        """Raise PeerError unless every certificate is valid, belongs to `run`, and extends the one before."""
-        head, electors = self.head, self.electors
+        """Raise PeerError unless every certificate is valid, belongs to `run`, and extends the one before, by
+        one epoch at most.
+        """
+        head, electors, epoch = self.head, self.electors, self.root_epoch
         for certificate in self.certificates:
             if certificate.proposal.run != run or certificate.proposal.head != head:
                 raise PeerError("a history whose certificates do not follow from one another")
             certificate.check(electors)
+            if not epoch_follows(certificate.proposal, epoch, electors):
+                raise PeerError(
+                    f"a certificate of epoch {certificate.proposal.epoch} after one of epoch {epoch}"
+                )
             head, electors = certificate.head, certificate.proposal.electors
+            epoch = certificate.proposal.epoch
 
 
 def after(certificate: Certificate, line: bytes) -> Chain:
@@ -317,6 +328,8 @@ class Lineage:
             return "this peer's history has another head"
         if proposal.electors != electors_after(self.electors, proposal.contributors):
             return "it names other electors than follow from its contributors"
+        if not epoch_follows(proposal, self.epoch, self.electors):
+            return "its epoch does not follow from this peer's history"
         promise = self._promise
         if promise is not None or self._closed:
             digest = proposal.digest()
@@ -424,16 +437,16 @@ class Lineage:
             return Relation.UNRELATED
         theirs = chain.certificates[start:]
         common = theirs[0].proposal.head
-        electors = self._electors_of(common)
-        Chain(head=common, electors=electors, certificates=theirs).check(self.run)
+        root = self._root_at(common)
+        replace(root, certificates=theirs).check(self.run)
         if common == self.head:
             follows = not theirs[0].proposal.is_break or (
-                (self.is_waiting or self.own not in electors)
-                and any(peer in electors for peer in theirs[0].proposal.contributors)
+                (self.is_waiting or self.own not in root.electors)
+                and any(peer in root.electors for peer in theirs[0].proposal.contributors)
             )
             return Relation.AHEAD if follows else Relation.LOSES
         ours = self._certificates[self._places[common] - self._first]
-        return Relation.WINS if self._yields(ours, theirs[0], electors, chain.epoch) else Relation.LOSES
+        return Relation.WINS if self._yields(ours, theirs[0], root.electors, chain.epoch) else Relation.LOSES
 
     def epochs_after(self, chain: Chain) -> int:
         """Return how many epochs of this history are not part of the one that ends with this chain; 0 where
@@ -445,9 +458,7 @@ class Lineage:
         common = chain.certificates[start].proposal.head
         if common == self.head:
             return 0
-        place = self._places[common] - self._first
-        before = self._certificates[place - 1].proposal.epoch if place else self._root.root_epoch
-        return max(self.epoch - before, 0)
+        return max(self.epoch - self._root_at(common).root_epoch, 0)
 
     def _last_common(self, chain: Chain) -> int | None:
         """Return the index of the first certificate of the chain after the newest common head."""
@@ -456,11 +467,12 @@ class Lineage:
                 return index
         return None
 
-    def _electors_of(self, head: bytes) -> tuple[PeerId, ...]:
+    def _root_at(self, head: bytes) -> Chain:
+        """Return the empty chain that begins at a known head; its line is not filled in."""
         if head == self.head:
-            return self.electors
+            return self.chain((head,))
         place = self._places[head] - self._first
-        return self._certificates[place - 1].proposal.electors if place else self._root.electors
+        return after(self._certificates[place - 1], b"") if place else replace(self._root, certificates=())
 
     def _yields(
         self, ours: Certificate, theirs: Certificate, electors: Sequence[PeerId], their_epoch: int
@@ -468,13 +480,16 @@ class Lineage:
         """Return whether their history continues, from the certificates with which the two parted.
 
         The one without a break continues; if both broke, the one with more of the electors, then the one with
-        the most senior. Without electors (both are the first of their run) the one that is further continues.
+        the most senior. Without electors (both are the first of their run) nothing tells which is right: the
+        one that is further continues, as long as this one is young. Later it stays: anybody can make a chain
+        from the beginning.
         """
+        if not electors:
+            is_young = len(self._certificates) <= FOUNDING_MAX
+            return is_young and (their_epoch, ours.head) > (self.epoch, theirs.head)
         if ours.proposal.is_break != theirs.proposal.is_break:
             return ours.proposal.is_break
-        if electors:
-            return self._seats(theirs, electors) > self._seats(ours, electors)
-        return (their_epoch, ours.head) > (self.epoch, theirs.head)
+        return self._seats(theirs, electors) > self._seats(ours, electors)
 
     @staticmethod
     def _seats(certificate: Certificate, electors: Sequence[PeerId]) -> tuple[int, list[bool], bytes]:

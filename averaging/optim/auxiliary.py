@@ -92,7 +92,9 @@ class AuxiliaryPeer:
         node = self.node
         blocklist = node.service(AveragingService).exchange.blocklist_of(self.run_id)
         group_size_max = self._config.group_size_max
-        self._history = RunHistory(node, self.run_id, node.identity.sign, group_size_max=group_size_max)
+        self._history = RunHistory(
+            node, self.run_id, node.identity.sign, group_size_max=group_size_max, introducers=node.introducers
+        )
         self._tracker = Tracker(
             node,
             self.run_id,

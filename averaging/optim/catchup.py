@@ -215,6 +215,7 @@ class CatchUp:
             partial=attempt.partial,
             pool=self._node.network.pool,
             codec=attempt.codec,
+            electors=self._history.electors if self._history is not None else tuple,
         )
         # until a donor has a place for it, this peer is in nobody's way: rounds do not wait for it
         if not self._reserve(attempt, download, donors):

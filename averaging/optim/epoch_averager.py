@@ -246,12 +246,18 @@ class EpochAverager:
         assert self._state_averager is not None
         state = self._state
         frozen, counters = state.frozen_digest(), state.counters_digest()
+        hyperparameters = state.hyperparameters_digest()
         # a round overwrites the parameters; the mode and the drift need their previous values
         before = self._trained_copies()
         moved: list[float] = []  # by each round, relative to the norm
 
         def metadata() -> dict[str, Any]:
-            return {"counters": counters, "extras": state.extra_counts(), "frozen": frozen}
+            return {
+                "counters": counters,
+                "extras": state.extra_counts(),
+                "frozen": frozen,
+                "hyperparameters": hyperparameters,
+            }
 
         def take(pending: PendingRound) -> RoundResult:
             with state.lock:
@@ -284,6 +290,7 @@ class EpochAverager:
             if self._history is not None and result.certificate is not None:
                 self._history.commit(result.certificate)
             state.mark_changed(state.epoch, canonical=canonical, root=self.root_of(state.epoch))
+        _name_others_settings(result.gathered, hyperparameters)
         deviation, donors = _deviation(result.gathered, counters, frozen)
         if not (canonical or deviation) and moved[-1] > _TOLERANCE and self._history is not None:
             deviation = f"the state differed by {moved[-1]:.1%} between the cells of the grid"
@@ -341,13 +348,7 @@ def _deviation(
     Of frozen parameters one version wins everywhere, also when no majority holds it: peers that began with
     different ones have nothing else to become equal by.
     """
-
-    sent = {peer: one for peer, one in gathered.items() if isinstance(one, dict)}
-
-    def digests(name: str) -> dict[PeerId, bytes]:
-        return {peer: one[name] for peer, one in sent.items() if isinstance(one.get(name), bytes)}
-
-    held = digests("frozen")
+    held = _digests(gathered, "frozen")
     votes = Counter(held.values())
     winner = max(votes, key=lambda digest: (votes[digest], digest), default=frozen)
     if frozen and winner != frozen:
@@ -355,20 +356,30 @@ def _deviation(
             "the frozen parameters of this peer differ from those of others",
             frozenset(peer for peer, digest in held.items() if digest == winner),
         )
-    held = digests("counters")
-    most = Counter(held.values()).most_common(1)
-    if most and most[0][0] != counters and most[0][1] * 2 > len(sent):
-        return "most peers have other step counters or another schedule", frozenset()
-    others = [peer.short for peer, digest in held.items() if digest != counters]
+    most = Counter(_digests(gathered, "counters").values()).most_common(1)
+    if most and most[0][0] != counters and most[0][1] * 2 > len(gathered):
+        return "most peers have other step counters", frozenset()
+    return "", frozenset()
+
+
+def _name_others_settings(gathered: Mapping[PeerId, object], hyperparameters: bytes) -> None:
+    """Name the peers whose hyperparameters or schedule differ from this peer's. Nobody takes them over."""
+    held = _digests(gathered, "hyperparameters")
+    others = [peer.short for peer, digest in held.items() if digest != hyperparameters]
     if others:
         _log.warning(
-            "%d of %d peers have other hyperparameters, step counters or schedules than this one (%s): "
+            "%d of %d peers have other hyperparameters or schedules than this one (%s): "
             "pass the same optimizer and scheduler on all peers",
             len(others),
-            len(sent),
+            len(gathered),
             ", ".join(others[:_NAMED_MAX]),
         )
-    return "", frozenset()
+
+
+def _digests(gathered: Mapping[PeerId, object], name: str) -> dict[PeerId, bytes]:
+    """Return the digest with this name that each member of a round sent."""
+    sent = {peer: one for peer, one in gathered.items() if isinstance(one, dict)}
+    return {peer: one[name] for peer, one in sent.items() if isinstance(one.get(name), bytes)}
 
 
 def _are_counts(value: Any) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -28,6 +27,7 @@ from averaging.history.certificate import (
 from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.known_heads import KnownHeads
 from averaging.history.lineage import Chain, Lineage, Relation
+from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.tally import is_supported
 from averaging.optim.exchange import HISTORY
@@ -41,19 +41,23 @@ _log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 2.0
 _PROBE_INTERVAL_S = 1.0  # between two looks for missing electors
-_JUDGED_MAX = 1024  # heads of other histories that were found not to be followed
 _FETCHES_MAX = 8  # histories fetched at once
-_REFUSED = "connection refused"
 
 
 class RunHistory:
     """The history of one optimizer. Methods without `async` may be called from any thread."""
 
     def __init__(
-        self, node: PeerNode, run: str, sign: Callable[[bytes], bytes], *, group_size_max: int
+        self,
+        node: PeerNode,
+        run: str,
+        sign: Callable[[bytes], bytes],
+        *,
+        group_size_max: int,
+        introducers: Sequence[PeerId] = (),
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
-        the grid.
+        the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
         """
         self._node, self._run, self._sign = node, run, sign
         self._own = node.contact.peer_id
@@ -63,7 +67,7 @@ class RunHistory:
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
         self._heads = KnownHeads()
-        self._judged: OrderedDict[bytes, Relation] = OrderedDict()
+        self._offers = Offers(introducers)
         self._probed_s = -1e9
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
@@ -94,6 +98,11 @@ class RunHistory:
         """Return the empty chain that begins at this peer's head: head, electors and epoch, for the state."""
         with self._lock:
             return self._lineage.chain((self._lineage.head,))
+
+    def electors(self) -> tuple[PeerId, ...]:
+        """Return the electors of the head that this peer has, or should follow."""
+        with self._lock:
+            return self._ahead.electors if self._ahead is not None else self._lineage.electors
 
     @property
     def abstains(self) -> bool:
@@ -169,7 +178,7 @@ class RunHistory:
         with self._lock:
             self._lineage.adopt(root)
             self._ahead = None
-            self._judged.clear()
+            self._heads.reconsider()
             self._moved()
 
     def ask(self, contact: Contact) -> None:
@@ -300,6 +309,7 @@ class RunHistory:
         """Forget what a peer reported: it is banned, or gone."""
         with self._lock:
             self._heads.forget(peer)
+            self._offers.forget(peer)
             if self._ahead and self._ahead.contact.peer_id == peer:
                 self._ahead = None
 
@@ -307,8 +317,9 @@ class RunHistory:
         """Stop following: nobody has a state of the history that this peer should follow."""
         with self._lock:
             if self._ahead is not None:
-                self._judged[self._ahead.chain.last_head] = Relation.LOSES
+                self._heads.dismiss(self._ahead.chain.last_head)
             self._ahead = None
+            self._offers.clear()
 
     def knows(self, head: bytes) -> bool:
         """Return whether this head is in the history that this peer follows."""
@@ -320,9 +331,10 @@ class RunHistory:
         with self._lock:
             self.has_parted = self._left is not None and not self._lineage.knows(self._left.head)
             self._left = None
-            self._judged.clear()
+            self._heads.reconsider()
 
     def _moved(self) -> None:
+        self._offers.clear()
         self._node.standing.add_members(self._run, self._lineage.electors)
         self._is_break = False
         if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
@@ -344,7 +356,7 @@ class RunHistory:
         """Return whether this head must still be compared. The lock is held."""
         if self._lineage.knows(head) or (self._ahead is not None and self._ahead.chain.last_head == head):
             return False
-        return head not in self._judged or self._lineage.is_waiting
+        return self._lineage.is_waiting or not (self._heads.is_dismissed(head) or self._offers.has(head))
 
     async def run(self) -> None:
         """Fetch and compare the histories of others, until cancelled."""
@@ -360,27 +372,20 @@ class RunHistory:
 
     async def _compare(self) -> None:
         with self._lock:
-            lacking = set(self._lineage.electors) if self._lineage.is_waiting else set()
-            holders = {peer.public_key: [one] for peer, one in self._asked.items() if one.addresses}
+            known = self._heads.to_ask(self._offers.asked_first(self._lineage), self._is_open)
+            to_ask = {**known, **{one.peer_id: one for one in self._asked.values() if one.addresses}}
             self._asked.clear()
-            for peer, head, contact in reversed(list(self._heads)):  # the one that was heard last first
-                if contact.addresses and peer in lacking:
-                    holders.setdefault(peer.public_key, [contact])
-                elif contact.addresses and self._is_open(head):
-                    holders.setdefault(head, []).append(contact)
         limit = asyncio.Semaphore(_FETCHES_MAX)
         async with asyncio.TaskGroup() as tasks:
-            for contacts in holders.values():
-                tasks.create_task(self._fetch_from_one(contacts, limit))
+            for contact in to_ask.values():
+                tasks.create_task(self._fetch(contact, limit))
+        with self._lock:
+            chosen = self._offers.choose(self._lineage, self._heads.reported())
+            if chosen is not None and (self._ahead is None or self._ahead.chain != chosen.chain):
+                self._ahead = chosen
+                _log.info("of %s this peer follows that in epoch %d", self._offers, chosen.chain.epoch)
 
-    async def _fetch_from_one(self, contacts: Iterable[Contact], limit: asyncio.Semaphore) -> None:
-        """Fetch the history that all of these peers reported, from the first that answers."""
-        for contact in contacts:
-            if await self._fetch(contact, limit):
-                return
-
-    async def _fetch(self, contact: Contact, limit: asyncio.Semaphore) -> bool:
-        """Fetch a peer's history and compare it. Return whether the peer has answered."""
+    async def _fetch(self, contact: Contact, limit: asyncio.Semaphore) -> None:
         async with limit:
             with self._lock:
                 heads = self._lineage.heads()
@@ -389,14 +394,12 @@ class RunHistory:
                 with self._lock:
                     self._heads.answered(contact.peer_id)
                 self._judge(contact, chain)
-                return True
             except NetworkError as error:
-                if _REFUSED in str(error).lower():
+                if "connection refused" in str(error).lower():
                     with self._lock:
                         self._heads.refused(contact.peer_id)
             except PeerError as error:
                 _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
-            return False
 
     async def _chain_of(self, contact: Contact, heads: Sequence[bytes]) -> Chain:
         """Return a peer's history after the newest of `heads`. Raise NetworkError or PeerError."""
@@ -407,11 +410,11 @@ class RunHistory:
     def _judge(self, contact: Contact, chain: Chain) -> None:
         with self._lock:
             relation = self._lineage.relation(chain)
+            if self._offers.takes(relation, self._lineage, chain, contact):
+                return
             found = what_to_follow(relation, self._lineage, chain, contact, breaks=self._is_break)
             if found is None and relation in (Relation.LOSES, Relation.UNRELATED):
-                self._judged[chain.last_head] = relation
-                if len(self._judged) > _JUDGED_MAX:
-                    self._judged.popitem(last=False)
+                self._heads.dismiss(chain.last_head)
             if found is None or (self._ahead is not None and self._ahead.chain.epoch > chain.epoch):
                 return
             self._ahead = found
@@ -466,11 +469,6 @@ class RunHistory:
                 self._lineage.promise(proposal, result)
             return reason
 
-    @property
-    def _is_promised(self) -> bool:
-        with self._lock:
-            return self._lineage.is_promised
-
     def _release(self, proposal: Proposal) -> None:
         with self._lock:
             self._lineage.release(proposal)
@@ -494,7 +492,9 @@ class RunHistory:
         reason = self._may_vote(proposal, result)
         if reason:
             # a promise elsewhere: without this vote neither attempt could be found to have failed
-            if not self._is_promised or self._may_vote(proposal, b""):
+            with self._lock:
+                is_promised = self._lineage.is_promised
+            if not is_promised or self._may_vote(proposal, b""):
                 return reason
             result = b""
         return Vote(voter=self._own, result=result, signature=self._sign(vote_statement(digest, result)))

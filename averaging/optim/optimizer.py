@@ -32,7 +32,7 @@ from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.encoding import EXACT, check_state_codec
-from averaging.optim.state.training_state import Scheduler
+from averaging.optim.state.schedule import Scheduler
 from averaging.optim.state.view import StateView
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.robust import Aggregation, AggregationRule, aggregation_of
@@ -153,9 +153,10 @@ class Optimizer(DelegatingOptimizer):
             serve=config.serve_state,
             shard=lambda: self._tracker.tree.shard_name,
         )
+        sign, size_max = node.identity.sign, config.group_size_max
         # a mode without a common state has no history
         self._history = (
-            RunHistory(node, self.run_id, node.identity.sign, group_size_max=config.group_size_max)
+            RunHistory(node, self.run_id, sign, group_size_max=size_max, introducers=node.introducers)
             if mode.traits.canonical
             else None
         )
@@ -262,7 +263,7 @@ class Optimizer(DelegatingOptimizer):
         on_progress: Callable[[int, int], None] | None = None,
         codec: str = "float32",
     ) -> LoadResult:
-        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was
+        """Download the swarm's state: parameters, statistics, counters and epoch. What was
         accumulated counts in the loaded epoch if it is not too old: one epoch in mode "gradients", a few with
         local steps. `dropped` of the result says how much was too old.
 

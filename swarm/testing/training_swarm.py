@@ -66,6 +66,7 @@ class GreenNode:
         self.config = NodeConfig()
         self.agent, self.reach, self.closed = "swarm/simulated", "direct", False
         self.join_failures: list[str] = []
+        self.introducers: tuple[PeerId, ...] = ()
         self.network = GreenNetwork()
         self.dht = GreenDht(service_of(peer))
         self._services = Services(self)

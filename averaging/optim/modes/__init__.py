@@ -16,7 +16,8 @@ import torch
 
 from averaging.optim.finite import RejectedSamples
 from averaging.optim.offload import HostLink, link_of
-from averaging.optim.state.training_state import Scheduler, TrainingState
+from averaging.optim.state.schedule import Scheduler
+from averaging.optim.state.training_state import TrainingState
 from swarm.compression.adaptive import Role
 
 CapturedRound = Any  # result of a round, kept by a mode to be replayed

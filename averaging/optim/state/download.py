@@ -1,11 +1,13 @@
 """Download of the state from several donors at once. Every chunk is verified, and received chunks are kept
 when donors fail.
 
-Of the highest epoch that the swarm is known to have reached, the state that most donors hold is taken. The
-digest commits to every chunk, so that a donor that sends other data is identified at that chunk and the
-rest go on; another donor takes its place. When all have failed, because of a cut cable for instance, the
-same state is requested again for a while, and only missing chunks are fetched. Chunks of a failed download
-are reused by the next one, where the two states have them in common.
+The state that a majority of the answering electors of the swarm's head hold is taken, and donors that offer
+another one are named. Where no such majority answers, it is the state that most donors hold, of the highest
+epoch that the swarm is known to have reached. The digest commits to every chunk, so that a donor that sends
+other data is identified at that chunk and the rest go on; another donor takes its place. When all have
+failed, because of a cut cable for instance, the same state is requested again for a while, and only missing
+chunks are fetched. Chunks of a failed download are reused by the next one, where the two states have them in
+common.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -91,6 +93,8 @@ class Download:
     on_progress: Callable[[int, int], None] | None = None  # bytes so far and in total
     pool: Executor | None = None  # threads that check chunks; None: the event loop's own
     codec: str = EXACT  # that donors are asked for; one that does not know it sends every tensor as it is
+    # returns the electors of the head that the swarm is known to have reached, whose state counts
+    electors: Callable[[], Collection[PeerId]] = tuple
     majority: bool = False  # accept only a state that most of the answering donors hold, of any epoch
     epoch: int | None = None  # of the state that is being downloaded, once it is known
     partial: PartialState | None = None  # what has arrived of it; at first that of an earlier download
@@ -108,6 +112,7 @@ class Download:
         """Ask donors for a place, some at a time, until some have one. Return False when all are full or
         cannot be reached. Follow this by `fetch`, which frees the places, or by `close`.
         """
+        donors = self._electors_first(donors)
         for first in range(0, min(len(donors), ASKED_MAX), DONORS_MAX):
             asked = donors[first : first + DONORS_MAX]
             async with asyncio.TaskGroup() as group:
@@ -116,6 +121,10 @@ class Download:
             if self._reserved:
                 return True
         return False
+
+    def _electors_first(self, donors: Sequence[Contact]) -> list[Contact]:
+        electors = set(self.electors())
+        return sorted(donors, key=lambda contact: contact.peer_id not in electors)
 
     async def _reserve(self, contact: Contact) -> bool:
         request = state_pb2.OpenRequest(run=self.run, reserve=True)
@@ -139,7 +148,8 @@ class Download:
         """Download the state, from the donors of `reserve` first. Raise NotEnoughPeers when no donor could
         serve, and DeadlineExceeded after `timeout_s`; both messages list the donors and their failures.
         """
-        donors = [*self._reserved, *(contact for contact in donors if contact not in self._reserved)]
+        others = [contact for contact in donors if contact not in self._reserved]
+        donors = [*self._reserved, *self._electors_first(others)]
         offers: list[_Offer] = []
         try:
             async with asyncio.timeout(timeout_s):
@@ -204,17 +214,37 @@ class Download:
         return _Offer(contact, reply.lease, reply.epoch, reply.canonical, reply.total_bytes, digests, digest)
 
     def _by_preference(self, offers: Sequence[_Offer]) -> list[list[_Offer]]:
-        """Group offers of the same state. The latest epoch comes first, within an epoch the state that most
-        donors hold, then a canonical one.
+        """Group offers of the same state. That of a majority of the answering electors is the only one;
+        without it the latest epoch comes first, within an epoch the state that most donors hold, then a
+        canonical one.
         """
         groups: dict[bytes, list[_Offer]] = {}
         for offer in offers:
             groups.setdefault(offer.digest, []).append(offer)
+        electors = set(self.electors())
+        voices = [offer.digest for offer in offers if offer.contact.peer_id in electors]
+        vouched = next(
+            (group for digest, group in groups.items() if 2 * voices.count(digest) > len(voices)), None
+        )
+        if vouched is not None:
+            self._name_others(vouched[0], offers)
+            return [vouched]
         return sorted(
             groups.values(),
             key=lambda g: (g[0].epoch, len(g), any(o.canonical for o in g), g[0].digest),
             reverse=True,
         )
+
+    def _name_others(self, vouched: _Offer, offers: Sequence[_Offer]) -> None:
+        """Name the donors that offer another state than most of the electors."""
+        for offer in offers:
+            if offer.digest != vouched.digest:
+                peer = offer.contact.peer_id
+                self.failures[peer] = (
+                    f"offers a state of epoch {offer.epoch} that differs from that of most electors, "
+                    f"of epoch {vouched.epoch}"
+                )
+                _log.warning("peer %s %s", peer, self.failures[peer])
 
     async def _fetch_from(
         self, candidates: list[_Offer], donors: Sequence[Contact], offers: list[_Offer]

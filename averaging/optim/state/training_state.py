@@ -2,15 +2,15 @@
 epoch. No network here.
 
 A received state is not trusted: names, dtypes and shapes must be exactly those of this peer's optimizer,
-and numbers finite. From the structured parts (hyperparameters, schedule) only numbers are taken, never
-structure.
+and numbers finite. Of step counters only numbers are taken, never structure. Hyperparameters are not taken at
+all: they come from the caller's code, and the schedule follows the epoch.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -20,6 +20,7 @@ from averaging.history.lineage import Chain
 from averaging.optim.state.device_reads import DeviceReader, DeviceReads, reader_of
 from averaging.optim.state.encoding import EXACT, dtype_of
 from averaging.optim.state.probe import is_statistic, probe, probe_shapes
+from averaging.optim.state.schedule import EpochSchedule, Scheduler
 from averaging.optim.state.snapshot import (
     ALIGNMENT_BYTES,
     DTYPE_NAMES,
@@ -41,14 +42,6 @@ from averaging.reduction.sharded import refuse_sharded
 from swarm.core.errors import PeerError, UsageError
 
 
-class Scheduler(Protocol):
-    """The part of a torch learning-rate scheduler that is used here."""
-
-    def step(self) -> Any: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 class TrainingState:
     """The single owner of what training changes. Parameters change only while `lock` is held, so that a
     view shows one moment.
@@ -66,6 +59,7 @@ class TrainingState:
         """
         self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
         self.parameters = _parameters(inner)
+        self._schedule = EpochSchedule(inner, scheduler) if scheduler is not None else None
         self._probed: list[dict[str, Any]] | None = None
         refuse_sharded(self.parameters, "parameter")
         refuse_sharded(self.extras, "extra tensor")
@@ -146,10 +140,18 @@ class TrainingState:
         return [next(values[t.device]) for t in whole for _ in range(t.numel())]
 
     def counters_digest(self) -> bytes:
-        """Return the digest of the state that peers must agree on but do not average: step counters,
-        hyperparameters, schedule, epoch.
+        """Return the digest of the state that peers must agree on but do not average: step counters and
+        epoch. A peer that differs downloads the state.
         """
-        return blake3(pack(self._scalars())).digest()
+        scalars = self._scalars()
+        return blake3(pack([scalars["state"], scalars["epoch"]])).digest()
+
+    def hyperparameters_digest(self) -> bytes:
+        """Return the digest of hyperparameters and schedule. They come from each peer's own code: a peer that
+        differs is named.
+        """
+        scalars = self._scalars()
+        return blake3(pack([scalars["groups"], scalars["schedule"]])).digest()
 
     def frozen_digest(self) -> bytes:
         """Return the digest of the parameters that are not trained, which peers must agree on but do not
@@ -237,6 +239,8 @@ class TrainingState:
         groups = header.get("groups")
         if not isinstance(groups, list) or len(groups) != len(self.inner.param_groups):
             raise PeerError("the state has another number of parameter groups than this optimizer")
+        if self._schedule is not None:
+            self._schedule.check(header["epoch"])
         if any(
             _lacks_values(index, one, tensors, mapping(counters.get(str(index))))
             for index, one in enumerate(structure)
@@ -252,12 +256,8 @@ class TrainingState:
             for index, (extra, agreed) in enumerate(zip(self.extras, self._agreed_extras, strict=True)):
                 extra.copy_(tensors[f"x.{index}"])
                 agreed.copy_(extra)
-            for group, theirs in zip(self.inner.param_groups, groups, strict=True):
-                group.update(
-                    merge({key: value for key, value in group.items() if key != "params"}, theirs, 0)
-                )
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(merge(self.scheduler.state_dict(), header.get("schedule"), 0))
+            if self._schedule is not None:
+                self._schedule.move_to(header["epoch"], self.epoch)
             self.mark_changed(header["epoch"], root=root)
 
     def _targets(

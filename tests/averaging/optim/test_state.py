@@ -200,22 +200,52 @@ def test_a_damaged_blob_raises_peer_error_and_changes_nothing(data: st.DataObjec
         state.snapshot()  # what was damaged was a number, and it is a finite one
 
 
-def test_hyperparameters_take_over_numbers_only() -> None:
+@pytest.mark.parametrize(
+    "lie", [{"lr": 123.0, "weight_decay": 9.0}, {"lr": "much", "maximize": True, "new": 1}]
+)
+def test_hyperparameters_never_come_from_a_donor_and_the_schedule_follows_the_epoch(
+    lie: dict[str, Any],
+) -> None:
     donor_net, donor = made(1)
     train(donor_net, donor, 4)
 
-    def lie(header: dict[str, Any]) -> None:
-        header["groups"][0] |= {"lr": "much", "betas": [0.5], "eps": float("inf"), "maximize": True, "new": 1}
-        header["schedule"] = {"last_epoch": 3, "milestones": 5, "__class__": 1}
+    def forge(header: dict[str, Any]) -> None:
+        header["groups"][0] |= lie
+        header["schedule"] = {"last_epoch": 77, "milestones": 5, "_last_lr": [9.0, 9.0]}
 
     net, state = made(2)
-    state.load(rewritten(donor.snapshot().blob, lie))
-    group = state.inner.param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["maximize"]) == (0.1, (0.9, 0.999), 1e-8, False)
-    assert "new" not in group
+    state.load(rewritten(donor.snapshot().blob, forge))
+    for group, theirs in zip(state.inner.param_groups, donor.inner.param_groups, strict=True):
+        assert group.keys() == theirs.keys()
+        assert all(group[key] == theirs[key] for key in group if key != "params")
     assert state.scheduler is not None
-    assert state.scheduler.state_dict()["last_epoch"] == 3
+    assert donor.scheduler is not None
+    assert state.scheduler.state_dict() == donor.scheduler.state_dict()
     train(net, state, 4)
+
+
+@pytest.mark.parametrize(("present", "epoch"), [(0, 4), (2, 4), (6, 4), (4, 0), (4, 4)])
+def test_a_schedule_moves_forward_and_back_to_the_epoch_of_a_state(present: int, epoch: int) -> None:
+    donor_net, donor = made(1)
+    train(donor_net, donor, epoch)
+    net, state = made(2)
+    train(net, state, present)
+    state.load(donor.snapshot().blob)
+    rates = [[group["lr"] for group in one.inner.param_groups] for one in (state, donor)]
+    assert rates[0] == rates[1]
+    train(net, state, 3)
+    train(donor_net, donor, 3)
+    rates = [[group["lr"] for group in one.inner.param_groups] for one in (state, donor)]
+    assert rates[0] == rates[1]
+
+
+def test_a_state_of_an_epoch_that_no_schedule_reaches_is_refused_at_once() -> None:
+    _, donor = made(1)
+    blob = rewritten(donor.snapshot().blob, lambda header: header.update(epoch=1 << 40))
+    _, state = made(2)
+    with pytest.raises(PeerError, match="a schedule has at most"):
+        state.load(blob)
+    assert state.epoch == 0
 
 
 def test_merging_keeps_our_structure() -> None:

@@ -281,8 +281,9 @@ class EpochProgress:
         if peer == self.own or expires_s <= now_s or (known is not None and known.issued_s >= report.at_s):
             return False
         if known is None and len(self._others) >= PEERS_MAX:
-            oldest = min(self._others, key=lambda other: self._others[other].issued_s)
-            del self._others[oldest]
+            # strangers displace strangers: reports that are dated ahead would displace all others
+            outside = [other for other in self._others if other not in self._members] or list(self._others)
+            del self._others[min(outside, key=lambda other: self._others[other].issued_s)]
         epoch_min = known.epoch_min if known is not None else 0
         # sent before the end of that round: the peer must not appear to be in an earlier epoch
         if report.epoch < epoch_min:

@@ -1,0 +1,126 @@
+"""The choice between histories that nothing ties to a peer's own, by the voices of peers that it has reason
+to ask. Pure.
+
+An identity costs nothing, so neither the longest history nor the one that most strangers report is believed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from averaging.history.ahead import Ahead
+from averaging.history.certificate import genesis
+from averaging.history.lineage import Chain, Lineage, Relation
+from swarm.core.ids import Contact, PeerId
+
+_OFFERS_MAX: Final = 16  # up to 2 MiB each
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    chain: Chain
+    contact: Contact
+    heads: frozenset[bytes]  # for which a voice supports it
+
+
+class Offers:
+    """Histories of other peers between which voices decide, and who has one."""
+
+    def __init__(self, introducers: Sequence[PeerId] = ()) -> None:
+        """`introducers`: the peers that the user named to enter the swarm, in their order."""
+        self.introducers = tuple(introducers)
+        self._offers: OrderedDict[PeerId, _Offer] = OrderedDict()
+
+    def asked_first(self, lineage: Lineage) -> Sequence[PeerId]:
+        """Return the peers whose histories this peer needs: the introducers of a newcomer, and the electors
+        of a peer that found no quorum.
+        """
+        if not lineage.electors:
+            return self.introducers
+        return (*lineage.electors, *self.introducers) if lineage.is_waiting else ()
+
+    def takes(self, relation: Relation, lineage: Lineage, chain: Chain, contact: Contact) -> bool:
+        """Keep a history if voices decide about it, and return whether they do. Raise PeerError when it is
+        not valid. `relation`: its relation to `lineage`.
+        """
+        if lineage.electors:
+            is_open = relation is Relation.UNRELATED and lineage.is_waiting and chain.epoch > lineage.epoch
+        else:
+            is_open = relation in (Relation.UNRELATED, Relation.AHEAD) and chain.epoch >= lineage.epoch
+        if is_open:
+            chain.check(lineage.run)
+            self._offers[contact.peer_id] = _Offer(chain, contact, _supported_heads(chain))
+            self._offers.move_to_end(contact.peer_id)
+            strangers = [peer for peer in self._offers if peer not in self.asked_first(lineage)]
+            if len(self._offers) > _OFFERS_MAX:
+                del self._offers[(strangers or list(self._offers))[0]]
+        return is_open
+
+    def choose(self, lineage: Lineage, heads: Mapping[PeerId, bytes]) -> Ahead | None:
+        """Return the history that most voices are for, the longest where several are parts of one; in a tie
+        that of the voice that comes first. `heads`: what live peers report.
+
+        None while no history has as many voices as another head, whose history could not be fetched. A voice
+        for a head supports what follows it up to the next break: a break needs no quorum, so that anybody
+        could add one.
+        """
+        voices = self._voices(lineage, heads)
+        wanted = {peer: self._head_of(peer, heads) for peer in voices}
+        best: tuple[int, int, int] | None = None
+        found: Ahead | None = None
+        counted = set[PeerId]()
+        for offer in self._offers.values():
+            supporters = [place for place, peer in enumerate(voices) if wanted[peer] in offer.heads]
+            if not supporters:
+                continue
+            counted.update(voices[place] for place in supporters)
+            rank = len(supporters), -supporters[0], offer.chain.epoch
+            if best is None or rank > best:
+                best, found = rank, Ahead(offer.chain, offer.contact)
+        silent = [wanted[peer] for peer in voices if peer not in counted]
+        largest = max((silent.count(head) for head in silent), default=0)
+        return found if best is not None and best[0] >= largest else None
+
+    def _voices(self, lineage: Lineage, heads: Mapping[PeerId, bytes]) -> Sequence[PeerId]:
+        """Return the peers that have a voice: the live electors of this peer's own head; without any, the
+        introducers that take part in the run; for a newcomer whose introducers do not, everybody.
+        """
+        nobody = genesis(lineage.run)
+        live = [peer for peer in {**heads, **self._offers} if self._head_of(peer, heads) not in (b"", nobody)]
+        for group in (lineage.electors, self.introducers):
+            present = [peer for peer in group if peer in live and peer != lineage.own]
+            if present:
+                return present
+        return () if lineage.electors else live
+
+    def _head_of(self, peer: PeerId, heads: Mapping[PeerId, bytes]) -> bytes:
+        """Return the head that a peer is for: of the history that it has shown, else the reported one."""
+        return self._offers[peer].chain.last_head if peer in self._offers else heads.get(peer, b"")
+
+    def has(self, head: bytes) -> bool:
+        """Return whether this head is in one of the histories."""
+        return any(head in offer.heads for offer in self._offers.values())
+
+    def __str__(self) -> str:
+        return f"the histories that {len(self._offers)} peers have shown"
+
+    def forget(self, peer: PeerId) -> None:
+        """Forget the history that a peer has shown."""
+        self._offers.pop(peer, None)
+
+    def clear(self) -> None:
+        """Forget all histories."""
+        self._offers.clear()
+
+
+def _supported_heads(chain: Chain) -> frozenset[bytes]:
+    """Return the heads of a chain after which it has no break, but not the one that it begins with."""
+    supported = {chain.last_head}
+    for certificate in reversed(chain.certificates):
+        supported.add(certificate.head)
+        if certificate.proposal.is_break:
+            break
+    return frozenset(supported)

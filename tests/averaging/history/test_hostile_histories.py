@@ -1,0 +1,138 @@
+"""Liars that show histories of their own making: one honest peer with a say suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from averaging.history.ahead import what_to_follow
+from averaging.history.certificate import EPOCH_MAX, genesis
+from averaging.history.lineage import CERTIFICATES_MAX, FOUNDING_MAX, Chain, Lineage, Relation
+from averaging.history.offers import Offers
+from swarm.core.errors import PeerError
+from swarm.core.ids import Contact, PeerId
+from tests.averaging.history.peers import PEERS, RUN, certificate, proposal
+
+A, B, C, D, LIAR, LIAR_2, LIAR_3 = PEERS[:7]
+NOBODY = genesis(RUN)
+
+
+def grow(history: Lineage, members: Sequence[PeerId], rounds: int = 1, *, is_break: bool = False) -> None:
+    """Extend a history by rounds of these members, which sign everything themselves."""
+    for number in range(rounds):
+        about = proposal(
+            history.head,
+            history.electors,
+            members,
+            epoch=history.epoch + 1,
+            is_break=is_break and not number,
+            attempt=number,
+        )
+        history.extend(certificate(about, members))
+
+
+def made_by(members: Sequence[PeerId], rounds: int, own: PeerId | None = None) -> Lineage:
+    history = Lineage(RUN, own or members[0])
+    grow(history, members, rounds)
+    return history
+
+
+def choice(own: Lineage, shown: dict[PeerId, Lineage], introducers: Iterable[PeerId] = ()) -> Chain | None:
+    """Return the history that a peer follows when each of these peers reports and shows one."""
+    offers = Offers(tuple(introducers))
+    for peer, history in shown.items():
+        chain = history.chain(own.heads())
+        offers.takes(own.relation(chain), own, chain, Contact(peer))
+    found = offers.choose(own, {peer: history.head for peer, history in shown.items()})
+    return found.chain if found is not None else None
+
+
+@pytest.mark.parametrize("epoch", [3, 4, 5, EPOCH_MAX])
+@pytest.mark.parametrize("is_break", [False, True])
+def test_a_certificate_that_skips_epochs_is_refused_whoever_signed_it(epoch: int, is_break: bool) -> None:
+    mine = made_by([A, B], 1)
+    forged = certificate(proposal(mine.head, mine.electors, [A, B], epoch=epoch, is_break=is_break), [A, B])
+    with pytest.raises(PeerError, match="after one of epoch 1"):
+        mine.relation(Chain(head=mine.head, electors=mine.electors, certificates=(forged,)))
+    assert "epoch does not follow" in mine.refusal(forged.proposal, forged.result)
+
+
+@pytest.mark.parametrize("rounds", [FOUNDING_MAX + 1, CERTIFICATES_MAX + 1])
+def test_a_stranger_with_a_longer_chain_from_the_beginning_moves_nobody(rounds: int) -> None:
+    mine = made_by([A, B], rounds)
+    forged = made_by([LIAR], CERTIFICATES_MAX)
+    grow(forged, [LIAR], 50)
+    for waiting in (False, True):
+        if waiting:
+            mine.may_break(0.0, 1.0)
+        chain = forged.chain(mine.heads())
+        relation = mine.relation(chain)
+        assert relation in (Relation.LOSES, Relation.UNRELATED)
+        assert what_to_follow(relation, mine, chain, Contact(LIAR), breaks=waiting) is None
+        assert choice(mine, {LIAR: forged}, introducers=[LIAR_2]) is None
+
+
+@pytest.mark.parametrize("liars", [1, 3])
+def test_a_peer_that_was_away_follows_the_live_electors_of_its_head_and_no_number_of_strangers(
+    liars: int,
+) -> None:
+    mine, others = made_by([A, B, C], 3), made_by([A, B, C], 3, B)
+    grow(others, [B, C], CERTIFICATES_MAX + 5)
+    mine.may_break(0.0, 1.0)
+    forged = made_by([LIAR], CERTIFICATES_MAX)
+    grow(forged, [LIAR], 100)
+    strangers = dict.fromkeys([LIAR, LIAR_2, LIAR_3][:liars], forged)
+    found = choice(mine, {**strangers, B: others})
+    assert found is not None
+    assert found.last_head == others.head
+    assert choice(mine, strangers) is None, "without an elector it stays"
+    assert choice(mine, {**strangers, B: others}, introducers=[LIAR]) == found, (
+        "electors come before introducers"
+    )
+
+
+@pytest.mark.parametrize("order", [[LIAR, LIAR_2, LIAR_3, A], [A, LIAR, LIAR_2, LIAR_3]])
+def test_a_newcomer_with_one_honest_introducer_follows_it_among_any_number_of_liars(
+    order: list[PeerId],
+) -> None:
+    honest, forged = made_by([A, B], 5), made_by([LIAR], 90)
+    shown = {peer: honest if peer == A else forged for peer in order}
+    found = choice(Lineage(RUN, D), shown, introducers=[A])
+    assert found is not None
+    assert found.last_head == honest.head
+
+
+def test_a_newcomer_without_introducers_follows_two_honest_peers_and_not_a_liar_that_is_further() -> None:
+    honest, forged = made_by([A, B], 5), made_by([LIAR], 7)
+    found = choice(Lineage(RUN, D), {LIAR: forged, A: honest, B: honest})
+    assert found is not None
+    assert found.last_head == honest.head
+
+
+def test_a_break_that_a_stranger_appends_to_an_honest_history_wins_no_voices() -> None:
+    honest = made_by([A, B], 5)
+    forged = Lineage(RUN, LIAR)
+    forged.adopt(honest.chain())
+    grow(forged, [LIAR], 20, is_break=True)
+    found = choice(Lineage(RUN, D), {LIAR: forged, A: honest, B: honest})
+    assert found is not None
+    assert found.last_head == honest.head
+
+
+def test_in_a_tie_of_introducers_the_first_one_given_decides() -> None:
+    one, other = made_by([A], 5), made_by([B], 9)
+    for introducers, expected in (([A, B], one), ([B, A], other)):
+        found = choice(Lineage(RUN, D), {B: other, A: one}, introducers=introducers)
+        assert found is not None
+        assert found.last_head == expected.head
+
+
+def test_a_newcomer_waits_while_the_history_of_more_peers_could_not_be_fetched() -> None:
+    honest, forged = made_by([A, B], 5), made_by([LIAR], 7)
+    mine, offers = Lineage(RUN, D), Offers()
+    chain = forged.chain(mine.heads())
+    offers.takes(mine.relation(chain), mine, chain, Contact(LIAR))
+    heads = {LIAR: forged.head, A: honest.head, B: honest.head}
+    assert offers.choose(mine, heads) is None
+    assert offers.choose(mine, {LIAR: forged.head, A: NOBODY, B: b""}) is not None
