@@ -67,8 +67,8 @@ class KnownHeads:
         self._dismissed.clear()
 
     def to_ask(self, needed: Collection[PeerId], is_open: Callable[[bytes], bool]) -> dict[PeerId, Contact]:
-        """Return the peers to be asked for their histories: those that are `needed`, and for each head that is
-        open the last few that reported it: the first may be dead, and named by old records.
+        """Return the peers to be asked for their histories: those that are `needed`, and for each head that
+        is open the last few that reported it: the first may be dead, and named by old records.
         """
         asked: dict[PeerId, Contact] = {}
         heads = Counter[bytes]()
