@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import torch
@@ -125,12 +126,12 @@ def test_a_newcomer_that_reaches_nobody_does_not_conclude_that_it_is_alone(seed:
         first = await bench.begin()
         bench.network.partition([one.peer for one in first])
         peer = bench.network.peer()
-        node = GreenNode(peer, 0)
+        node: Any = GreenNode(peer, 0)
         results: list[LoadResult] = []
 
         def load() -> None:
             inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
-            with Optimizer(inner, node=node, run=RUN, target_batch_size=24) as optimizer:  # type: ignore[arg-type]
+            with Optimizer(inner, node=node, run=RUN, target_batch_size=24) as optimizer:
                 results.append(optimizer.load_state_from_peers(timeout_s=60.0))
 
         peer.supervisor.spawn("joining", lambda: node.dht.service.join([one.peer.contact for one in first]))

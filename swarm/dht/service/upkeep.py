@@ -65,8 +65,8 @@ class Upkeep:
 
     @property
     def is_cut_off(self) -> bool:
-        """Return whether this peer is in contact with nobody, while somebody whom it was to join, or whom it
-        has met, is silent and may be alive.
+        """Return whether this peer is in contact with nobody, while a peer that it was to join by, or has
+        met, is silent and may be alive.
         """
         overlay = self._overlay
         return not len(overlay.table) and any(
