@@ -327,8 +327,12 @@ def test_a_round_that_fails_for_all_is_covered_by_the_next(monkeypatch: pytest.M
 
         monkeypatch.setattr(EpochAverager, "begin", broken)
 
+        # the epoch of a peer that comes late would be full at its first step
+        side_by_side = threading.Barrier(2)
+
         def train(peer: Peer) -> None:
             for _ in range(12):
+                side_by_side.wait(60.0)
                 peer.train_once()
 
         together([functools.partial(train, peer) for peer in peers])
