@@ -235,7 +235,7 @@ def _set_aside_if_damaged(path: Path) -> Path | None:
                 return None
     except (OSError, sqlite3.OperationalError):
         return None
-    except sqlite3.DatabaseError:
+    except (sqlite3.DatabaseError, UnicodeDecodeError):  # the latter from what the check would say
         pass  # too damaged to be checked
     damaged = path.with_name(f"{path.name}.damaged")
     path.replace(damaged)
