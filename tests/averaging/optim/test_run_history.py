@@ -20,14 +20,9 @@ EPOCH_S = 0.5
 
 
 class Calls:
-    """Calls to peers whose hosts refuse connections, until `alive`."""
-
-    def __init__(self) -> None:
-        self.alive = False
+    """Calls to peers whose hosts refuse connections."""
 
     async def call(self, contact: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
-        if self.alive:
-            raise NetworkError(f"{contact.peer_id} did not answer within {timeout_s:g} s")
         raise NetworkError(f"cannot reach {contact.peer_id}: Connection refused")
 
 
@@ -35,22 +30,26 @@ def contact(number: int) -> Contact:
     return Contact(SeededIdentity(number).peer_id, (Address("127.0.0.1", 1000 + number),))
 
 
+def history_with(calls: Any) -> RunHistory:
+    """Return the history of peer 1, which calls other peers with `calls`, on the running loop."""
+    node: Any = SimpleNamespace(
+        contact=contact(1),
+        channels=calls,
+        network=SimpleNamespace(loop=asyncio.get_running_loop()),
+        standing=PeerStanding(),
+    )
+    return RunHistory(node, "run", SeededIdentity(1).sign, group_size_max=64)
+
+
 @pytest.mark.parametrize("again", [0, 1, 5])
 def test_a_stale_report_of_a_dead_elector_does_not_lengthen_the_grace(again: int) -> None:
     """The records of killed peers stay in the DHT for a while, and are read again and again."""
 
     async def play() -> None:
-        own = SeededIdentity(1)
-        node: Any = SimpleNamespace(
-            contact=contact(1),
-            channels=Calls(),
-            network=SimpleNamespace(loop=asyncio.get_running_loop()),
-            standing=PeerStanding(),
-        )
-        history = RunHistory(node, "run", own.sign, group_size_max=64)
+        history = history_with(Calls())
         dead = [contact(2), contact(3)]
         history.restore(
-            Chain(head=HEAD, electors=(*(one.peer_id for one in dead), own.peer_id), certificates=())
+            Chain(head=HEAD, electors=(*(one.peer_id for one in dead), contact(1).peer_id), certificates=())
         )
         for one in dead:
             history.heard(one, b"x" * 32)
@@ -77,14 +76,7 @@ def test_a_history_is_fetched_from_the_next_peer_when_one_does_not_answer() -> N
             raise NetworkError("nobody listens there")
 
     async def play() -> None:
-        own = SeededIdentity(1)
-        node: Any = SimpleNamespace(
-            contact=contact(1),
-            channels=DeadPeers(),
-            network=SimpleNamespace(loop=asyncio.get_running_loop()),
-            standing=PeerStanding(),
-        )
-        history = RunHistory(node, "run", own.sign, group_size_max=64)
+        history = history_with(DeadPeers())
         for number in (2, 3, 4):
             history.heard(contact(number), HEAD)
         await history.compare()
@@ -95,15 +87,8 @@ def test_a_history_is_fetched_from_the_next_peer_when_one_does_not_answer() -> N
 
 def test_an_elector_that_reports_another_head_lives() -> None:
     async def play() -> None:
-        own = SeededIdentity(1)
-        node: Any = SimpleNamespace(
-            contact=contact(1),
-            channels=Calls(),
-            network=SimpleNamespace(loop=asyncio.get_running_loop()),
-            standing=PeerStanding(),
-        )
-        history = RunHistory(node, "run", own.sign, group_size_max=64)
-        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id, own.peer_id), certificates=()))
+        history = history_with(Calls())
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id, contact(1).peer_id), certificates=()))
         history.heard(contact(2), b"x" * 32)
         history.seek_quorum((), 0.0, EPOCH_S)
         await history.compare()
