@@ -111,7 +111,8 @@ class Node:
         self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
-        self.standing = PeerStanding()
+        invited = self.membership.admission if self.membership is not None else None
+        self.standing = PeerStanding({invited.run_id: invited.holders} if invited is not None else None)
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
