@@ -22,7 +22,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import Preset, timings_of
-from swarm.core.standing import PeerStanding
+from swarm.core.standing import Founding, PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
@@ -116,6 +116,8 @@ class Node:
         self.handlers = Handlers()
         invited = self.membership.admission if self.membership is not None else None
         self.standing = PeerStanding({invited.run_id: invited.holders} if invited is not None else None)
+        if invited is not None:
+            self.standing.set_founding(invited.run_id, Founding(is_invited=True))
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
