@@ -241,7 +241,7 @@ class EpochCloser:
                 self._state.agree_extras()
                 self._state.mark_changed(epoch, root=self._averager.root_of(epoch))
             return None
-        state_round = self._averager.average_state(self._others_went_on, OBSOLETE_ROUND_GRACE_S)
+        state_round = self._averager.average_state(self._others_went_on)
         for _ in range(STATE_ROUNDS_MAX - 1):
             if (
                 not state_round.result.failed
@@ -251,7 +251,7 @@ class EpochCloser:
                 break
             # by now a peer that opened its averager a moment later is known
             self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
-            state_round = self._averager.average_state(self._others_went_on, OBSOLETE_ROUND_GRACE_S)
+            state_round = self._averager.average_state(self._others_went_on)
         if state_round.result.failed:
             _log.warning("the state of epoch %d was not averaged: %s", epoch, state_round.result.detail)
         else:
