@@ -23,7 +23,7 @@ from averaging.history.lineage import CERTIFICATES_MAX, Chain, after
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 
-CHAIN_BYTES_MAX: Final = 2 << 20
+CHAIN_BYTES_MAX: Final = (2 << 20) - (8 << 10)  # fits into a unary message
 ROOT_BYTES_MAX: Final = 4096  # head, line, epoch, and the keys of at most 64 electors
 _RUN_CHARACTERS_MAX: Final = 256
 _KEY_BYTES: Final = 32

@@ -26,7 +26,7 @@ from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
     BULK_OPTIONS,
     END_OF_STREAM,
-    SERVER_OPTIONS,
+    SIZE_OPTIONS,
     Handlers,
     StreamHandler,
     StreamMethod,
@@ -47,10 +47,10 @@ _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # the network delays; gRPC's own 300 s would end every stream that is idle for a minute ("too_many_pings").
 _PING_INTERVAL_S_MIN = 10.0
 _OPTIONS: tuple[tuple[str, int], ...] = (
-    *SERVER_OPTIONS,
+    *SIZE_OPTIONS,
     *BULK_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a shared port
-    ("grpc.max_concurrent_streams", 256),  # per connection
+    ("grpc.max_concurrent_streams", 64),  # per connection; each may hold 64 KiB before its caller is known
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),

@@ -120,7 +120,7 @@ async def is_served(node: Node) -> None:
 def test_a_message_of_256_finds_for_a_large_key_neither_freezes_a_peer_nor_fills_its_memory(
     node: Node,
 ) -> None:
-    node.network.run(fill(node, KEY, 31, bytes(64 << 10)), 10)
+    node.network.run(fill(node, KEY, 15, bytes(64 << 10)), 10)
     find = DhtFindRequest(sender=SENDER, queries=[DhtFindQuery(key=key_to_wire(KEY))]).SerializeToString()
     calls = [Call(number=number, method=FIND.name, request=find) for number in range(256)]
 
