@@ -22,7 +22,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import Preset, timings_of
-from swarm.core.standing import PeerStanding
+from swarm.core.standing import Founding, PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
@@ -114,7 +114,10 @@ class Node:
         self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
-        self.standing = PeerStanding()
+        invited = self.membership.admission if self.membership is not None else None
+        self.standing = PeerStanding({invited.run_id: invited.holders} if invited is not None else None)
+        if invited is not None:
+            self.standing.set_founding(invited.run_id, Founding(is_invited=True))
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
@@ -177,6 +180,7 @@ class Node:
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
+        self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
             await wait_until_set(self._joining.attempted, _FIRST_JOIN_S)
 
