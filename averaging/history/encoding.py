@@ -24,14 +24,9 @@ from averaging.history.lineage import CERTIFICATES_MAX
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 
-<<<<<<< HEAD
 CHAIN_BYTES_MAX: Final = (2 << 20) - (8 << 10)  # fits into a unary message
-ROOT_BYTES_MAX: Final = 4096  # head, line, epoch, and the keys of at most 64 electors
-=======
-CHAIN_BYTES_MAX: Final = 2 << 20
 # head, line, epoch, the keys of at most 64 electors, and of as many former ones and candidates
 ROOT_BYTES_MAX: Final = 8192
->>>>>>> main
 _RUN_CHARACTERS_MAX: Final = 256
 _KEY_BYTES: Final = 32
 _KNOWN_BYTES: Final = _KEY_BYTES + 1  # the key, then the rounds
