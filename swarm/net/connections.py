@@ -1,7 +1,6 @@
 """How many connections callers may hold open: the surplus of strangers is closed.
 
-A connection costs up to 64 KiB before its caller is known, and more afterwards; gRPC counts connections, but
-not whose they are. So the sockets of the server are listed once a second. A caller that has made no call yet
+A connection costs memory before its caller is known. gRPC counts connections, but not whose they are. So the sockets of the server are listed once a second. A caller that has made no call yet
 is not known, and honest callers make one at once.
 """
 
@@ -18,7 +17,8 @@ from swarm.net.scope import prefix_of
 from swarm.runtime.sockets import Endpoint, open_sockets, shut_down
 
 CONNECTIONS_MAX = 1024  # no more are accepted; strangers get half of them where members are known
-UNKNOWN_MAX = 128  # of callers that have not made a call; 64 KiB each
+# of callers that have not made a call: 86 KiB each once they have proven their PeerID by TLS, 47 KiB before
+UNKNOWN_MAX = 96
 UNKNOWN_PER_PREFIX_MAX = 64
 UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine could not serve in time
 _INTERVAL_S = 1.0

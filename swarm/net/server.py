@@ -25,7 +25,6 @@ from swarm.net.connections import CONNECTIONS_MAX, Connections
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
-    BULK_OPTIONS,
     END_OF_STREAM,
     SIZE_OPTIONS,
     Handlers,
@@ -49,7 +48,6 @@ _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 _PING_INTERVAL_S_MIN = 10.0
 _OPTIONS: tuple[tuple[str, int], ...] = (
     *SIZE_OPTIONS,
-    *BULK_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a shared port
     ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
     ("grpc.max_concurrent_streams", 64),  # per connection; each may hold 64 KiB before its caller is known

@@ -41,7 +41,9 @@ def test_callers_that_make_no_call_are_bounded_and_the_oldest_go_first() -> None
     closed = surplus(idle, standing(), NOW_S)
     assert closed == list(reversed(idle[: 500 - UNKNOWN_PER_PREFIX_MAX]))
     many = [one for prefix in range(20) for one in held(50, prefix, None)]
-    left = Counter(one.prefix for one in many) - Counter(one.prefix for one in surplus(many, standing(), NOW_S))
+    left = Counter(one.prefix for one in many) - Counter(
+        one.prefix for one in surplus(many, standing(), NOW_S)
+    )
     assert left.total() <= UNKNOWN_MAX
     assert min(left.values()) == UNKNOWN_MAX // 20
 
