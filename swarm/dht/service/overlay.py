@@ -23,7 +23,7 @@ from swarm.dht.logic.routing import NEAR_COUNT, RoutingTable
 from swarm.dht.service.wire import known_to_wire
 from swarm.net.contacts import contact_from_wire, contact_to_wire, contacts_from_wire
 from swarm.net.peerbook import PeerBook
-from swarm.net.rpc import Caller, Method, RequestT
+from swarm.net.rpc import UNARY_BYTES_MAX, Caller, Method, RequestT
 from swarm.runtime.supervise import Supervisor
 from swarm.wire.dht_pb2 import (
     DhtFindReply,
@@ -50,7 +50,7 @@ FIND = Method(
     request=DhtFindRequest,
     reply=DhtFindReply,
     request_bytes_max=64 << 10,
-    reply_bytes_max=4 << 20,
+    reply_bytes_max=UNARY_BYTES_MAX,
 )
 STORE = Method(
     name="/swarm.Dht/Store",
