@@ -179,6 +179,7 @@ class Node:
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
+        self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
             await wait_until_set(self._joining.attempted, _FIRST_JOIN_S)
 

@@ -373,6 +373,8 @@ class Optimizer(DelegatingOptimizer):
         """Refuse exactly these peers from now on: in groups, in progress, as donors and as joiners."""
         self._blocklist.ban(peers)
         self._tracker.forget(self._blocklist.banned)
+        if self._history is not None:
+            self._history.removed = self._blocklist.banned
 
     def pause(self, paused: bool) -> None:
         """Stop training but stay in the run and serve the state; with False, continue."""

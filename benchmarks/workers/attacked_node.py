@@ -22,7 +22,7 @@ RUN = "attacked"
 PARAMETERS = 1 << 20
 STEP_S = 0.05  # stands for forward and backward; most of the processor is left to the floods
 LARGE_KEY, LONG_KEY = Key("public", "large"), Key("public", "long")
-_LARGE_ENTRIES, _LARGE_VALUE_BYTES, _LONG_ENTRIES = 31, 64 << 10, 4096
+_LARGE_ENTRIES, _LARGE_VALUE_BYTES, _LONG_ENTRIES = 15, 64 << 10, 4096
 _TURN_S = 0.005  # a turn of the watched loop
 
 

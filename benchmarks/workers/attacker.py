@@ -74,7 +74,9 @@ class Target:
         return writer
 
 
-Flood = Callable[[Target, float], Coroutine[None, None, int]]  # returns how many requests or connections it made
+Flood = Callable[
+    [Target, float], Coroutine[None, None, int]
+]  # returns how many requests or connections it made
 
 
 def _context(identity: Identity) -> ssl.SSLContext:
@@ -118,7 +120,7 @@ async def nothing(target: Target, seconds: float) -> int:
 
 
 async def shared_finds(target: Target, seconds: float) -> int:
-    """Ask 256 times in one message for a key of two megabytes, and read no answer (S7)."""
+    """Ask 256 times in one message for a key of a megabyte, and read no answer (S7)."""
 
     async def one(_number: int) -> int:
         identity = Identity.generate()
