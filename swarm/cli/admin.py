@@ -104,7 +104,7 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     default=None,
     help="Nobody trains for a while; members stay and keep the state.",
 )
-@click.option("--end/--reopen", "ended", default=None, help="The run is over for everybody.")
+@click.option("--end/--reopen", "ended", default=None, help="End the run for everybody, or open it again.")
 @click.option(
     "--ban",
     metavar="PEERID",
