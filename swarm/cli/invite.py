@@ -34,21 +34,25 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 @click.command(context_settings=options.CONTEXT)
 @click.argument("run", metavar="RUN")
 @click.option(
-    "--for", "peer", metavar="PEERID", default=None, help="Only this peer can use it. [default: who has it]"
+    "--for",
+    "peer",
+    metavar="PEERID",
+    default=None,
+    help="Only this peer can use it. [default: anybody who has it]",
 )
 @click.option(
     "--uses",
     type=click.IntRange(1, USES_MAX),
     default=1,
     show_default=True,
-    help="How many peers may take part by it, those included that they invite.",
+    help="How many peers may join with it, including those that they invite.",
 )
 @click.option(
     "--expires",
     metavar="TIME",
     default="30d",
     show_default=True,
-    help="When it ends, for those as well that joined by it: 12h, 7d.",
+    help="How long it is valid, also for the peers that joined with it: 12h, 7d.",
 )
 @click.option(
     "--role",

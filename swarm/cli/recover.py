@@ -36,7 +36,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
     new owner is written down here and `swarm start` publishes it.
 
     \b
-    Before, when the run was created, with a key on a stick that is kept in a drawer:
+    When the run is created, with a key on a USB stick that is kept offline:
       swarm identity --create --identity ~/usb/recovery.identity
       swarm start RUN.toml --recovery-key ~/usb/recovery.identity
 

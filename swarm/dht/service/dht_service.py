@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
+from swarm.core.identity import Signer
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import WAN, Timings
@@ -27,7 +28,6 @@ from swarm.dht.logic.records import (
     TTL_MAX_US,
     Entry,
     Record,
-    RecordSigner,
     RecordValidator,
     Value,
     encode_value,
@@ -83,7 +83,7 @@ class DhtService:
     # This peer as others should call it, evaluated on every use; without addresses it stores nothing for
     # others.
     own: Callable[[], Contact]
-    identity: RecordSigner
+    identity: Signer
     caller: Caller
     handlers: Handlers
     book: PeerBook
