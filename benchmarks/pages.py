@@ -50,6 +50,7 @@ TITLES = {
         "Training through the grid in simulated swarms larger than a group; virtual time.",
     ),
     "monitor": ("Monitor", "What watching a run costs."),
+    "attacks": ("Attacks", "A node flooded by strangers, and a run beside crowds of them; real sockets."),
     "hostile": ("Hostile peers", "Loss under attack, and the cost of robust aggregation."),
 }
 

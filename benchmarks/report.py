@@ -130,6 +130,7 @@ ORDER = (
         "simulated",
         "grid",
         "monitor",
+        "attacks",
         "hostile",
     ),
 )
