@@ -47,14 +47,13 @@ class Plan:
 
     flood_s: float = 8.0
     window_s: float = 15.0
-    passes: int = 2
+    passes: int = 1  # of each flood
+    turns: int = 2  # of each crowd
     floods: tuple[str, ...] = tuple(FLOODS)
     members: tuple[int, ...] = MEMBERS
 
 
-QUICK = Plan(
-    flood_s=2.0, passes=1, floods=("nothing", "shared_finds", "half_sent", "forged_records"), members=()
-)
+QUICK = Plan(flood_s=2.0, floods=("nothing", "shared_finds", "half_sent", "forged_records"), members=())
 
 
 def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
@@ -154,7 +153,7 @@ def _beside(say: Callable[[str], None], plan: Plan, members: int) -> list[Row]:
     reasons: list[str] = []
     try:
         with Attack(members) as attack:
-            for _ in range(plan.passes):
+            for _ in range(plan.turns):
                 for identities in paces:
                     before, began_s = attack.measured(), time.monotonic()
                     attack.flood("crowd" if identities else "nothing", plan.window_s, identities)

@@ -17,8 +17,8 @@ import grpc
 import msgpack
 
 from averaging.optim.exchange import CHUNKS, OPEN, REPORT
-from averaging.optim.progress.logic.reports import ProgressReport
 from averaging.optim.progress.claims import claim_of
+from averaging.optim.progress.logic.reports import ProgressReport
 from benchmarks.worker_channel import WorkerChannel
 from benchmarks.workers.attacked_node import LARGE_KEY, LONG_KEY, RUN
 from swarm.core.errors import SwarmError
