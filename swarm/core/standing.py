@@ -23,7 +23,7 @@ class PeerStanding:
     """
 
     def __init__(self, holders: Mapping[str, Collection[PeerId]] | None = None) -> None:
-        """`holders`: by run, the peers whose capabilities are admitted at the moment (`Admission.holders`)."""
+        """`holders`: by run, the peers whose capabilities are admitted now (`Admission.holders`)."""
         self._members: dict[str, dict[PeerId, None]] = {}
         self._holders = dict(holders or {})
 
