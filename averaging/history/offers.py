@@ -32,8 +32,8 @@ class Offers:
     def __init__(
         self, introducers: Sequence[PeerId] = (), named: Callable[[], Sequence[PeerId]] = tuple
     ) -> None:
-        """`introducers`: the peers that the user named to enter the swarm, in their order. `named` returns the
-        members of the run that these have named to this peer.
+        """`introducers`: the peers that the user named to enter the swarm, in their order. `named` returns
+        the members of the run that these have named to this peer.
         """
         self.introducers, self._named = tuple(introducers), named
         self._offers: OrderedDict[PeerId, _Offer] = OrderedDict()
