@@ -189,10 +189,6 @@ def _theirs(record: Record) -> str:
     return figure(record["peer_value"], record["unit"])
 
 
-def _ratio(record: Record) -> str:
-    return ratio(record)
-
-
 def _met(record: Record) -> str:
     unknown = NOTHING if record["aim"] is None else "not measured"
     return {True: "yes", False: "**no**", None: unknown}[record["met"]]

@@ -23,7 +23,8 @@ from swarm.core.ids import PeerId
 class Tally:
     """The known votes of one attempt.
 
-    A certificate needs votes for one result from more than half of the contributors, who hold the bytes, and
+    A certificate needs votes for one result from more than half of the contributors that are electors (of all
+    of them, if none is: `Proposal.deciders`), who hold the bytes, and
     from a quorum of the electors of the head, so that no other group commits on it.
     """
 
@@ -39,6 +40,12 @@ class Tally:
         self.goodbyes: dict[PeerId, bytes] = {}
         self._digest = proposal.digest()
         self._voters = {*proposal.contributors, *self.electors}
+        self._deciders = proposal.deciders
+        self._counts = Counter[bytes]()  # votes of deciders, by result
+        # what follows from the known votes, until another one is counted: it is asked for after every event
+        # of a round
+        self._certificate: Certificate | None = None
+        self._is_dead: bool | None = None
 
     def add(self, vote: Vote) -> bool:
         """Count a vote, no matter which peer relayed it. Return whether it is new. A voter that signed two
@@ -53,12 +60,19 @@ class Tally:
         if vote.voter in self.liars:
             return False
         vote.check(self._digest)
+        self._certificate = self._is_dead = None
         if known is not None:
             self.liars[vote.voter] = (known, vote)
             del self.votes[vote.voter]
+            self._count(known, -1)
             return True
         self.votes[vote.voter] = vote
+        self._count(vote, 1)
         return True
+
+    def _count(self, vote: Vote, difference: int) -> None:
+        if vote.voter in self._deciders and vote.result:
+            self._counts[vote.result] += difference
 
     def add_goodbye(self, peer: PeerId, signature: bytes) -> bool:
         """Count an elector as gone. Return whether this is new. Raise PeerError when it did not sign it."""
@@ -66,6 +80,7 @@ class Tally:
             return False
         if not verify(peer, goodbye_statement(self.proposal.run, self.proposal.head), signature):
             raise PeerError(f"a goodbye that {peer} did not sign")
+        self._certificate = self._is_dead = None
         self.goodbyes[peer] = signature
         return True
 
@@ -75,26 +90,27 @@ class Tally:
 
     @property
     def results(self) -> dict[bytes, int]:
-        """Return the results that contributors voted for, with the number of their votes."""
-        return dict(
-            Counter(
-                self.votes[peer].result
-                for peer in self.proposal.contributors
-                if peer in self.votes and self.votes[peer].result
-            )
-        )
+        """Return the results that contributors whose votes count voted for, with the number of votes."""
+        return dict(+self._counts)
 
     @property
     def majority(self) -> bytes | None:
-        """Return the result that more than half of the contributors voted for; None while there is none."""
-        for result, count in self.results.items():
-            if 2 * count > len(self.proposal.contributors):
+        """Return the result that more than half of the contributors whose votes count voted for; None while
+        there is none.
+        """
+        for result, count in self._counts.items():
+            if 2 * count > len(self._deciders):
                 return result
         return None
 
     @property
     def certificate(self) -> Certificate | None:
         """Return the certificate, once the known votes make one."""
+        if self._certificate is None:
+            self._certificate = self._made_certificate()
+        return self._certificate
+
+    def _made_certificate(self) -> Certificate | None:
         result = self.majority
         if result is None:
             return None
@@ -121,8 +137,10 @@ class Tally:
         """Return whether no result can be certified any more, whatever the votes that are unknown are: then a
         voter is free to vote on another attempt at this head.
         """
-        candidates = {vote.result for vote in self.votes.values() if vote.result}
-        return not any(self._is_possible(result) for result in (*candidates, None))
+        if self._is_dead is None:
+            candidates = {vote.result for vote in self.votes.values() if vote.result}
+            self._is_dead = not any(self._is_possible(result) for result in (*candidates, None))
+        return self._is_dead
 
     def _is_possible(self, result: bytes | None) -> bool:
         """Return whether further votes can certify this result. None: one that nobody has voted for yet."""
@@ -136,7 +154,7 @@ class Tally:
                 else peer not in self.goodbyes
             )
         }
-        if not is_majority(self.proposal.contributors, supporters):
+        if not is_majority(self._deciders, supporters):
             return False
         return self.proposal.is_break or is_quorum(
             self.electors, supporters - self.goodbyes.keys(), self.goodbyes
@@ -144,11 +162,13 @@ class Tally:
 
 
 def is_supported(proposal: Proposal, result: bytes, votes: Sequence[Vote]) -> bool:
-    """Return whether these are signed votes of more than half of the contributors for the result."""
+    """Return whether these are signed votes for the result, of more than half of the contributors whose votes
+    count.
+    """
     digest = proposal.digest()
     try:
         for vote in votes:
             vote.check(digest)
     except PeerError:
         return False
-    return is_majority(proposal.contributors, {vote.voter for vote in votes if vote.result == result})
+    return is_majority(proposal.deciders, {vote.voter for vote in votes if vote.result == result})

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # The invite that `swarm start` prints is meant to be passed around among people who know each other.
 _START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
+_ENTRY_CHARACTERS_MAX = 120  # an address fits, an invite does not
 _OWN_COMMAND_S = 3600.0  # lifetime of the capability of a command of the owner
 _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 
@@ -170,4 +171,5 @@ def check_answered(node: Node, address: str) -> None:
     if node.not_invited:
         raise NotInvited(node.not_invited)
     why = "; ".join(node.join_failures) or "no answer in time"
-    raise NetworkError(f"nobody answers at {address:.80}: {why}. Ask for the address of another live peer")
+    entry = address if len(address) <= _ENTRY_CHARACTERS_MAX else f"{address[:_ENTRY_CHARACTERS_MAX]}…"
+    raise NetworkError(f"nobody answers at {entry}: {why}. Ask for the address of another live peer")

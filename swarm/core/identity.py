@@ -147,7 +147,8 @@ def verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
 
 def _no_file(file: Path) -> UsageError:
     return UsageError(
-        f"there is no identity file {file}: make one with `swarm identity --create`, or leave the path out"
+        f"there is no identity file {file}: pass that of the identity that you mean, or "
+        "make one with `swarm identity --create`"
     )
 
 

@@ -8,10 +8,23 @@ at most half, and members displace them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from swarm.core.ids import PeerId
 
 MEMBERS_MAX = 4096  # remembered in each run; beyond this the one that was named longest ago is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Founding:
+    """How a run began, as its specification says. The default is that of a run without a specification."""
+
+    owner: PeerId | None = None  # its first one
+    is_invited: bool = False  # it is for invited peers: no stranger takes part
+
+
+NO_SPECIFICATION: Final = Founding()
 
 
 class PeerStanding:
@@ -26,6 +39,15 @@ class PeerStanding:
         """`holders`: by run, the peers whose capabilities are admitted now (`Admission.holders`)."""
         self._members: dict[str, dict[PeerId, None]] = {}
         self._holders = dict(holders or {})
+        self._foundings: dict[str, Founding] = {}
+
+    def set_founding(self, run: str, founding: Founding) -> None:
+        """Remember how a run began, before this node takes part in it."""
+        self._foundings[run] = founding
+
+    def founding_of(self, run: str) -> Founding:
+        """Return how a run began, as far as this node knows."""
+        return self._foundings.get(run, NO_SPECIFICATION)
 
     def add_members(self, run: str, peers: Iterable[PeerId]) -> None:
         """Remember the members of a run that a certificate or its specification names."""

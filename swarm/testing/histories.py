@@ -24,11 +24,14 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
+from averaging.history.chain import Chain
+from averaging.history.electors import grants_hour
 from averaging.history.encoding import decode_chain, encode_chain
-from averaging.history.lineage import CERTIFICATES_MAX, Chain, Lineage, Relation
+from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from averaging.history.tally import Tally
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
+from swarm.core.standing import NO_SPECIFICATION, Founding
 from swarm.testing.chance import Chance
 from swarm.testing.history_ledger import BrokenPromiseError, VoteLedger
 
@@ -58,6 +61,7 @@ class PlayConfig:
     newcomers: int = 1  # join later
     steps: int = 2000
     has_liar: bool = False
+    is_owned: bool = False  # the first peer owns the run, and others become electors one after the other
     quiet_interval: int = 250  # steps between two checks without faults
 
 
@@ -104,6 +108,8 @@ class Play:
         count = config.electors + config.newcomers
         self.peers = [Peer(number, make_signer(number)) for number in range(count)]
         self.numbers = {peer.signer.peer_id: peer.number for peer in self.peers}
+        owner = self.peers[0].signer.peer_id
+        self.founding = Founding(owner) if config.is_owned else NO_SPECIFICATION
         self.liar = self.chance.choice(self.peers[: config.electors]) if config.has_liar else None
         self.ledger = VoteLedger(self.liar.signer.peer_id if self.liar else None)
         self.cuts: set[tuple[int, int]] = set()
@@ -121,9 +127,9 @@ class Play:
         """Let the first electors make the first certificate together."""
         electors = self.peers[: self.config.electors]
         for peer in electors:
-            peer.lineage = Lineage(RUN, peer.signer.peer_id)
+            peer.lineage = Lineage(RUN, peer.signer.peer_id, self.founding)
         first = electors[0].live
-        self.ledger.electors[first.head] = ()
+        self.ledger.electors[first.head] = first.electors
         proposal = self._proposal(electors[0], electors, is_break=False)
         result, votes = _digest("first"), {}
         for peer in electors:
@@ -161,13 +167,15 @@ class Play:
         return _digest(f"group {self.serial}")
 
     def _proposal(self, leader: Peer, members: Iterable[Peer], *, is_break: bool) -> Proposal:
-        lineage = leader.live
+        lineage, contributors = leader.live, [peer.signer.peer_id for peer in members]
+        may_grow = not (is_break or lineage.register.at_once) and grants_hour(lineage.electors, contributors)
         return lineage.propose(
             epoch=lineage.epoch + 1,
             kind=RoundKind.EPOCH,
             group_id=self.group_id(),
-            contributors=[peer.signer.peer_id for peer in members],
+            contributors=contributors,
             is_break=is_break,
+            new_hour=may_grow and self.chance.happens(0.5),
         )
 
     def form(self, leader: Peer, members: Sequence[Peer], *, is_break: bool) -> Proposal:
@@ -279,7 +287,7 @@ class Play:
         """Let a peer take the certificate of a round that it was in."""
         head, own = certificate.proposal.head, peer.signer.peer_id
         if peer is not self.liar:
-            certificate.check(self.ledger.electors[head])
+            certificate.check(self.ledger.electors[head], peer.live.register)
             if certificate.proposal.contributors == (own,) and not certificate.proposal.is_break:
                 rivals = self.ledger.certified.get(head, {}).keys() - {certificate.head}
                 if rivals and self.liar is None:
@@ -288,6 +296,7 @@ class Play:
         self._moved(peer)
         self.ledger.electors[certificate.head] = certificate.proposal.electors
         self.counts["breaks" if certificate.proposal.is_break else "commits"] += 1
+        self.counts["commits with peers that are no electors yet"] += bool(peer.live.register.known)
 
     def _moved(self, peer: Peer) -> None:
         peer.attempts.clear()
@@ -352,7 +361,7 @@ class Play:
             chain = decode_chain(encode_chain(chain))
         relation = peer.live.relation(chain)
         self.counts[f"histories: {relation.name}"] += 1
-        if relation is Relation.UNRELATED and not peer.live.electors:
+        if relation is Relation.UNRELATED and not peer.live.has_begun:
             chain.check(RUN)
         elif relation not in (Relation.AHEAD, Relation.WINS):
             return
@@ -373,7 +382,7 @@ class Play:
     def start(self, peer: Peer, donor: Peer | None) -> None:
         """Start the process of a peer, from a checkpoint, or with the history of another peer."""
         chain = donor.live.chain() if donor is not None else self.chance.choice(peer.checkpoints)
-        peer.lineage = Lineage(RUN, peer.signer.peer_id)
+        peer.lineage = Lineage(RUN, peer.signer.peer_id, self.founding)
         chain.check(RUN)
         peer.live.adopt(chain)
         self._moved(peer)

@@ -30,7 +30,8 @@ from averaging.history.certificate import (
     is_quorum,
     vote_statement,
 )
-from averaging.history.lineage import Chain, Lineage, Relation
+from averaging.history.chain import Chain
+from averaging.history.lineage import Lineage, Relation
 from averaging.history.tally import Tally
 from swarm.core.ids import PeerId
 from swarm.testing.identities import StandInIdentity
@@ -367,7 +368,7 @@ class VoteStates:
         return self._certifiable[sent]
 
     def _is_valid(self, attempt: int, voters: set[PeerId], gone: list[int]) -> bool:
-        if not is_majority(self.proposals[attempt].contributors, voters):
+        if not is_majority(self.proposals[attempt].deciders, voters):
             return False
         return any(
             is_quorum(self.electors, voters, {self.ids[peer] for peer in known})

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import pytest
 
 from averaging.history import certificate, lineage, tally
+from averaging.history.chain import Chain
 from averaging.history.lineage import Lineage, Relation
 from swarm.testing.histories import PlayConfig
 from swarm.testing.history_ledger import BrokenPromiseError
@@ -38,9 +39,14 @@ def play_seeds(seeds: Iterable[int]) -> None:
         play(config_of(seed, has_liar=False))
 
 
-def config_of(seed: int, *, has_liar: bool, steps: int = 2000) -> PlayConfig:
+def config_of(seed: int, *, has_liar: bool, is_owned: bool = False, steps: int = 2000) -> PlayConfig:
     return PlayConfig(
-        seed=seed, electors=3 + seed % 3, newcomers=seed // 3 % 3, steps=steps, has_liar=has_liar
+        seed=seed,
+        electors=3 + seed % 3,
+        newcomers=seed // 3 % 3,
+        steps=steps,
+        has_liar=has_liar,
+        is_owned=is_owned,
     )
 
 
@@ -51,12 +57,19 @@ def test_peers_keep_one_history(seed: int, has_liar: bool) -> None:
     play(config_of(seed, has_liar=has_liar))
 
 
+@pytest.mark.usefixtures("_stand_in_signatures")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("has_liar", [False, True], ids=["honest", "liar"])
+def test_peers_of_a_run_with_an_owner_keep_one_history(seed: int, has_liar: bool) -> None:
+    play(config_of(seed, has_liar=has_liar, is_owned=True))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in_signatures")
 @pytest.mark.parametrize("seed", range(1000, 1250))
 @pytest.mark.parametrize("has_liar", [False, True], ids=["honest", "liar"])
 def test_peers_keep_one_history_for_a_million_steps(seed: int, has_liar: bool) -> None:
-    play(config_of(seed, has_liar=has_liar))
+    play(config_of(seed, has_liar=has_liar, is_owned=seed % 2 == 0))
 
 
 @pytest.mark.parametrize("has_liar", [False, True], ids=["honest", "liar"])
@@ -77,7 +90,7 @@ def test_the_model_finds_that_histories_stay_apart_when_nobody_yields(
 ) -> None:
     relation = Lineage.relation
 
-    def stubborn(self: Lineage, chain: lineage.Chain) -> Relation:
+    def stubborn(self: Lineage, chain: Chain) -> Relation:
         found = relation(self, chain)
         return Relation.LOSES if found is Relation.WINS else found
 

@@ -39,6 +39,7 @@ _STATE = {
     "lost": "red",
     "left": "dim",
 }
+_PAGE = 8  # peers
 _BAR = "█▏▎▍▌▋▊▉"
 _KEYS = "q quit   ↑↓ choose   enter details   s sort   tab below   "
 
@@ -134,15 +135,15 @@ class ScreenState:
     section: str = "rounds"
     quit: bool = False
 
-    def key(self, name: str, peers: int, page: int = 8) -> None:
+    def key(self, name: str, peers: int) -> None:
         """React to a key."""
         moves = {
             "up": -1,
             "k": -1,
             "down": 1,
             "j": 1,
-            "page up": -page,
-            "page down": page,
+            "page up": -_PAGE,
+            "page down": _PAGE,
             "home": -peers,
             "end": peers,
         }

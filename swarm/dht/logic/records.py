@@ -226,19 +226,26 @@ def namespace_refusal(record: Record) -> str | None:
 
 
 class Rules(Protocol):
-    """Additional rules that `RecordValidator` applies: `swarm.dht.logic.namespaces.Namespaces`."""
+    """Additional rules that `RecordValidator` applies: `swarm.dht.logic.namespaces.Namespaces`. `changes`
+    counts the changes of the rules so far; until the next one they judge the same record alike.
+    """
+
+    @property
+    def changes(self) -> int: ...
 
     def refusal(self, record: Record) -> str | None: ...
 
 
 class RecordValidator:
-    """Check records. Verified signatures are cached, because readers get each record from several
-    replicas.
+    """Check records. Verified signatures are cached, and so are records whose value and rules were checked,
+    because readers get each record from several replicas.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
         self._rules = rules
         self._verified: OrderedDict[bytes, bool] = OrderedDict()
+        # digests of accepted records, with `Rules.changes` when they were
+        self._accepted: OrderedDict[bytes, int] = OrderedDict()
 
     def refusal(self, record: Record, now_us: int) -> str | None:
         """Return why the record is not acceptable now, or None. Its value is decoded after its signature was
@@ -262,12 +269,24 @@ class RecordValidator:
             return f"it was issued {ahead_s:.0f} s in the future: one of the two clocks is wrong"
         if record.expiration_us <= now_us:
             return f"it expired {(now_us - record.expiration_us) / 1e6:.0f} s ago"
-        return (
+        if len(record.signature) != _SIGNATURE_BYTES:
+            return namespace_refusal(record) or f"a signature has {_SIGNATURE_BYTES} bytes"
+        message = signing_bytes(record)
+        digest = hashlib.sha256(message + record.signature).digest()
+        changes = self._rules.changes if self._rules is not None else 0
+        if self._accepted.get(digest) == changes:
+            return None  # the rest depends on nothing but the record and the rules
+        refusal = (
             namespace_refusal(record)
-            or self._signature_refusal(record)
+            or self._verify(record, message)
             or self._value_refusal(record)
             or self._rules_refusal(record)
         )
+        if refusal is None:
+            self._accepted[digest] = changes
+            if len(self._accepted) > _VERIFIED_MAX:
+                self._accepted.popitem(last=False)
+        return refusal
 
     def _rules_refusal(self, record: Record) -> str | None:
         return self._rules.refusal(record) if self._rules is not None else None
@@ -309,11 +328,6 @@ class RecordValidator:
         except UsageError as error:
             return str(error)
         return None
-
-    def _signature_refusal(self, record: Record) -> str | None:
-        if len(record.signature) != _SIGNATURE_BYTES:
-            return f"a signature has {_SIGNATURE_BYTES} bytes"
-        return self._verify(record, signing_bytes(record))
 
     def _verify(self, record: Record, message: bytes) -> str | None:
         digest = hashlib.sha256(message + record.signature).digest()

@@ -50,7 +50,7 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 
 _log = logging.getLogger(__name__)
 
-_REPLY_RECORD_BYTES_MAX = 3 << 20  # the rest of a Find reply is for contacts
+_REPLY_RECORD_BYTES_MAX = 1 << 20  # the rest of a Find reply is for contacts
 _CONTACTS_MAX = 384  # per reply, over all queries: with the longest addresses less than a megabyte
 _CONTACTS_MIN = 6  # per query
 # a Find within these limits is answered without a task, in well under a millisecond
