@@ -214,6 +214,8 @@ def _head(view: MonitorView, columns: int) -> list[Text]:
     title.append(f"  {view.peers_live} peer{'' if view.peers_live == 1 else 's'}")
     if view.peers_quiet:
         title.append(f", {view.peers_quiet} silent", style="yellow")
+    if view.strangers:
+        title.append(f", {view.strangers} stranger{'' if view.strangers == 1 else 's'}", style="dim")
     about = [run.description, f"{run.parameters:,} parameters" if run.parameters else "", run.mode, run.codec]
     text = view.link.text or " · ".join(filter(None, about))
     return [title, Text(f" {text}", style="yellow" if view.link.text else "dim")]

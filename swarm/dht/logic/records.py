@@ -59,8 +59,7 @@ class Record:
     @property
     def run(self) -> str | None:
         """Return the id of the run whose namespace the key is in, None in other namespaces."""
-        namespace = self.key.namespace
-        return namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(namespace) else None
+        return run_of(self.key)
 
     @property
     def version(self) -> tuple[int, bytes]:
@@ -194,6 +193,11 @@ def _is_nested_at_most(value: Value, depth_max: int) -> bool:
             if type(part) in _CONTAINERS
         ]
     return not any(containers)
+
+
+def run_of(key: Key) -> str | None:
+    """Return the id of the run whose namespace a key is in, None in other namespaces."""
+    return key.namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(key.namespace) else None
 
 
 def is_run_namespace(namespace: str) -> bool:
