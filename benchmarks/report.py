@@ -131,6 +131,7 @@ ORDER = (
         "grid",
         "electors",
         "monitor",
+        "attacks",
         "hostile",
     ),
 )

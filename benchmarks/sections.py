@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import (
     allreduce,
+    attacks,
     churn,
     codecs,
     convergence,
@@ -114,6 +115,7 @@ SECTIONS = {
     "progress": Section(rows=lambda request: simulated_progress.rows(request.setting.say)),
     "monitor": Section(rows=lambda request: simulated_monitoring.rows(request.setting.say)),
     "hostile": Section(rows=_once(lambda request: hostile.rows(request.setting.say))),
+    "attacks": Section(rows=_once(lambda request: attacks.rows(request.setting.say))),
     "codecs": Section(
         rows=_once(lambda request: codecs.rows(request.setting.say, request.setting.hivemind)), compared=True
     ),

@@ -12,7 +12,6 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import swarm
@@ -33,6 +32,7 @@ from swarm.net.listening import announced, parse_listen
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
+from swarm.net.scope import Scope, Surroundings
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.fork import NodeSockets, close_after_fork
@@ -49,6 +49,8 @@ _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
 _HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed
 _CALLBACKS_S_MAX = 1.0
 _CLOSE_S_MAX = 1.8
+# the widest network that a node of a preset takes itself to be in
+_WIDEST: dict[Preset, Scope] = {"local": Scope.MACHINE, "lan": Scope.SITE, "wan": Scope.INTERNET}
 ServiceT = TypeVar("ServiceT")
 
 
@@ -111,9 +113,10 @@ class Node:
         self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
-        self.standing = PeerStanding()
-        if self.membership is not None:
-            self.standing.set_founding(self.membership.run_id, Founding(is_invited=True))
+        invited = self.membership.admission if self.membership is not None else None
+        self.standing = PeerStanding({invited.run_id: invited.holders} if invited is not None else None)
+        if invited is not None:
+            self.standing.set_founding(invited.run_id, Founding(is_invited=True))
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
@@ -133,14 +136,21 @@ class Node:
     async def _start(self, bootstrap: list[Contact]) -> None:
         self.supervisor = Supervisor()
         throttle = Throttle(self.config.bandwidth)
+        surroundings = Surroundings(bootstrap, _WIDEST[self.config.preset])
         self.channels = Channels(
             self.identity,
             on_connected=self._connected,
             throttle=throttle,
             membership=self.membership,
+            surroundings=surroundings,
             dial_timeout_s=self.timings.dial_timeout_s,
         )
-        self._server = Server(throttle=throttle, standing=self.standing, membership=self.membership)
+        self._server = Server(
+            throttle=throttle,
+            standing=self.standing,
+            membership=self.membership,
+            on_called=surroundings.on_called,
+        )
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
@@ -163,11 +173,13 @@ class Node:
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
             self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
+            surroundings.widen(address.host for address in self.contact.addresses)
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
+        self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
             await wait_until_set(self._joining.attempted, _FIRST_JOIN_S)
 
@@ -275,9 +287,7 @@ class Node:
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

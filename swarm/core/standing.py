@@ -7,7 +7,7 @@ at most half, and members displace them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,13 +29,16 @@ NO_SPECIFICATION: Final = Founding()
 
 class PeerStanding:
     """The members of the runs that this node takes part in: peers that are or were electors, contributors of
-    certificates, or owners. All others are strangers.
+    certificates, or owners, and in an invited run the holders of capabilities. All others are strangers.
 
-    Any thread may ask, and one thread per run may change its members: they are replaced as a whole.
+    Any thread may ask, and one thread per run may change those that certificates name: they are replaced as a
+    whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, holders: Mapping[str, Collection[PeerId]] | None = None) -> None:
+        """`holders`: by run, the peers whose capabilities are admitted now (`Admission.holders`)."""
         self._members: dict[str, dict[PeerId, None]] = {}
+        self._holders = dict(holders or {})
         self._foundings: dict[str, Founding] = {}
 
     def set_founding(self, run: str, founding: Founding) -> None:
@@ -55,15 +58,25 @@ class PeerStanding:
         self._members[run] = dict.fromkeys([*earlier, *named][-MEMBERS_MAX:])
 
     def forget_run(self, run: str) -> None:
-        """Forget the members of a run that this node has left."""
+        """Forget the members that certificates of a run named: this node has left it. Holders of capabilities
+        stay members.
+        """
         self._members.pop(run, None)
 
     def has_members(self, run: str | None = None) -> bool:
         """Return whether this node knows members of the run, or without one of any run."""
-        return bool(self._members if run is None else self._members.get(run))
+        if run is not None:
+            return bool(self._members.get(run) or self._holders.get(run))
+        return bool(self._members or any(self._holders.values()))
 
     def is_member(self, peer: PeerId, run: str | None = None) -> bool:
         """Return whether a peer is a member of the run, or without one of any run that this node knows."""
         if run is not None:
-            return peer in self._members.get(run, ())
-        return any(peer in members for members in list(self._members.values()))
+            return peer in self._members.get(run, ()) or peer in self._holders.get(run, ())
+        tables = [*list(self._members.values()), *list(self._holders.values())]
+        return any(peer in members for members in tables)
+
+    def members(self, run: str) -> list[PeerId]:
+        """Return the known members of a run, those that certificates named last first."""
+        named = self._members.get(run, {})
+        return [*reversed(named), *(peer for peer in list(self._holders.get(run, ())) if peer not in named)]

@@ -7,12 +7,13 @@ met the same peers therefore agree. docs/decisions/0031 says what this does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from swarm.core.errors import NotInvited
 from swarm.core.ids import PeerId
-from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_grants
+from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_rooted
 
 # What a caller needs for the methods of a service; methods that are not listed here take any member.
 NEEDED_ROLES: dict[str, frozenset[Role]] = {
@@ -23,6 +24,7 @@ NEEDED_ROLES: dict[str, frozenset[Role]] = {
 }
 # What entry points may call: peers that this process, or who invited it, named as addresses without inviting.
 ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
+_OWNERS_RIGHTS = Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
 _REVOKED = "the owner of the run has revoked this peer's invite"
 
 
@@ -37,12 +39,22 @@ class _Uses:
 class Admission:
     """The peers that this process has admitted to one run."""
 
-    def __init__(self, run_id: str, owner: PeerId) -> None:
-        self.run_id, self.owner = run_id, owner
+    def __init__(self, run_id: str, owner: PeerId, founder: PeerId | None = None) -> None:
+        """`founder`: the first owner, if another one has the run now (`follow_owner`)."""
+        self.run_id, self.owner, self._founder = run_id, owner, founder or owner
+        # the peers and invites of the founder whose capabilities the present owner has confirmed; None: all,
+        # as far as this process knows
+        self._confirmed: frozenset[PeerId] | None = None
         self.revoked: frozenset[PeerId] = frozenset()
         self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
-        self._standings: dict[PeerId, Rights] = {}
+        # by holder, of whom the owner is one without a capability
+        self._standings: dict[PeerId, Rights] = {owner: _OWNERS_RIGHTS}
         self._uses: dict[PeerId, _Uses] = {}  # by subject of a grant
+
+    @property
+    def holders(self) -> Collection[PeerId]:
+        """Return the admitted peers, in a view that follows every change."""
+        return self._standings.keys()
 
     def admit(self, holder: PeerId, grants: Grants, now_s: float) -> None:
         """Check a peer's capability and remember the peer. The owner needs none.
@@ -57,7 +69,7 @@ class Admission:
         if not grants:
             raise NotInvited(self._sentence("a peer joins with an invite (swarm1…)"))
         try:
-            standing = check_grants(self.run_id, self.owner, grants, now_s)
+            standing = check_rooted(self.run_id, self._roots_of(grants), grants, now_s)
         except NotInvited as error:
             raise NotInvited(self._sentence(str(error))) from None
         last = grants[-1]
@@ -80,8 +92,6 @@ class Admission:
 
     def roles(self, peer: PeerId, now_s: float) -> frozenset[Role]:
         """Return the roles of a peer; none if it was not admitted, or its capability has expired."""
-        if peer == self.owner:
-            return frozenset(ROLES)
         standing = self._standings.get(peer)
         if standing is None:
             return frozenset()
@@ -89,6 +99,39 @@ class Admission:
             del self._standings[peer]
             return frozenset()
         return standing.roles
+
+    def follow_owner(self, owner: PeerId, confirmed: Iterable[PeerId]) -> None:
+        """Take the run's present owner, whom its recovery key has named, from its specification. Of the
+        founder's capabilities only those count that the new owner has confirmed: the founder's key may be
+        stolen, and a grant can be given any date.
+        """
+        self._confirmed = frozenset(confirmed) if owner != self._founder else None
+        if owner != self.owner:
+            self._standings.pop(self.owner, None)
+            self.owner = owner
+        self._standings[owner] = _OWNERS_RIGHTS
+        for holder, one in list(self._standings.items()):
+            if one.grants:
+                try:
+                    check_rooted(self.run_id, self._roots_of(one.grants), one.grants, one.signed_s)
+                except NotInvited:
+                    self._forget(holder)
+                    self.removed |= {holder}
+        if owner != self._founder:
+            self.removed |= {self._founder} - self._standings.keys()
+        self.removed -= {owner}
+
+    @property
+    def first_subjects(self) -> frozenset[PeerId]:
+        """Return the peers and invites with which the admitted capabilities begin."""
+        return frozenset(one.grants[0].subject for one in self._standings.values() if one.grants)
+
+    def _roots_of(self, grants: Grants) -> list[PeerId]:
+        """Return the owners whose signature a capability may begin with."""
+        if self.owner == self._founder:
+            return [self.owner]
+        confirmed = self._confirmed is None or grants[0].subject in self._confirmed
+        return [self.owner, self._founder] if confirmed else [self.owner]
 
     def revoke(self, peers: Iterable[PeerId]) -> None:
         """Replace the list of revoked peers and invites, and forget the peers that they concern."""

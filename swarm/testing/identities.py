@@ -4,11 +4,17 @@ space, in every run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+from collections.abc import Iterator
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from swarm.core import identity
 from swarm.core.ids import PeerId
+
+_SIGNATURES_MAX = 1 << 16  # that are remembered
 
 
 class SeededIdentity:
@@ -48,3 +54,14 @@ def stand_in_verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
 
 def _stand_in(peer_id: PeerId, message: bytes) -> bytes:
     return hashlib.sha512(peer_id.public_key + message).digest()
+
+
+@contextlib.contextmanager
+def remembered_signatures() -> Iterator[None]:
+    """Verify each signature once in this process: all peers of a simulated swarm verify the same records."""
+    verify = identity.crypto_sign_open
+    identity.crypto_sign_open = functools.lru_cache(_SIGNATURES_MAX)(verify)
+    try:
+        yield
+    finally:
+        identity.crypto_sign_open = verify
