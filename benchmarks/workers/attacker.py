@@ -74,7 +74,9 @@ class Target:
         return writer
 
 
-Flood = Callable[[Target, float], Coroutine[None, None, int]]  # returns how many requests or connections it made
+Flood = Callable[
+    [Target, float], Coroutine[None, None, int]
+]  # returns how many requests or connections it made
 
 
 def _context(identity: Identity) -> ssl.SSLContext:
