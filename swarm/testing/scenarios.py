@@ -29,6 +29,7 @@ from swarm.testing.faults import FaultConfig, Faults
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_scenarios import (
     TRAINING,
+    ScenarioFigures,
     TrainingFailed,
     TrainingScenario,
     run_training,
@@ -271,12 +272,24 @@ def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: f
     config = ScenarioConfig(
         seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s
     )
-    click.echo(f"replay: {config.replay}")
     # peers warn about clocks that the scenario itself has set wrong
     logging.getLogger("swarm.dht").setLevel(logging.ERROR)
+    _print_report(config.replay, lambda print_line: run_scenario(config, print_line=print_line))
+
+
+def _train(scenario: TrainingScenario) -> None:
+    """Run the scenario `training` for the command line."""
+    logging.getLogger("averaging").setLevel(logging.ERROR)  # each fault is a warning of many peers
+    logging.getLogger("swarm").setLevel(logging.ERROR)
+    _print_report(scenario.replay, lambda print_line: run_training(scenario, print_line=print_line))
+
+
+def _print_report(replay: str, run: Callable[[Print], Report | ScenarioFigures]) -> None:
+    """Run a scenario and print its report, or why it failed and end with status 1."""
+    click.echo(f"replay: {replay}")
     try:
-        report = run_scenario(config, print_line=lambda text: click.echo(text, err=True))
-    except ScenarioFailed as failure:
+        report = run(lambda text: click.echo(text, err=True))
+    except (ScenarioFailed, TrainingFailed) as failure:
         click.echo(str(failure))
         raise SystemExit(1) from None
     for line in report.lines():
@@ -295,20 +308,6 @@ def _train_all(scenarios: Sequence[TrainingScenario]) -> None:
     click.echo(f"{len(scenarios)} trainings of {scenarios[0].peers} peers: {failed} failed")
     if failed:
         raise SystemExit(1)
-
-
-def _train(scenario: TrainingScenario) -> None:
-    """Run the scenario `training` for the command line."""
-    click.echo(f"replay: {scenario.replay}")
-    logging.getLogger("averaging").setLevel(logging.ERROR)  # each fault is a warning of many peers
-    logging.getLogger("swarm").setLevel(logging.ERROR)
-    try:
-        figures = run_training(scenario, print_line=lambda text: click.echo(text, err=True))
-    except TrainingFailed as failure:
-        click.echo(str(failure))
-        raise SystemExit(1) from None
-    for line in figures.lines():
-        click.echo(line)
 
 
 if __name__ == "__main__":
