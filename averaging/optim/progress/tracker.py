@@ -485,6 +485,8 @@ class Tracker:
             told = self._with_state(reports)
             alike = not told and self._progress.own_report.joining  # all begin together
             due = [p for p in self._records.relays(reports if alike else told) if p in self._unreported]
+        if self.history is not None:
+            self.history.keep_waiting(self.voters(), self._node.clock.monotonic_s())
         self._announce.notify()
         await self._report_to(due)
         return True
