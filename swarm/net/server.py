@@ -50,7 +50,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     *SIZE_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a shared port
     ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
-    ("grpc.max_concurrent_streams", 64),  # per connection; each may hold 64 KiB before its caller is known
+    ("grpc.max_concurrent_streams", 40),  # per connection; each holds 64 KiB that nobody has read yet
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
