@@ -129,6 +129,7 @@ ORDER = (
         "cuda",
         "simulated",
         "grid",
+        "electors",
         "monitor",
         "attacks",
         "hostile",

@@ -67,7 +67,7 @@ class RunHistory:
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
         self._heads = KnownHeads()
-        self._offers = Offers(introducers)
+        self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
         self._probed_s = -1e9
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
