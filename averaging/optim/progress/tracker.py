@@ -181,9 +181,7 @@ class Tracker:
             return self._progress.is_alone(self._node.clock.swarm_s())
 
     def has_begun(self, believed: Collection[PeerId] | None = None) -> bool:
-        """Return whether the run has completed an epoch: by a certificate, or by a report of `believed`; None
-        stands for everybody.
-        """
+        """Return whether the run has completed an epoch, as `EpochProgress.has_begun`."""
         with self._lock:
             return self._progress.has_begun(self._node.clock.swarm_s(), believed)
 
