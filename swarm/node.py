@@ -111,7 +111,9 @@ class Node:
         self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
-        self.standing = PeerStanding()
+        self.standing = PeerStanding(
+            self.membership.is_admitted if self.membership is not None else lambda peer: False
+        )
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False

@@ -54,12 +54,14 @@ class RunHistory:
         *,
         group_size_max: int,
         introducers: Sequence[PeerId] = (),
+        on_certified: Callable[[Sequence[PeerId]], None] = lambda contributors: None,
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
         the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
+        `on_certified` is told the contributors of each certificate of this peer's history.
         """
         self._node, self._run, self._sign = node, run, sign
-        self._own = node.contact.peer_id
+        self._own, self._on_certified = node.contact.peer_id, on_certified
         self.size = SwarmSize(self._own, group_size_max)
         self._lock = threading.Lock()
         self._lineage = Lineage(run, self._own)
@@ -156,6 +158,7 @@ class RunHistory:
         with self._lock:
             self._lineage.extend(certificate)
             self._moved()
+        self._on_certified(certificate.proposal.contributors)
 
     def commit_alone(self, epoch: int, kind: RoundKind) -> None:
         """Extend the history with a step of this peer alone, after `seek_quorum` allowed it."""
@@ -171,6 +174,7 @@ class RunHistory:
                 )
             )
             self._moved()
+        self._on_certified((self._own,))
 
     def restore(self, root: Chain) -> None:
         """Continue from the head of a checkpoint, an empty chain."""
@@ -269,9 +273,12 @@ class RunHistory:
         """Continue the history of others from now on, because this peer is about to load a state of it."""
         with self._lock:
             self._left = self._left or self._lineage
+            new = [one for one in ahead.chain.certificates if not self._lineage.knows(one.head)]
             self._lineage = copy.deepcopy(self._lineage)
             self._lineage.adopt(ahead.chain)
             self._moved()
+        for certificate in new:
+            self._on_certified(certificate.proposal.contributors)
 
     async def follow_to(self, head: bytes, donors: Iterable[PeerId]) -> bool:
         """Follow the swarm's history up to the head of a state that was downloaded, which may be further than

@@ -144,7 +144,8 @@ class Optimizer(DelegatingOptimizer):
 
     async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
         node, mode = self.node, self._mode
-        self._blocklist = node.service(AveragingService).exchange.blocklist_of(self.run_id)
+        exchange = node.service(AveragingService).exchange
+        self._blocklist, self._ledger = exchange.blocklist_of(self.run_id), exchange.ledger_of(self.run_id)
         self._donor = Donor(
             node,
             self.run_id,
@@ -156,7 +157,14 @@ class Optimizer(DelegatingOptimizer):
         sign, size_max = node.identity.sign, config.group_size_max
         # a mode without a common state has no history
         self._history = (
-            RunHistory(node, self.run_id, sign, group_size_max=size_max, introducers=node.introducers)
+            RunHistory(
+                node,
+                self.run_id,
+                sign,
+                group_size_max=size_max,
+                introducers=node.introducers,
+                on_certified=self._ledger.certified,
+            )
             if mode.traits.canonical
             else None
         )
@@ -167,6 +175,7 @@ class Optimizer(DelegatingOptimizer):
             self._blocklist,
             on_full=self._donor.on_round_begin,
             history=self._history,
+            is_proven=self._ledger.is_proven,
         )
         self._averager = EpochAverager(node, self.run_id, mode, options, config, self._history)
         self._catch_up = CatchUp(node, mode, self._tracker, self._averager, self._blocklist, self._history)
@@ -234,6 +243,7 @@ class Optimizer(DelegatingOptimizer):
         with self._meter.stepping(self.node.clock.swarm_s):
             report = self._loop.step(samples)
         self._hyperparameters.record()
+        self._ledger.save()
         if complaint:
             _log.warning("run %s: %s", self.run_id, complaint)
         ended = report.stepped or report.rounds_failed or report.resynchronised is not None

@@ -17,11 +17,12 @@ everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.group import Member, can_dial
 from swarm.core.errors import UsageError
+from swarm.core.ids import PeerId
 
 _ROUNDING = 1e-9  # of an amount: the time of the whole vector times the speed may be a little less
 _HALVINGS = 200  # until two neighbouring floats are left
@@ -45,8 +46,10 @@ class ReducerLoad:
     is_set: bool = False  # its user has set the bandwidth; False: it was measured
 
 
-def shares_of(members: Sequence[Member]) -> list[float]:
-    """Return the shares of a group's members, computed from the bandwidths that they announced."""
+def shares_of(members: Sequence[Member], reducers: Collection[PeerId] | None = None) -> list[float]:
+    """Return the shares of a group's members, computed from the bandwidths that they announced. `reducers`:
+    those that may have one; None: all that can be dialed.
+    """
     return shares(
         [
             ReducerLoad(
@@ -54,7 +57,7 @@ def shares_of(members: Sequence[Member]) -> list[float]:
                 down=member.bandwidth,
                 contributes=member.weight > 0.0,
                 receives=not member.auxiliary,
-                reduces=can_dial(member),
+                reduces=can_dial(member) and (reducers is None or member.peer_id in reducers),
                 is_set=member.bandwidth_is_set,
             )
             for member in members

@@ -7,7 +7,7 @@ at most half, and members displace them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from swarm.core.ids import PeerId
 
@@ -15,13 +15,15 @@ MEMBERS_MAX = 4096  # remembered in each run; beyond this the one that was named
 
 
 class PeerStanding:
-    """The members of the runs that this node takes part in: peers that are or were electors, contributors of
-    certificates, or owners. All others are strangers.
+    """The members of the runs that this node takes part in: peers that are or were electors, owners, and in
+    an invited run holders of a capability. All others are strangers.
 
     Any thread may ask, and one thread per run may change its members: they are replaced as a whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_admitted: Callable[[PeerId], bool] = lambda peer: False) -> None:
+        """`is_admitted` returns whether a peer has shown a capability of the invited run of this node."""
+        self._is_admitted = is_admitted
         self._members: dict[str, dict[PeerId, None]] = {}
 
     def add_members(self, run: str, peers: Iterable[PeerId]) -> None:
@@ -42,6 +44,8 @@ class PeerStanding:
 
     def is_member(self, peer: PeerId, run: str | None = None) -> bool:
         """Return whether a peer is a member of the run, or without one of any run that this node knows."""
+        if self._is_admitted(peer):
+            return True
         if run is not None:
             return peer in self._members.get(run, ())
         return any(peer in members for members in list(self._members.values()))

@@ -71,6 +71,8 @@ class Group:
     codec: str  # name of the codec of swarm.compression in which tensors are sent
     # per member, in group order: msgpack of the value that it passed as `gather` (b"" for none)
     gathered: tuple[bytes, ...]
+    # members that may reduce, as each member concludes for itself; None: all that can be dialed
+    reducers: frozenset[PeerId] | None = None
 
     def __post_init__(self) -> None:
         if len(self.group_id) != GROUP_ID_BYTES:

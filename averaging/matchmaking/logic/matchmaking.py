@@ -137,7 +137,7 @@ class Matchmaker:
             query=query,
             started_s=now_s,
             grace_period=self._history.grace_period,
-            is_member=request.is_member,
+            precedence=request.precedence,
             # peers of a cell know few of one another, and have no common order
             first_max=QUERIED_PEERS_MAX if request.expected else FIRST_MAX,
         )
@@ -241,7 +241,9 @@ class Matchmaker:
         if search is None:
             return self.status_for(join.query, now_s)
         search.table.on_query(join.query, now_s)
-        ranks_lower = join.query.can_lead and join.query.rank < search.query.rank
+        order = search.request.precedence.order
+        ranks_lower = join.query.can_lead and order(join.query.rank) < order(search.query.rank)
+        ranks_lower |= search.table.passes_over(peer_id)
         fits = join.query.schema == self._schema.digest and join.query.round_key == search.request.round_key
         search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
         if not fits or search.following is not None or not search.query.can_lead or ranks_lower:
@@ -373,7 +375,7 @@ class Matchmaker:
             return Answer(status=PeerStatus.PASSED, round_key=query.round_key)
         if self._search is not None:
             return self._search.status()
-        return self._history.busy_answer(now_s) or Answer(status=PeerStatus.IDLE)
+        return self._history.status(now_s)
 
     # --- following
 
@@ -382,6 +384,8 @@ class Matchmaker:
         state = search.table.peers[search.following]
         if now_s >= search.request.deadline_s or state.failed or search.contrary_answers >= 2:
             self._outbox.append(AbandonJoin(peer_id=search.following))
+            if not state.failed and search.contrary_answers < 2:
+                search.held_by = search.following
             if search.contrary_answers >= 2:
                 search.table.on_refusal(search.following, now_s)
             self._stop_following(search, now_s)
@@ -414,7 +418,7 @@ class Matchmaker:
 
     def _lead_or_follow(self, search: Search, now_s: float) -> None:
         """Follow the best leader, or lead: begin the round, wait, or end the search."""
-        size, overdue = 1 + len(search.followers), now_s >= search.request.deadline_s
+        size, overdue = search.size, now_s >= search.request.deadline_s
         if not overdue and (best := search.table.best_leader(now_s)) is not None:
             self._follow(search, best, now_s)
             return
@@ -422,9 +426,14 @@ class Matchmaker:
         size_min = 1 if may_be_alone else self._min_group_size
         enough = size >= size_min and now_s >= min(search.begin_by_s, self._wait_until_s(search))
         if enough or size >= self._target_group_size:
+            unseated = search.unseated()
             group = search.group(self._schema.codec, self._rng)
             self._answer_followers(search, group)
             self._begin_round(group, now_s)
+            self._outbox += [
+                AnswerJoin(peer_id=peer_id, ticket=one.ticket, answer=self._history.status(now_s))
+                for peer_id, one in unseated.items()
+            ]
         elif overdue:
             self._end_search(search.table.explain(deadline=True), now_s)
         # in a grid: try another place, but only when there is nobody left to wait for
@@ -468,12 +477,13 @@ class Matchmaker:
         assert search is not None
         members = frozenset(group.peer_ids)
         missing_s, waited_s = search.table.missing_s(now_s), now_s - search.started_s
+        strangers = [peer_id for peer_id in missing_s if search.request.precedence.is_stranger(peer_id)]
         if search.request.expected:  # the lateness of a cell's last members is kept under this peer's own id
             full = len(members) >= search.request.expected
             self._history.grace_period.record_cell_group(self._own, waited_s, full)
             if not full:
                 missing_s[self._own] = waited_s
-        self._history.grace_period.charge(missing_s)
+        self._history.grace_period.charge(missing_s, strangers)
         search.table.on_round_began(members)
         self._history.round_began(
             round_key=search.request.round_key,
@@ -492,4 +502,4 @@ class Matchmaker:
             self._outbox.append(AbandonJoin(peer_id=search.following))
         self._history.next_turn()
         self._answer_followers(search, self.status_for(search.query, now_s))
-        self._outbox.append(SearchFinished(outcome=failed))
+        self._outbox.append(SearchFinished(outcome=replace(failed, held_by=search.held_by)))

@@ -8,8 +8,9 @@ import asyncio
 import functools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from averaging.blocklist import PeerBlocklist
@@ -18,6 +19,7 @@ from averaging.matchmaking.logic.grid import Place, key_at, split_key
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.matchmaking.logic.matchmaking import MIN_GROUP_SIZE, TARGET_GROUP_SIZE, Matchmaker
 from averaging.matchmaking.logic.messages import (
+    NO_PRECEDENCE,
     AbandonJoin,
     Answer,
     AnswerJoin,
@@ -29,6 +31,7 @@ from averaging.matchmaking.logic.messages import (
     Join,
     LookForGroup,
     PeerStatus,
+    Precedence,
     ReadRecords,
     SearchFailed,
     SearchFinished,
@@ -56,6 +59,7 @@ from averaging.matchmaking.service.wire import (
     encode_join_answer,
     encode_query,
 )
+from averaging.run_ledger import RunLedger
 from swarm.core.backoff import Backoff
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError, UsageError
@@ -84,13 +88,17 @@ class GroupExchange:
         own: PeerId,
         clock: Clock,
         standing: PeerStanding | None = None,
+        ledger_path: Callable[[str], Path | None] = lambda run: None,
     ) -> None:
+        """`ledger_path` returns where the ledger of a run is kept on disk; None: nowhere."""
+        self._ledger_path = ledger_path
         self.standing = standing or PeerStanding()
         self.caller = caller
         self.own = own
         self.clock = clock
         self._services: dict[AveragerName, GroupService] = {}
         self._blocklists: dict[str, PeerBlocklist] = {}  # by run
+        self._ledgers: dict[str, RunLedger] = {}  # by run
         handlers.unary(LOOK_FOR_GROUP, self._on_query)
         handlers.unary(JOIN, self._on_join)
         handlers.unary(CELL_LOOKUP, self._on_cell_lookup)
@@ -98,6 +106,12 @@ class GroupExchange:
     def blocklist_of(self, run: str) -> PeerBlocklist:
         """Return the blocklist of a run, which all services of this run on this node share."""
         return self._blocklists.setdefault(run, PeerBlocklist(self.own, self.clock))
+
+    def ledger_of(self, run: str) -> RunLedger:
+        """Return the ledger of a run, which all services of this run on this node share."""
+        if run not in self._ledgers:
+            self._ledgers[run] = RunLedger(self.own, self.clock, self._ledger_path(run))
+        return self._ledgers[run]
 
     def add(self, service: GroupService) -> None:
         """Register the service of an averager. Raise UsageError when this node already has an averager of
@@ -158,6 +172,7 @@ class GroupService:
         self._timings = timings
         self._exchange, self._caller, self._clock = exchange, exchange.caller, exchange.clock
         self.blocklist = blocklist = exchange.blocklist_of(name.run)
+        self.ledger = exchange.ledger_of(name.run)
         self._presence = presence = PermittedPresence(presence, lambda peer: blocklist.reason(peer) is None)
         self._schema = schema
         self.machine = Matchmaker(
@@ -192,13 +207,15 @@ class GroupService:
         gathered: bytes = b"",
         electors: int = 0,
         may_be_alone: bool = False,
+        precedence: Precedence = NO_PRECEDENCE,
     ) -> Group | SearchFailed:
         """Search for a group until `deadline_s` (monotonic seconds); after a group, call `round_over`.
         `may_be_alone`: whether a group of this peer alone is large enough, once it has waited for the others.
 
         Cancelling informs the followers and the leader. In a grid the search alternates between this peer's
         cell and, when nobody is left to wait for there, the lobby of unmatched peers. `electors`: search in
-        the cell of the run's electors instead, where this many are expected.
+        the cell of the run's electors instead, where this many are expected. `precedence`: as from
+        `precedence`.
         """
         now_s = self._clock.monotonic_s()
         rank_deadline_s = self._clock.swarm_s() + (deadline_s - now_s)
@@ -208,7 +225,7 @@ class GroupService:
             rank_deadline_s=rank_deadline_s,
             weight=member.weight,
             gathered=gathered,
-            is_member=functools.partial(self._exchange.standing.is_member, run=self.name.run),
+            precedence=precedence,
             may_be_alone=may_be_alone,
         )
         cells = self.cells
@@ -222,6 +239,8 @@ class GroupService:
                 if isinstance(outcome, Group):
                     cells.on_group_formed(outcome)
                     return outcome
+                if outcome is not None and outcome.held_by is not None:
+                    self.ledger.fault(outcome.held_by, "it led a group, and did not begin in time")
                 now_s = self._clock.monotonic_s()
                 stay_until_s = -math.inf
                 if outcome is None:  # the grid has another shape by now
@@ -242,6 +261,19 @@ class GroupService:
                     stay_until_s = now_s + lobby_stay.next_s()
         finally:
             cells.end_search()
+
+    def precedence(self, electors: Collection[PeerId], *, passes_over: bool = True) -> Precedence:
+        """Return who comes first in a search for a group that extends a head with these electors.
+        `passes_over`: whether peers are passed over for their faults.
+        """
+        is_member = functools.partial(self._exchange.standing.is_member, run=self.name.run)
+        ledger = self.ledger
+        return Precedence(
+            electors=frozenset(electors),
+            is_member=is_member,
+            is_proven=lambda peer: is_member(peer) or ledger.is_proven(peer),
+            is_passed_over=lambda peer: bool(electors) and passes_over and ledger.is_passed_over(peer),
+        )
 
     def _request_at(self, place: Place, request: SearchRequest, stay_until_s: float) -> SearchRequest:
         """Return the same request, restricted to a place of the grid."""
@@ -341,10 +373,14 @@ class GroupService:
         committed: bool,
         left_out: frozenset[PeerId] = frozenset(),
         accused: Mapping[PeerId, str] = MappingProxyType({}),
+        faults: Mapping[PeerId, str] = MappingProxyType({}),
     ) -> None:
         """Record the end of the round of the group that `find` returned. `left_out`: members that did not
-        finish it; `accused`: members that were proved to have lied in it, each with its lie.
+        finish it; `accused`: members that were proved to have lied in it, each with its lie; `faults`:
+        members that kept it from going well.
         """
+        for peer_id, reason in faults.items():
+            self.ledger.fault(peer_id, reason)
         for peer_id, lie in accused.items():
             self.blocklist.block(peer_id, lie)
         self.machine.round_over(committed=committed, left_out=left_out, now_s=self._clock.monotonic_s())

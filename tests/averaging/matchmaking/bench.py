@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.matchmaking.logic.matchmaking import TARGET_GROUP_SIZE, Matchmaker
 from averaging.matchmaking.logic.messages import (
+    Precedence,
     Answer,
     Effect,
     Holder,
@@ -93,7 +94,7 @@ class MatchmakerBench:
                 rank_deadline_s=now_s + 10.0,
                 weight=1.0,
                 may_be_alone=may_be_alone,
-                is_member=self.members.__contains__,
+                precedence=Precedence(is_member=self.members.__contains__),
             ),
             member,
             now_s,
