@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from averaging.allreduce.allreduce import AllReduce
-from averaging.matchmaking.service.matchmaking_service import GroupExchange
+from averaging.matchmaking.service.exchange import GroupExchange
 from averaging.reduction.audit import Notary
 
 if TYPE_CHECKING:

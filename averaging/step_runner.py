@@ -136,7 +136,7 @@ class StepRunner:
                 and history is not None
                 and (history.may_be_alone or (electors == (member.peer_id,) and not history.seats)),
                 # peers may disagree on whom to pass over: their second attempt has everybody
-                precedence=self._groups.precedence(electors, passes_over=not self._attempts),
+                precedence=self._groups.ledger.precedence(electors, passes_over=not self._attempts),
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):
@@ -206,7 +206,7 @@ class StepRunner:
     def _success(self, group: Group, outcome: RoundOutcome) -> StepOutcome:
         weights = {member.peer_id: member.weight for member in group.members}
         self._groups.ledger.contributed(
-            {peer: fraction * weights.get(peer, 0.0) for peer, fraction in outcome.contributions.items()}
+            {peer: part * weights.get(peer, 0.0) for peer, part in outcome.contributions.items() if part}
         )
         result = RoundResult(
             failed=False,

@@ -33,6 +33,7 @@ from averaging.history.tally import is_supported
 from averaging.optim.exchange import fetch_chain
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
+from averaging.run_ledger import RunLedger
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.wire import state_pb2
@@ -54,14 +55,15 @@ class RunHistory:
         *,
         group_size_max: int,
         introducers: Sequence[PeerId] = (),
-        on_certified: Callable[[Sequence[PeerId]], None] = lambda contributors: None,
+        ledger: RunLedger | None = None,
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
         the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
-        `on_certified` is told the contributors of each certificate of this peer's history.
+        `ledger`: of this peer, which counts the certificates.
         """
         self._node, self._run, self._sign = node, run, sign
-        self._own, self._on_certified = node.contact.peer_id, on_certified
+        self._own = node.contact.peer_id
+        self._ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
         self._lock = threading.Lock()
         self._lineage = Lineage(run, self._own)
@@ -158,7 +160,6 @@ class RunHistory:
         with self._lock:
             self._lineage.extend(certificate)
             self._moved()
-        self._on_certified(certificate.proposal.contributors)
 
     def commit_alone(self, epoch: int, kind: RoundKind) -> None:
         """Extend the history with a step of this peer alone, after `seek_quorum` allowed it."""
@@ -174,7 +175,6 @@ class RunHistory:
                 )
             )
             self._moved()
-        self._on_certified((self._own,))
 
     def restore(self, root: Chain) -> None:
         """Continue from the head of a checkpoint, an empty chain."""
@@ -273,12 +273,9 @@ class RunHistory:
         """Continue the history of others from now on, because this peer is about to load a state of it."""
         with self._lock:
             self._left = self._left or self._lineage
-            new = [one for one in ahead.chain.certificates if not self._lineage.knows(one.head)]
             self._lineage = copy.deepcopy(self._lineage)
             self._lineage.adopt(ahead.chain)
             self._moved()
-        for certificate in new:
-            self._on_certified(certificate.proposal.contributors)
 
     async def follow_to(self, head: bytes, donors: Iterable[PeerId]) -> bool:
         """Follow the swarm's history up to the head of a state that was downloaded, which may be further than
@@ -340,7 +337,7 @@ class RunHistory:
 
     def _moved(self) -> None:
         self._offers.clear()
-        self._node.standing.add_members(self._run, self._lineage.electors)
+        self._ledger.follow(self._lineage)
         self._is_break = False
         if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
             self._ahead = None

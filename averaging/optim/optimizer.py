@@ -163,7 +163,7 @@ class Optimizer(DelegatingOptimizer):
                 sign,
                 group_size_max=size_max,
                 introducers=node.introducers,
-                on_certified=self._ledger.certified,
+                ledger=self._ledger,
             )
             if mode.traits.canonical
             else None
@@ -175,7 +175,7 @@ class Optimizer(DelegatingOptimizer):
             self._blocklist,
             on_full=self._donor.on_round_begin,
             history=self._history,
-            is_proven=self._ledger.is_proven,
+            has_standing=self._ledger.has_standing,
         )
         self._averager = EpochAverager(node, self.run_id, mode, options, config, self._history)
         self._catch_up = CatchUp(node, mode, self._tracker, self._averager, self._blocklist, self._history)

@@ -1,4 +1,4 @@
-"""The ledger of one run on one peer: what this peer remembers about the others, and whom it passes over. Pure.
+"""The ledger of one run on one peer: what this peer remembers of the others, and whom it passes over. Pure.
 
 Only proof of a lie travels between peers. Everything else (a member that stalls, that gives a round up while
 the others commit, that holds other averages than they do) may be the fault of a link, or of this peer itself.
@@ -96,22 +96,23 @@ class Ledger:
     # ---- what happened
 
     def certified(self, contributors: Iterable[PeerId], now_s: float) -> None:
-        """Record a certificate of the run. `now_s`: Unix time."""
+        """Record a certificate of the run, and which peers are known to have worked for it. `now_s`: Unix
+        time.
+        """
         self.rounds += 1
-        for peer in contributors:
+        self.contributed(dict.fromkeys(contributors, 0.0), now_s)
+
+    def contributed(self, samples: Mapping[PeerId, float], now_s: float) -> None:
+        """Record that these peers contributed to a certified round, each with a number of samples."""
+        for peer, count in samples.items():
             entry = self._find_or_add(peer, now_s, member=True)
             if entry is None:
                 continue
             if not entry.is_member:
                 self._strangers.success()
-            entry.rounds += 1
+            entry.rounds = min(entry.rounds + 1, _COUNT_MAX)
+            entry.samples = min(entry.samples + count, float(_COUNT_MAX))
             entry.account.success()
-
-    def contributed(self, samples: Mapping[PeerId, float], now_s: float) -> None:
-        """Record how many samples each member brought to a certified round of this peer."""
-        for peer, count in samples.items():
-            if (entry := self._find_or_add(peer, now_s)) is not None:
-                entry.samples = min(entry.samples + count, float(_COUNT_MAX))
 
     def fault(self, peer: PeerId, reason: str, now_s: float) -> None:
         """Record that a member of a group kept its round from going well."""

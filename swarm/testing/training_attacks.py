@@ -1,5 +1,5 @@
-"""Members that turn bad and strangers that claim samples, in a simulated training: how many epochs a minute the
-honest peers still make.
+"""Members that turn bad and strangers that claim samples, in a simulated training: how many epochs a
+minute the honest peers still make.
 
 A bad member is a process of the swarm whose rounds, votes or groups are sabotaged. A stranger is less than a
 process: it answers what keeps it in the reports and groups of others, and does no work. Everything follows
@@ -34,7 +34,8 @@ from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.certificate import RoundKind, Vote, vote_statement
 from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
 from averaging.matchmaking.logic.messages import AveragerName, VectorSchema
-from averaging.matchmaking.service.matchmaking_service import GroupExchange, GroupService
+from averaging.matchmaking.service.exchange import GroupExchange
+from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.matchmaking.service.presence import DhtPresence
 from averaging.optim.exchange import REPORT
 from averaging.optim.progress.logic.reports import SAMPLES_MAX
@@ -184,7 +185,7 @@ def _hold_followers(service: GroupService) -> None:
 
 
 class Stranger:
-    """A peer that claims a number of samples that no computer can have, joins every group, and sends nothing."""
+    """A peer that claims a number of samples that no computer can have, joins groups, and sends nothing."""
 
     def __init__(self, peer: SimulatedPeer, victims: Callable[[], list[TrainingPeer]]) -> None:
         """`victims` returns the honest processes."""
@@ -227,7 +228,7 @@ class Stranger:
     async def _join_groups(self) -> None:
         peer, exchange = self._peer, self._exchange()
         go_silent(peer)
-        while not (schema := self._schema()):
+        while not (schema := self._schema()):  # noqa: ASYNC110 - it polls what honest peers have
             await asyncio.sleep(_CLAIM_S)
         presence = DhtPresence(
             dht=self._dht,
@@ -253,7 +254,7 @@ class Stranger:
                 member=member, round_key=f"{epoch} {head.hex()[:32]}", deadline_s=now_s + _SEARCH_S
             )
             if isinstance(found, Group):
-                while self._claim.head == head:
+                while self._claim.head == head:  # noqa: ASYNC110
                     await asyncio.sleep(_CLAIM_S)
                 service.round_over(committed=False)
             else:

@@ -5,15 +5,13 @@ to the state machine, and performs its effects.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from averaging.blocklist import PeerBlocklist
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.grid import Place, key_at, split_key
 from averaging.matchmaking.logic.group import Group, Member
@@ -44,111 +42,28 @@ from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
 from averaging.matchmaking.service.cells import LOBBY_S, LOBBY_S_MAX, Cells
 from averaging.matchmaking.service.presence import PermittedPresence, Presence
 from averaging.matchmaking.service.wire import (
-    CELL_LOOKUP,
     JOIN,
     LOOK_FOR_GROUP,
     decode_answer,
-    decode_cell_lookup,
-    decode_join,
     decode_join_answer,
-    decode_query,
     encode_announcement,
-    encode_answer,
-    encode_cell_lookup_reply,
     encode_join,
-    encode_join_answer,
     encode_query,
 )
-from averaging.run_ledger import RunLedger
 from swarm.core.backoff import Backoff
-from swarm.core.clock import Clock
-from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.notify import ChangeEvent
 from swarm.core.presets import WAN, Timings
-from swarm.core.standing import PeerStanding
-from swarm.net.rpc import Caller, Handlers
 from swarm.runtime.supervise import Supervisor
-from swarm.wire import group_pb2
+
+if TYPE_CHECKING:
+    from averaging.matchmaking.service.exchange import GroupExchange
 
 # timers are set this much later: one that fires a rounding error early would find nothing to do, repeatedly
 _TIMER_MARGIN_S = 1e-6
 # a leader answers by its own deadline, which is not after its follower's; this covers the way back and clocks
 _ANSWER_SLACK_S = 1.0
-
-
-class GroupExchange:
-    """Receiver of the matchmaking calls of a node, for all of its averagers. There is one per node."""
-
-    def __init__(
-        self,
-        *,
-        handlers: Handlers,
-        caller: Caller,
-        own: PeerId,
-        clock: Clock,
-        standing: PeerStanding | None = None,
-        ledger_path: Callable[[str], Path | None] = lambda run: None,
-    ) -> None:
-        """`ledger_path` returns where the ledger of a run is kept on disk; None: nowhere."""
-        self._ledger_path = ledger_path
-        self.standing = standing or PeerStanding()
-        self.caller = caller
-        self.own = own
-        self.clock = clock
-        self._services: dict[AveragerName, GroupService] = {}
-        self._blocklists: dict[str, PeerBlocklist] = {}  # by run
-        self._ledgers: dict[str, RunLedger] = {}  # by run
-        handlers.unary(LOOK_FOR_GROUP, self._on_query)
-        handlers.unary(JOIN, self._on_join)
-        handlers.unary(CELL_LOOKUP, self._on_cell_lookup)
-
-    def blocklist_of(self, run: str) -> PeerBlocklist:
-        """Return the blocklist of a run, which all services of this run on this node share."""
-        return self._blocklists.setdefault(run, PeerBlocklist(self.own, self.clock))
-
-    def ledger_of(self, run: str) -> RunLedger:
-        """Return the ledger of a run, which all services of this run on this node share."""
-        if run not in self._ledgers:
-            self._ledgers[run] = RunLedger(self.own, self.clock, self._ledger_path(run))
-        return self._ledgers[run]
-
-    def add(self, service: GroupService) -> None:
-        """Register the service of an averager. Raise UsageError when this node already has an averager of
-        that name.
-        """
-        if service.name in self._services:
-            raise UsageError(
-                f"this node already has an averager {service.name.averager!r}:"
-                " give the second one another name"
-            )
-        self._services[service.name] = service
-
-    def remove(self, service: GroupService) -> None:
-        if self._services.get(service.name) is service:
-            del self._services[service.name]
-
-    async def _on_query(self, caller: PeerId, request: group_pb2.Seek) -> group_pb2.SeekAnswer:
-        now_s = self.clock.swarm_s()
-        query = decode_query(request, caller, now_s)
-        answer = self._service(request, caller).on_query(query, announced=request.announce)
-        return encode_answer(answer, now_s=now_s)
-
-    async def _on_join(self, caller: PeerId, request: group_pb2.Join) -> group_pb2.JoinAnswer:
-        join = decode_join(request, caller, self.clock.swarm_s())
-        answer = await self._service(request.seek, caller).on_join(join)
-        return encode_join_answer(answer, now_s=self.clock.swarm_s())
-
-    async def _on_cell_lookup(self, caller: PeerId, request: group_pb2.Meet) -> group_pb2.MeetAnswer:
-        lookup = decode_cell_lookup(request, caller)
-        return encode_cell_lookup_reply(self._service(request, caller).on_cell_lookup(lookup))
-
-    def _service(self, query: group_pb2.Seek | group_pb2.Meet, caller: PeerId) -> GroupService:
-        service = self._services.get(AveragerName(run=query.run, averager=query.averager))
-        if service is None:
-            raise PeerError(f"no averager {query.averager[:100]!r} here")
-        service.blocklist.check(caller)
-        return service
 
 
 class GroupService:
@@ -214,8 +129,8 @@ class GroupService:
 
         Cancelling informs the followers and the leader. In a grid the search alternates between this peer's
         cell and, when nobody is left to wait for there, the lobby of unmatched peers. `electors`: search in
-        the cell of the run's electors instead, where this many are expected. `precedence`: as from
-        `precedence`.
+        the cell of the run's electors instead, where this many are expected. `precedence`: who comes
+        first.
         """
         now_s = self._clock.monotonic_s()
         rank_deadline_s = self._clock.swarm_s() + (deadline_s - now_s)
@@ -261,19 +176,6 @@ class GroupService:
                     stay_until_s = now_s + lobby_stay.next_s()
         finally:
             cells.end_search()
-
-    def precedence(self, electors: Collection[PeerId], *, passes_over: bool = True) -> Precedence:
-        """Return who comes first in a search for a group that extends a head with these electors.
-        `passes_over`: whether peers are passed over for their faults.
-        """
-        is_member = functools.partial(self._exchange.standing.is_member, run=self.name.run)
-        ledger = self.ledger
-        return Precedence(
-            electors=frozenset(electors),
-            is_member=is_member,
-            is_proven=lambda peer: is_member(peer) or ledger.is_proven(peer),
-            is_passed_over=lambda peer: bool(electors) and passes_over and ledger.is_passed_over(peer),
-        )
 
     def _request_at(self, place: Place, request: SearchRequest, stay_until_s: float) -> SearchRequest:
         """Return the same request, restricted to a place of the grid."""

@@ -55,16 +55,15 @@ class Tracker:
         on_full: Callable[[], None] = _nothing,
         *,
         history: RunHistory | None = None,
-        is_proven: Callable[[PeerId], bool] = lambda peer: False,
+        has_standing: Callable[[PeerId], bool] = lambda peer: True,
     ) -> None:
         """Track `run`, whose epochs have `target` samples; None: this peer reads what others report, and
         reports nothing itself. Peers in `blocklist` are ignored.
 
         `on_full` is called with the lock held when this peer's epoch is full and its round begins. `history`:
-        of this peer's state; None in modes without a common state. `is_proven` returns whether a peer has
-        contributed to a certified round.
+        of this peer's state; None in modes without a common state. `has_standing` returns whether what a peer
+        reports counts, where the run has electors.
         """
-        self._is_proven = is_proven
         self._observes = target is None
         self._blocklist = blocklist or PeerBlocklist(node.contact.peer_id, node.clock)
         self._node, self.run_id, self._on_full = node, run, on_full
@@ -76,7 +75,7 @@ class Tracker:
         self._progress = EpochProgress(
             self.own, target or SAMPLES_MAX, now_s, node.timings.progress_refresh_s_max
         )
-        self._progress.has_standing = self._has_standing
+        self._progress.standing.is_proven = has_standing
         self._lock = threading.Lock()
         # wakes the trainer's thread: an epoch began, or a refresh ended
         self._changed = node.network.waits.condition(self._lock)
@@ -120,9 +119,6 @@ class Tracker:
             self._request_refresh()
         return is_full
 
-    def _has_standing(self, peer: PeerId) -> bool:
-        return self._is_proven(peer) or self._node.standing.is_member(peer, self.run_id)
-
     def _update_history(self) -> None:
         """Take over what the history says about this peer and the swarm. The lock is held."""
         history, progress = self.history, self._progress
@@ -131,14 +127,10 @@ class Tracker:
         now_s = self._node.clock.swarm_s()
         others = progress.others(now_s)
         root = history.root
-        progress.head, progress.abstains, progress.electors = root.head, history.abstains, root.electors
-        standing = progress.standing(others)
-        # strangers get as many seats as all others together: more of them need no larger swarm
-        peers = min(1 + len(others), 2 * (1 + len(standing)))
-        history.size.update(
-            progress.total.peers if progress.total else peers,
-            [peer for peer, report in standing.items() if not report.joining],
-        )
+        progress.head, progress.abstains = root.head, history.abstains
+        progress.standing.electors = root.electors
+        peers, there = progress.standing.peers(others)
+        history.size.update(progress.total.peers if progress.total else peers, there)
         progress.certified_epoch = history.certified_epoch
 
     def _update_full_epoch(self, now_s: float) -> None:
@@ -377,7 +369,7 @@ class Tracker:
                 self._changed.notify_all()
         believed = (
             request.full
-            and bool(self._progress.standing({peer: report}))
+            and bool(self._progress.standing.counted({peer: report}))
             and await self._confirm_full(peer, report.epoch)
         )
         if believed:

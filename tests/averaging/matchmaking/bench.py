@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.matchmaking.logic.matchmaking import TARGET_GROUP_SIZE, Matchmaker
 from averaging.matchmaking.logic.messages import (
-    Precedence,
     Answer,
     Effect,
     Holder,
     Join,
     LookForGroup,
     PeerStatus,
+    Precedence,
     ReadRecords,
     SearchFailed,
     SearchFinished,

@@ -2,24 +2,25 @@
 peer. In runs of up to 64 peers it has the reports of all peers, in larger ones those of its shard and
 the total of the run (`averaging.optim.progress.logic.shards`).
 
-An epoch is full when the reported samples of all live peers reach the target. Reports are not trusted. In a
-run that has electors, those of strangers are displayed and count for nothing: what a peer reports counts from
-its first certified round on. Each is limited by the others: a reported rate counts up to `RATE_RATIO_MAX`
-times the median of the electors, and reported samples up to what such a rate yields since the epoch began. Every peer applies the same rule to the same
-reports, its own included, so that views agree up to messages in transit. All times are seconds of the
-swarm's clock, passed in.
+An epoch is full when the reported samples of all live peers reach the target. Reports are not trusted. Where
+a run has electors, those of strangers are displayed and count for nothing: a peer counts from its first
+certified round on. Each is limited by the others: a reported rate counts up to `RATE_RATIO_MAX` times the
+median (of the electors, where there are any), and reported samples up to what such a rate yields since the
+epoch began. Every peer applies the same rule to the same reports, its own included, so that views agree up to
+messages in transit. All times are seconds of the swarm's clock, passed in.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from averaging.history.certificate import DIGEST_BYTES
 from averaging.optim.progress.logic.epoch_reached import epoch_of
+from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.logic.view import PeerProgress, ProgressView
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
@@ -32,9 +33,6 @@ BITS_MAX = 24  # bits of the number of shards of a run
 _PEERS_MAX = 1 << 32
 
 
-# A peer counts at most this many times the median rate: of the electors, or from three peers on, since two have
-# no majority.
-RATE_RATIO_MAX = 3.0
 # A peer may have begun the epoch this much earlier than this peer thinks; larger lets liars claim more in
 # short epochs.
 SLACK_S = 0.25
@@ -216,9 +214,7 @@ class EpochProgress:
         self.total: ProgressTotal | None = None
         self.head = b""  # of this peer's history; empty without one
         self.abstains = False  # from decisions on that head
-        self.electors: Collection[PeerId] = ()  # of that head
-        # whether a peer is a member of the run, or has contributed to a certified round
-        self.has_standing: Callable[[PeerId], bool] = lambda peer: True
+        self.standing = ReportStanding(own=own)
         self._members = frozenset[PeerId]()  # of the round that led to the head `_members_head`
         self._members_head = b""
         # the epoch that certificates prove; None: it follows from the reports
@@ -250,7 +246,7 @@ class EpochProgress:
         reports. `joining`: it has not got the state of the epoch. `began_ago_s`: the time that it has trained
         in the epoch already, while the previous round was running.
         """
-        others = self.standing(self.others(now_s))
+        others = self.standing.counted(self.others(now_s))
         began_s = [report.since_s for report in others.values() if late and report.epoch == epoch]
         since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
         self._own_report = ProgressReport(
@@ -386,35 +382,14 @@ class EpochProgress:
 
     def counted(self, now_s: float) -> dict[PeerId, float]:
         """Return how many samples of each live peer count towards this peer's epoch now."""
-        live = self.standing({self.own: self._own_report, **self.others(now_s)})
-        rate_max = self._rate_max(live)
+        live = self.standing.counted({self.own: self._own_report, **self.others(now_s)})
+        rate_max = self.standing.rate_max(live)
         return {
             peer: self._count(peer, report, rate_max(peer), now_s)
             for peer, report in live.items()
             # samples on another history are of another model
             if report.epoch == self._own_report.epoch and (peer == self.own or report.head == self.head)
         }
-
-    def standing(self, reports: Mapping[PeerId, ProgressReport]) -> dict[PeerId, ProgressReport]:
-        """Return those of the reports that count for something: all of them where no elector is there, for
-        instance because all have died.
-        """
-        if not any(elector == self.own or elector in reports for elector in self.electors):
-            return dict(reports)
-        return {
-            peer: report
-            for peer, report in reports.items()
-            if peer in self.electors or self.has_standing(peer)
-        }
-
-    def _rate_max(self, live: Mapping[PeerId, ProgressReport]) -> Callable[[PeerId], float]:
-        """Return the highest rate with which each peer counts."""
-        # in any epoch: at the start of one no other peer has reported yet
-        rates = {peer: report.rate for peer, report in live.items() if report.rate > 0}
-        deciding = [rate for peer, rate in rates.items() if peer in self.electors] or list(rates.values())
-        median = RATE_RATIO_MAX * statistics.median_low(deciding) if deciding else math.inf
-        few = len(deciding) < 3
-        return lambda peer: math.inf if few and (not self.electors or peer in self.electors) else median
 
     def _count(self, peer: PeerId, report: ProgressReport, rate_max: float, now_s: float) -> float:
         training_s = max(0.0, report.at_s - self._own_report.since_s) + SLACK_S
@@ -458,8 +433,8 @@ class EpochProgress:
     def view(self, now_s: float) -> ProgressView:
         """Return a snapshot of the progress."""
         counted, others = self.counted(now_s), self.others(now_s)
-        standing = self.standing({self.own: self._own_report, **others})
-        rate_max = self._rate_max(standing)
+        standing = self.standing.counted({self.own: self._own_report, **others})
+        rate_max = self.standing.rate_max(standing)
         peers = {
             peer: PeerProgress(
                 epoch=report.epoch,
