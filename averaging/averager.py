@@ -395,6 +395,7 @@ class Averager:
             bandwidth_is_set=is_set,
             auxiliary=self.auxiliary,
             grid_rounds=history.grid_rounds if history is not None else 0,
+            new_hour=history is not None and history.new_hour,
         )
 
     def _reserve(self, pending: PendingRound) -> None:

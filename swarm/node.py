@@ -22,7 +22,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import Preset, timings_of
-from swarm.core.standing import PeerStanding
+from swarm.core.standing import Founding, PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
@@ -33,6 +33,7 @@ from swarm.net.listening import announced, parse_listen
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
+from swarm.net.scope import Scope, Surroundings
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.fork import NodeSockets, close_after_fork
@@ -49,6 +50,8 @@ _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
 _HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed
 _CALLBACKS_S_MAX = 1.0
 _CLOSE_S_MAX = 1.8
+# the widest network that a node of a preset takes itself to be in
+_WIDEST: dict[Preset, Scope] = {"local": Scope.MACHINE, "lan": Scope.SITE, "wan": Scope.INTERNET}
 ServiceT = TypeVar("ServiceT")
 
 
@@ -111,9 +114,10 @@ class Node:
         self.rng: random.Random = random.SystemRandom()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), _BOOK_ENTRIES_MAX)
         self.handlers = Handlers()
-        self.standing = PeerStanding(
-            self.membership.is_admitted if self.membership is not None else lambda peer: False
-        )
+        invited = self.membership.admission if self.membership is not None else None
+        self.standing = PeerStanding({invited.run_id: invited.holders} if invited is not None else None)
+        if invited is not None:
+            self.standing.set_founding(invited.run_id, Founding(is_invited=True))
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
@@ -133,14 +137,21 @@ class Node:
     async def _start(self, bootstrap: list[Contact]) -> None:
         self.supervisor = Supervisor()
         throttle = Throttle(self.config.bandwidth)
+        surroundings = Surroundings(bootstrap, _WIDEST[self.config.preset])
         self.channels = Channels(
             self.identity,
             on_connected=self._connected,
             throttle=throttle,
             membership=self.membership,
+            surroundings=surroundings,
             dial_timeout_s=self.timings.dial_timeout_s,
         )
-        self._server = Server(throttle=throttle, standing=self.standing, membership=self.membership)
+        self._server = Server(
+            throttle=throttle,
+            standing=self.standing,
+            membership=self.membership,
+            on_called=surroundings.on_called,
+        )
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
@@ -163,6 +174,7 @@ class Node:
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
             self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
+            surroundings.widen(address.host for address in self.contact.addresses)
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)

@@ -12,8 +12,17 @@ from averaging.allreduce.logic import events as on
 from averaging.allreduce.logic.machine import RoundMachine
 from averaging.allreduce.logic.values import Statement
 from averaging.reduction.averages import Averages
+from averaging.reduction.framing import pack
 from swarm.core.errors import PeerError
-from swarm.wire.reduce_pb2 import FetchReply, FetchRequest, InventoryReply, InventoryRequest
+from swarm.net.rpc import Stream
+from swarm.wire.reduce_pb2 import (
+    ExchangeAverage,
+    ExchangeHeader,
+    FetchReply,
+    FetchRequest,
+    InventoryReply,
+    InventoryRequest,
+)
 
 
 class FinishedRound:
@@ -45,10 +54,27 @@ class FinishedRound:
             raise PeerError("the round is over")
         return FetchReply(payload=payload_of(self.machine, self._alive(), request))
 
+    async def give_averages(self, place: int, stream: Stream) -> None:
+        """Give the averages of this member's shard to a member that opens its stream late. Nobody waits for
+        one without weight, so that it may find a committed round. Raise PeerError for a member that
+        contributes, which was left out, and when there is nothing to give.
+        """
+        machine = self.machine
+        self._alive()
+        if machine.setup.weights[place] or machine.setup.audited:
+            raise PeerError("this round is over")
+        for chunk in machine.shard.chunks:
+            version = machine.assembly.held[chunk.index]
+            average = ExchangeAverage(
+                chunk=chunk.index, contributors=version.contributors, clipped=version.clipped
+            )
+            payload = self._alive().payload(chunk).numpy().tobytes()
+            await stream.send(pack(ExchangeHeader(average=average), payload))
+
     def _alive(self) -> Averages:
         finish, averages = self.machine.finished, self._averages()
         if finish is None or finish.failure is not None:
-            raise PeerError("this round failed here")
+            raise PeerError(f"this round failed here: {finish.failure if finish else 'internal error'}")
         if averages is None or averages.gone:
             raise PeerError("this round's averages are not in memory here any more")
         return averages

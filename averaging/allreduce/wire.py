@@ -10,6 +10,7 @@ from averaging.allreduce.config import REASON_CHARACTERS_MAX, VERSIONS_MAX
 from averaging.allreduce.logic.values import InventoryQuestion, RoundState, Statement
 from averaging.allreduce.logic.versions import Version, check_clipped, decode_places
 from averaging.history.certificate import DIGEST_BYTES, Proposal, RoundKind, Vote
+from averaging.history.encoding import decode_register, encode_register
 from averaging.reduction.framing import pack
 from averaging.reduction.partition import Plan
 from swarm.compression import Codec
@@ -113,6 +114,7 @@ def statement_from_wire(message: pb.Statement, members: int) -> Statement:
 
 def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]) -> pb.EndorseRequest:
     """Return the question for an elector's vote."""
+    at_once, seats, known = encode_register(proposal.register)
     return pb.EndorseRequest(
         run=proposal.run,
         head=proposal.head,
@@ -123,6 +125,10 @@ def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]
         electors=[peer.public_key for peer in proposal.electors],
         is_break=proposal.is_break,
         grid_rounds=proposal.grid_rounds,
+        new_hour=proposal.new_hour,
+        at_once=at_once,
+        seats=seats,
+        known=known,
         result=result,
         votes=[vote_to_wire(vote) for vote in votes],
     )
@@ -142,6 +148,8 @@ def endorsement_from_wire(message: pb.EndorseRequest) -> tuple[Proposal, bytes, 
         electors=tuple(_peer(key) for key in message.electors),
         is_break=message.is_break,
         grid_rounds=message.grid_rounds,
+        new_hour=message.new_hour,
+        register=decode_register(message.at_once, message.seats, message.known),
     )
     return proposal, message.result, tuple(vote_from_wire(vote) for vote in message.votes)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from averaging.history.certificate import Certificate, RoundKind
-from averaging.history.lineage import Chain, Lineage, Relation
+from averaging.history.chain import Chain
+from averaging.history.lineage import Lineage, Relation
 from swarm.core.ids import Contact, PeerId
 
 

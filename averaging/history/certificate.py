@@ -15,13 +15,13 @@ from typing import Final
 
 from blake3 import blake3
 
+from averaging.history.electors import ELECTORS_MAX, NEW_REGISTER, Register, electors_after, grants_hour
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
 from swarm.core.ids import PeerId
 
 DIGEST_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
-ELECTORS_MAX: Final = 64  # of a run; a certificate carries a signature of more than half of them
 CONTRIBUTORS_MAX: Final = 256
 EPOCH_MAX: Final = 1 << 40
 GRID_ROUNDS_MAX: Final = 16  # in one epoch: 2^16 peers in groups of two
@@ -61,16 +61,6 @@ def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Col
     return 2 * found > len(eligible) or (2 * found == len(eligible) and eligible[0] in present)
 
 
-def electors_after(electors: Sequence[PeerId], contributors: Sequence[PeerId]) -> tuple[PeerId, ...]:
-    """Return the electors after a round with these contributors: electors that contributed keep their order,
-    new ones follow in group order. An elector that misses a round returns with its next contribution.
-    """
-    contributing = set(contributors)
-    stay = [elector for elector in electors if elector in contributing]
-    known = set(stay)
-    return tuple([*stay, *(peer for peer in contributors if peer not in known)][:ELECTORS_MAX])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """The content that the members of one group vote on, apart from the result. All members derive it from
@@ -84,6 +74,8 @@ class Proposal:
     group_id: bytes  # one attempt at this round
     contributors: tuple[PeerId, ...]  # members whose weight is above 0, in group order
     electors: tuple[PeerId, ...]  # of the next round, by `electors_after`
+    register: Register = NEW_REGISTER  # of the next round
+    new_hour: bool = False  # most electors say that a quarter more may be admitted now
     # it commits without a quorum of the electors: a cut-off minority goes on by itself after the grace
     is_break: bool = False
     # rounds of the next epoch, through the cells of the grid; 1: one group has room for the whole swarm
@@ -109,21 +101,44 @@ class Proposal:
         run = self.run.encode()
         state = blake3(_PROPOSAL + len(run).to_bytes(4, "little") + run + self.head + self.group_id)
         state.update(
-            self.epoch.to_bytes(8, "little") + bytes([self.kind.value, self.is_break, self.grid_rounds])
+            self.epoch.to_bytes(8, "little")
+            + bytes([self.kind.value, self.is_break, self.grid_rounds, self.new_hour, self.register.seats])
+            + self.register.at_once.to_bytes(4, "little")
         )
         for peers in (self.contributors, self.electors):
             state.update(len(peers).to_bytes(4, "little"))
             for peer in peers:
                 state.update(peer.public_key)
+        for known in self.register.known:
+            state.update(known.peer.public_key + bytes([known.rounds, known.was_elector]))
         return state.digest()
 
+    @property
+    def deciders(self) -> tuple[PeerId, ...]:
+        """Return the contributors whose votes count for the result: those that are or become electors, so
+        that no number of newcomers in a group can keep it from committing. Without any, all contributors.
+        """
+        electors = set(self.electors)
+        return tuple(peer for peer in self.contributors if peer in electors) or self.contributors
 
-def epoch_follows(proposal: Proposal, epoch: int, electors: Sequence[PeerId]) -> bool:
+    def follows(self, electors: Sequence[PeerId], register: Register) -> bool:
+        """Return whether the next electors and register are those that follow after a head with these."""
+        if self.new_hour and (
+            self.is_break or register.at_once or not grants_hour(electors, self.contributors)
+        ):
+            return False
+        return (self.electors, self.register) == electors_after(
+            electors, register, self.contributors, is_break=self.is_break, new_hour=self.new_hour
+        )
+
+
+def epoch_follows(proposal: Proposal, epoch: int) -> bool:
     """Return whether the epoch of a proposal is the one that follows after a head whose state is of `epoch`:
-    a round over the state stays in it, every other one is one epoch further. The first certificate of a run,
-    after a head without electors, may begin with the epoch of a checkpoint.
+    a round over the state stays in it, every other one is one epoch further. The first certificate of a run
+    may begin with the epoch of a checkpoint.
     """
-    return not electors or proposal.epoch == epoch + (proposal.kind is RoundKind.EPOCH)
+    follows = proposal.epoch == epoch + (proposal.kind is RoundKind.EPOCH)
+    return follows or proposal.head == genesis(proposal.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +185,16 @@ class Certificate:
         """
         return blake3(_HEAD + self.proposal.digest() + self.result).digest()
 
-    def check(self, electors: Sequence[PeerId]) -> None:
-        """Raise PeerError unless this certificate is valid after a head with these electors."""
+    def check(self, electors: Sequence[PeerId], register: Register) -> None:
+        """Raise PeerError unless this certificate is valid after a head with these electors and this
+        register.
+        """
         proposal = self.proposal
         if len(self.result) != DIGEST_BYTES:
             raise PeerError(f"a certificate has a result of {DIGEST_BYTES} bytes, not {len(self.result)}")
         if len(self.votes) > CONTRIBUTORS_MAX + ELECTORS_MAX or len(self.goodbyes) > ELECTORS_MAX:
             raise PeerError("a certificate with more votes than there can be voters")
-        if proposal.electors != electors_after(electors, proposal.contributors):
+        if not proposal.follows(electors, register):
             raise PeerError("a certificate names other electors than follow from its contributors")
         statement = vote_statement(proposal.digest(), self.result)
         for voter, signature in self.votes.items():
@@ -187,10 +204,10 @@ class Certificate:
         for peer, signature in self.goodbyes.items():
             if not verify(peer, statement, signature):
                 raise PeerError(f"a certificate with a goodbye that {peer} did not sign")
-        if not is_majority(proposal.contributors, self.votes):
-            found = sum(peer in self.votes for peer in proposal.contributors)
+        if not is_majority(proposal.deciders, self.votes):
+            found = sum(peer in self.votes for peer in proposal.deciders)
             raise PeerError(
-                f"a certificate with the votes of {found} of {len(proposal.contributors)} contributors, "
+                f"a certificate with the votes of {found} of {len(proposal.deciders)} contributors, "
                 "which is no majority"
             )
         if not proposal.is_break and not is_quorum(electors, self.votes, self.goodbyes):
@@ -200,6 +217,8 @@ class Certificate:
             )
 
 
-def is_majority(contributors: Sequence[PeerId], present: Collection[PeerId]) -> bool:
-    """Return whether more than half of the contributors of a group are `present`."""
-    return 2 * sum(peer in present for peer in contributors) > len(contributors)
+def is_majority(deciders: Sequence[PeerId], present: Collection[PeerId]) -> bool:
+    """Return whether more than half of the contributors whose votes count (`Proposal.deciders`) are
+    `present`.
+    """
+    return 2 * sum(peer in present for peer in deciders) > len(deciders)

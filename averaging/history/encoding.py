@@ -11,7 +11,6 @@ import msgpack
 from averaging.history.certificate import (
     CONTRIBUTORS_MAX,
     DIGEST_BYTES,
-    ELECTORS_MAX,
     EPOCH_MAX,
     GRID_ROUNDS_MAX,
     SIGNATURE_BYTES,
@@ -19,14 +18,19 @@ from averaging.history.certificate import (
     Proposal,
     RoundKind,
 )
-from averaging.history.lineage import CERTIFICATES_MAX, Chain, after
+from averaging.history.chain import Chain, after
+from averaging.history.electors import CANDIDATES_MAX, ELECTORS_MAX, NEW_REGISTER, Known, Register
+from averaging.history.lineage import CERTIFICATES_MAX
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 
 CHAIN_BYTES_MAX: Final = 2 << 20
-ROOT_BYTES_MAX: Final = 4096  # head, line, epoch, and the keys of at most 64 electors
+# head, line, epoch, the keys of at most 64 electors, and of as many former ones and candidates
+ROOT_BYTES_MAX: Final = 8192
 _RUN_CHARACTERS_MAX: Final = 256
 _KEY_BYTES: Final = 32
+_KNOWN_BYTES: Final = _KEY_BYTES + 1  # the key, then the rounds
+_WAS_ELECTOR: Final = 128  # added to the rounds of a former elector
 
 
 def encode_chain(chain: Chain) -> bytes:
@@ -63,7 +67,14 @@ def encode_root(root: Chain) -> list[Any]:
     """Return the beginning of a chain as values for msgpack: for states and checkpoints, whose history begins
     at their head.
     """
-    return [root.head, encode_peers(root.electors), root.root_epoch, root.root_line, root.root_grid_rounds]
+    return [
+        root.head,
+        encode_peers(root.electors),
+        root.root_epoch,
+        root.root_line,
+        root.root_grid_rounds,
+        *encode_register(root.root_register),
+    ]
 
 
 def root_text(root: Chain) -> str:
@@ -83,10 +94,10 @@ def read_root_text(text: object) -> Chain:
 
 def decode_root(values: object) -> Chain:
     """Return the empty chain of `encode_root`. Raise PeerError when the values are malformed."""
-    if not isinstance(values, list) or len(values) not in (4, 5):
-        raise PeerError("the beginning of a history has five values")
+    if not isinstance(values, list) or len(values) not in (4, 5, 8):
+        raise PeerError("the beginning of a history has eight values")
     head, electors, epoch, line = values[:4]
-    grid_rounds = values[4] if len(values) == 5 else 1  # a checkpoint of an older version has no such value
+    grid_rounds = values[4] if len(values) > 4 else 1  # checkpoints of older versions have fewer values
     if type(grid_rounds) is not int or not 1 <= grid_rounds <= GRID_ROUNDS_MAX:
         raise PeerError(f"an epoch has 1 to {GRID_ROUNDS_MAX} rounds, not {grid_rounds!r:.40}")
     if not isinstance(line, bytes) or len(line) not in (0, DIGEST_BYTES):
@@ -102,7 +113,32 @@ def decode_root(values: object) -> Chain:
         root_epoch=epoch,
         root_line=line,
         root_grid_rounds=grid_rounds,
+        root_register=decode_register(*values[5:]) if len(values) == 8 else NEW_REGISTER,
     )
+
+
+def encode_register(register: Register) -> tuple[int, int, bytes]:
+    """Return a register as rounds in which contributors become electors at once, seats, and peers: of each
+    the public key and a byte, its rounds, and 128 more if it was an elector.
+    """
+    known = (
+        one.peer.public_key + bytes([one.rounds + _WAS_ELECTOR * one.was_elector]) for one in register.known
+    )
+    return register.at_once, register.seats, b"".join(known)
+
+
+def decode_register(at_once: object, seats: object, known: object) -> Register:
+    """Parse the values of a register. Raise PeerError when they are malformed."""
+    if type(at_once) is not int or type(seats) is not int or not isinstance(known, bytes):
+        raise PeerError("a register is two numbers and the bytes of peers")
+    if len(known) % _KNOWN_BYTES or len(known) > (ELECTORS_MAX + CANDIDATES_MAX) * _KNOWN_BYTES:
+        raise PeerError(f"a peer of a register has {_KNOWN_BYTES} bytes")
+    found = []
+    for start in range(0, len(known), _KNOWN_BYTES):
+        rounds = known[start + _KEY_BYTES]
+        key = known[start : start + _KEY_BYTES]
+        found.append(Known(PeerId(key), rounds % _WAS_ELECTOR, rounds >= _WAS_ELECTOR))
+    return Register(at_once=at_once, seats=seats, known=tuple(found))
 
 
 def encode_proposal(proposal: Proposal) -> list[Any]:
@@ -117,12 +153,15 @@ def encode_proposal(proposal: Proposal) -> list[Any]:
         encode_peers(proposal.electors),
         proposal.is_break,
         proposal.grid_rounds,
+        proposal.new_hour,
+        *encode_register(proposal.register),
     ]
 
 
 def decode_proposal(value: Any) -> Proposal:
     """Parse the values of a proposal. Raise PeerError, ValueError or TypeError when they are malformed."""
-    run, head, epoch, kind, group_id, contributors, electors, is_break, grid_rounds = value
+    run, head, epoch, kind, group_id, contributors, electors, is_break, grid_rounds = value[:9]
+    new_hour, *register = value[9:]
     if not isinstance(run, str) or len(run) > _RUN_CHARACTERS_MAX or type(epoch) is not int:
         raise PeerError("a proposal names a run and an epoch")
     if type(grid_rounds) is not int:
@@ -137,6 +176,8 @@ def decode_proposal(value: Any) -> Proposal:
         electors=decode_peers(electors, ELECTORS_MAX),
         is_break=bool(is_break),
         grid_rounds=grid_rounds,
+        new_hour=bool(new_hour),
+        register=decode_register(*register),
     )
 
 

@@ -20,22 +20,26 @@ from averaging.history.certificate import (
     Certificate,
     Proposal,
     RoundKind,
-    electors_after,
     epoch_follows,
     genesis,
     goodbye_statement,
     is_quorum,
     vote_statement,
 )
+from averaging.history.chain import Chain, after, beginning
+from averaging.history.electors import (
+    FOUNDING_MAX,
+    GrowthClock,
+    Register,
+    electors_after,
+)
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
 from swarm.core.ids import PeerId
+from swarm.core.standing import NO_SPECIFICATION, Founding
 
 # kept: cuts that last for more rounds than these are healed by comparing breaks
 CERTIFICATES_MAX: Final = 256
-# certificates after which a history gives way to none that began apart. Too small: peers that began in two
-# groups at the same time never meet; too large: a stranger has more time to lead a run away
-FOUNDING_MAX: Final = 32
 GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
 GRACE_S_MAX: Final = 60.0
 GRACE_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
@@ -54,66 +58,6 @@ class Relation(Enum):
     UNRELATED = auto()  # no common head is known: nothing follows from it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """A part of a history: certificates, each extending the one before."""
-
-    head: bytes  # before the first certificate
-    electors: tuple[PeerId, ...]  # of that head
-    certificates: tuple[Certificate, ...]
-    root_epoch: int = 0  # of the state at `head`
-    root_line: bytes = b""  # the last break before `head`, as `Lineage.line`
-    root_grid_rounds: int = 1  # of the epoch after `head`
-
-    @property
-    def last_head(self) -> bytes:
-        """Return the head after the last certificate."""
-        return self.certificates[-1].head if self.certificates else self.head
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch after the last certificate."""
-        return self.certificates[-1].proposal.epoch if self.certificates else self.root_epoch
-
-    def until(self, head: bytes) -> Chain | None:
-        """Return the chain up to this head; None when it does not contain the head."""
-        if head == self.head:
-            return replace(self, certificates=())
-        for place, certificate in enumerate(self.certificates, 1):
-            if certificate.head == head:
-                return replace(self, certificates=self.certificates[:place])
-        return None
-
-    def check(self, run: str) -> None:
-        """Raise PeerError unless every certificate is valid, belongs to `run`, and extends the one before, by
-        one epoch at most.
-        """
-        head, electors, epoch = self.head, self.electors, self.root_epoch
-        for certificate in self.certificates:
-            if certificate.proposal.run != run or certificate.proposal.head != head:
-                raise PeerError("a history whose certificates do not follow from one another")
-            certificate.check(electors)
-            if not epoch_follows(certificate.proposal, epoch, electors):
-                raise PeerError(
-                    f"a certificate of epoch {certificate.proposal.epoch} after one of epoch {epoch}"
-                )
-            head, electors = certificate.head, certificate.proposal.electors
-            epoch = certificate.proposal.epoch
-
-
-def after(certificate: Certificate, line: bytes) -> Chain:
-    """Return the empty chain that begins after a certificate. `line`: the last break before it."""
-    proposal = certificate.proposal
-    return Chain(
-        head=certificate.head,
-        electors=proposal.electors,
-        certificates=(),
-        root_epoch=proposal.epoch,
-        root_line=certificate.head if proposal.is_break else line,
-        root_grid_rounds=proposal.grid_rounds,
-    )
-
-
 @dataclass(slots=True)
 class _Promise:
     """A vote that may still become a certificate."""
@@ -125,9 +69,10 @@ class _Promise:
 class Lineage:
     """The history of one peer's state in one run. `now_s` is always a monotonic clock's time in seconds."""
 
-    def __init__(self, run: str, own: PeerId) -> None:
-        self.run, self.own = run, own
-        self._root = Chain(head=genesis(run), electors=(), certificates=())
+    def __init__(self, run: str, own: PeerId, founding: Founding = NO_SPECIFICATION) -> None:
+        """`founding`: how the run begins, as far as this peer knows; others' history may know better."""
+        self.run, self.own, self._founding = run, own, founding
+        self._root = beginning(run, founding)
         self._certificates: deque[Certificate] = deque(maxlen=CERTIFICATES_MAX)
         self._places: dict[bytes, int] = {}  # number of the certificate that extends each known head
         self._first = 0  # number of the oldest certificate that is kept
@@ -141,6 +86,7 @@ class Lineage:
         self._new_from: int | None = None
         # this head was loaded, and may be older than that: this peer may have voted on it before
         self._restored = False
+        self.growth = GrowthClock()
 
     # ---- what it is
 
@@ -153,6 +99,23 @@ class Lineage:
     def electors(self) -> tuple[PeerId, ...]:
         """Return the electors of the present head, the most senior first."""
         return self._certificates[-1].proposal.electors if self._certificates else self._root.electors
+
+    @property
+    def register(self) -> Register:
+        """Return what the present head remembers about the admission of electors."""
+        return self._certificates[-1].proposal.register if self._certificates else self._root.root_register
+
+    @property
+    def knows_founding(self) -> bool:
+        """Return whether this peer knows how the run began. A library process that only has a run's id does
+        not know whether it has an owner.
+        """
+        return self._founding != NO_SPECIFICATION
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether there is a certificate before the present head."""
+        return self.head != genesis(self.run)
 
     @property
     def epoch(self) -> int:
@@ -222,6 +185,8 @@ class Lineage:
         if certificate.proposal.head != self.head:
             raise PeerError("a certificate that extends another head than this peer's")
         self._append(certificate)
+        if certificate.proposal.new_hour or certificate.proposal.register.at_once:
+            self.growth.begin(is_sure=True)
         if self._new_from is None:
             self._new_from = self._places[certificate.proposal.head]
         self._moved(restored=False)
@@ -245,8 +210,12 @@ class Lineage:
             self._certificates.clear()
             self._places.clear()
             self._first = 0
+        if not (self.has_begun or self.knows_founding) and chain.head == self.head:
+            self._root = replace(chain, certificates=())
         for certificate in chain.certificates[start:]:
             self._append(certificate)
+            if certificate.proposal.new_hour:
+                self.growth.begin(is_sure=False)
         self._moved(restored=self._new_from is None)
 
     def _return_to(self, head: bytes) -> None:
@@ -274,11 +243,21 @@ class Lineage:
     # ---- rounds
 
     def propose(
-        self, *, epoch: int, kind: RoundKind, group_id: bytes, contributors: Sequence[PeerId], is_break: bool
+        self,
+        *,
+        epoch: int,
+        kind: RoundKind,
+        group_id: bytes,
+        contributors: Sequence[PeerId],
+        is_break: bool,
+        new_hour: bool = False,
     ) -> Proposal:
         """Return the proposal of a round of this group on the present head. One group is enough for the
         epoch after it.
         """
+        electors, register = electors_after(
+            self.electors, self.register, contributors, is_break=is_break, new_hour=new_hour
+        )
         return Proposal(
             run=self.run,
             head=self.head,
@@ -286,7 +265,9 @@ class Lineage:
             kind=kind,
             group_id=group_id,
             contributors=tuple(contributors),
-            electors=electors_after(self.electors, contributors),
+            electors=electors,
+            register=register,
+            new_hour=new_hour,
             is_break=is_break,
         )
 
@@ -326,9 +307,9 @@ class Lineage:
         """
         if proposal.run != self.run or proposal.head != self.head:
             return "this peer's history has another head"
-        if proposal.electors != electors_after(self.electors, proposal.contributors):
+        if not proposal.follows(self.electors, self.register):
             return "it names other electors than follow from its contributors"
-        if not epoch_follows(proposal, self.epoch, self.electors):
+        if not epoch_follows(proposal, self.epoch):
             return "its epoch does not follow from this peer's history"
         promise = self._promise
         if promise is not None or self._closed:
@@ -438,7 +419,12 @@ class Lineage:
         theirs = chain.certificates[start:]
         common = theirs[0].proposal.head
         root = self._root_at(common)
+        is_beginning = common == genesis(self.run)
+        if is_beginning and not self.knows_founding and chain.head == common:
+            root = replace(chain, certificates=())
         replace(root, certificates=theirs).check(self.run)
+        if common == self.head and is_beginning:
+            return Relation.AHEAD  # voices decide whether it is followed
         if common == self.head:
             follows = not theirs[0].proposal.is_break or (
                 (self.is_waiting or self.own not in root.electors)
@@ -446,7 +432,8 @@ class Lineage:
             )
             return Relation.AHEAD if follows else Relation.LOSES
         ours = self._certificates[self._places[common] - self._first]
-        return Relation.WINS if self._yields(ours, theirs[0], root.electors, chain.epoch) else Relation.LOSES
+        electors = () if is_beginning and not self.knows_founding else root.electors
+        return Relation.WINS if self._yields(ours, theirs[0], electors, chain.epoch) else Relation.LOSES
 
     def epochs_after(self, chain: Chain) -> int:
         """Return how many epochs of this history are not part of the one that ends with this chain; 0 where
@@ -480,16 +467,17 @@ class Lineage:
         """Return whether their history continues, from the certificates with which the two parted.
 
         The one without a break continues; if both broke, the one with more of the electors, then the one with
-        the most senior. Without electors (both are the first of their run) nothing tells which is right: the
-        one that is further continues, as long as this one is young. Later it stays: anybody can make a chain
-        from the beginning.
+        the most senior. Where no elector took part in either (there were none before the first certificate of
+        the run, or all had gone) nothing tells which is right: the one that is further continues, as long as
+        this one is young. Later it stays: anybody can make a chain from there.
         """
-        if not electors:
-            is_young = len(self._certificates) <= FOUNDING_MAX
-            return is_young and (their_epoch, ours.head) > (self.epoch, theirs.head)
-        if ours.proposal.is_break != theirs.proposal.is_break:
+        if electors and ours.proposal.is_break != theirs.proposal.is_break:
             return ours.proposal.is_break
-        return self._seats(theirs, electors) > self._seats(ours, electors)
+        own_seats, their_seats = self._seats(ours, electors), self._seats(theirs, electors)
+        if own_seats[0] or their_seats[0]:
+            return their_seats > own_seats
+        since = self._first + len(self._certificates) - self._places[ours.proposal.head]
+        return since <= FOUNDING_MAX and (their_epoch, ours.head) > (self.epoch, theirs.head)
 
     @staticmethod
     def _seats(certificate: Certificate, electors: Sequence[PeerId]) -> tuple[int, list[bool], bytes]:

@@ -13,7 +13,8 @@ from typing import Final
 
 from averaging.history.ahead import Ahead
 from averaging.history.certificate import genesis
-from averaging.history.lineage import Chain, Lineage, Relation
+from averaging.history.chain import Chain
+from averaging.history.lineage import Lineage, Relation
 from swarm.core.ids import Contact, PeerId
 
 _OFFERS_MAX: Final = 16  # up to 2 MiB each
@@ -38,15 +39,15 @@ class Offers:
         """Return the peers whose histories this peer needs: the introducers of a newcomer, and the electors
         of a peer that found no quorum.
         """
-        if not lineage.electors:
-            return self.introducers
+        if not lineage.has_begun:
+            return (*lineage.electors, *self.introducers)
         return (*lineage.electors, *self.introducers) if lineage.is_waiting else ()
 
     def takes(self, relation: Relation, lineage: Lineage, chain: Chain, contact: Contact) -> bool:
         """Keep a history if voices decide about it, and return whether they do. Raise PeerError when it is
         not valid. `relation`: its relation to `lineage`.
         """
-        if lineage.electors:
+        if lineage.has_begun:
             is_open = relation is Relation.UNRELATED and lineage.is_waiting and chain.epoch > lineage.epoch
         else:
             is_open = relation in (Relation.UNRELATED, Relation.AHEAD) and chain.epoch >= lineage.epoch
@@ -94,7 +95,7 @@ class Offers:
             present = [peer for peer in group if peer in live and peer != lineage.own]
             if present:
                 return present
-        return () if lineage.electors else live
+        return () if lineage.has_begun else live
 
     def _head_of(self, peer: PeerId, heads: Mapping[PeerId, bytes]) -> bytes:
         """Return the head that a peer is for: of the history that it has shown, else the reported one."""

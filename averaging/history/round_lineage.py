@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from averaging.history.certificate import Proposal, RoundKind
+from averaging.history.certificate import Proposal, RoundKind, genesis
+from averaging.history.electors import NEW_REGISTER, Register
 from swarm.core.ids import Contact, PeerId
 
 
@@ -19,6 +20,8 @@ class RoundLineage:
     epoch: int  # of the state after the round
     kind: RoundKind
     electors: tuple[PeerId, ...]  # of the head, in order of seniority
+    register: Register = NEW_REGISTER  # of the head
+    new_hour: bool = False  # as this peer's clock says, a quarter more electors may be admitted
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
     is_break: bool = False  # it commits without a quorum of the electors
     seats: int = 0  # peers that are expected in the electors' cell, where the round is held; 0: it is not
@@ -44,6 +47,6 @@ class RoundLineage:
             self.kind is RoundKind.EPOCH
             and self.peers == 2
             and not self.seats
-            and bool(self.electors)
+            and self.head != genesis(self.run)
             and not self.is_break
         )

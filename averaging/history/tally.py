@@ -23,7 +23,8 @@ from swarm.core.ids import PeerId
 class Tally:
     """The known votes of one attempt.
 
-    A certificate needs votes for one result from more than half of the contributors, who hold the bytes, and
+    A certificate needs votes for one result from more than half of the contributors that are electors (of all
+    of them, if none is: `Proposal.deciders`), who hold the bytes, and
     from a quorum of the electors of the head, so that no other group commits on it.
     """
 
@@ -39,6 +40,7 @@ class Tally:
         self.goodbyes: dict[PeerId, bytes] = {}
         self._digest = proposal.digest()
         self._voters = {*proposal.contributors, *self.electors}
+        self._deciders = proposal.deciders
 
     def add(self, vote: Vote) -> bool:
         """Count a vote, no matter which peer relayed it. Return whether it is new. A voter that signed two
@@ -75,20 +77,22 @@ class Tally:
 
     @property
     def results(self) -> dict[bytes, int]:
-        """Return the results that contributors voted for, with the number of their votes."""
+        """Return the results that contributors whose votes count voted for, with the number of votes."""
         return dict(
             Counter(
                 self.votes[peer].result
-                for peer in self.proposal.contributors
+                for peer in self._deciders
                 if peer in self.votes and self.votes[peer].result
             )
         )
 
     @property
     def majority(self) -> bytes | None:
-        """Return the result that more than half of the contributors voted for; None while there is none."""
+        """Return the result that more than half of the contributors whose votes count voted for; None while
+        there is none.
+        """
         for result, count in self.results.items():
-            if 2 * count > len(self.proposal.contributors):
+            if 2 * count > len(self._deciders):
                 return result
         return None
 
@@ -136,7 +140,7 @@ class Tally:
                 else peer not in self.goodbyes
             )
         }
-        if not is_majority(self.proposal.contributors, supporters):
+        if not is_majority(self._deciders, supporters):
             return False
         return self.proposal.is_break or is_quorum(
             self.electors, supporters - self.goodbyes.keys(), self.goodbyes
@@ -144,11 +148,13 @@ class Tally:
 
 
 def is_supported(proposal: Proposal, result: bytes, votes: Sequence[Vote]) -> bool:
-    """Return whether these are signed votes of more than half of the contributors for the result."""
+    """Return whether these are signed votes for the result, of more than half of the contributors whose votes
+    count.
+    """
     digest = proposal.digest()
     try:
         for vote in votes:
             vote.check(digest)
     except PeerError:
         return False
-    return is_majority(proposal.contributors, {vote.voter for vote in votes if vote.result == result})
+    return is_majority(proposal.deciders, {vote.voter for vote in votes if vote.result == result})

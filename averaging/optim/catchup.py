@@ -55,6 +55,13 @@ _HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
 # a peer with a state of its own believes to be alone when it could not read any record for this long
 _UNREADABLE_S = 15.0
 _SURVEY_S_MAX = 12.0  # longer than a read of the records and the comparison of histories
+# A report that the run has begun, of a peer that is no introducer, is believed without a certificate for this
+# long in all. Too small: a peer whose history cannot be fetched yet is ignored; too large: a liar delays the
+# beginning of a run
+_UNPROVEN_S = 60.0
+# While most electors do not say which state they hold, none is loaded for this long: the least time for which
+# a peer without a quorum waits. Then others may have gone on without them
+_ELECTORS_WAIT_S = 15.0
 # between two attempts at downloading the state: many newcomers may wait for a place at a few donors
 _RETRY_S_FIRST = 0.25
 _RETRY_S_MAX = 4.0
@@ -111,6 +118,7 @@ class CatchUp:
         # donors of a state that does not fit, or of chunks that do not match their digests, with the reason:
         # this optimizer does not ask them again
         self.distrusted: dict[PeerId, str] = {}
+        self._unproven_since_s: float | None = None  # a report without a certificate was believed first
         self._registered_epoch = -1  # that the others were told of last
         self._blocklist = blocklist
 
@@ -159,7 +167,7 @@ class CatchUp:
             gives_up = self._state.epoch > 0 and waited_s >= _UNREADABLE_S
             if self._tracker.is_alone() and (has_read or gives_up):
                 return self._alone_reason()
-            if has_waited and has_read and self._state.epoch == 0 and not self._tracker.has_begun():
+            if has_waited and has_read and self._state.epoch == 0 and not self._has_begun():
                 return "all peers of this run are in its first epoch, and none has a state to give"
         attempt.reason = attempt.reason or "no peer declares that it has the state"
         return ""
@@ -177,7 +185,18 @@ class CatchUp:
         """
         if not self._survey():
             return _UNREAD
-        return "others have a state of this run, and this peer has none" if self._tracker.has_begun() else ""
+        return "others have a state of this run, and this peer has none" if self._has_begun() else ""
+
+    def _has_begun(self) -> bool:
+        """Return whether the run has begun: a certificate or an introducer says so, or for a limited time
+        anybody does.
+        """
+        if not self._tracker.has_begun():
+            return False
+        now_s = self.clock.monotonic_s()
+        if self._unproven_since_s is None:
+            self._unproven_since_s = now_s
+        return now_s - self._unproven_since_s < _UNPROVEN_S or self._tracker.has_begun(self._node.introducers)
 
     def _alone_reason(self) -> str:
         """Describe a run in which no other peer is visible, including failed connections: perhaps this peer
@@ -215,7 +234,8 @@ class CatchUp:
             partial=attempt.partial,
             pool=self._node.network.pool,
             codec=attempt.codec,
-            electors=self._history.electors if self._history is not None else tuple,
+            electors=self._electors,
+            waits_for_electors=attempt.seconds < _ELECTORS_WAIT_S,
         )
         # until a donor has a place for it, this peer is in nobody's way: rounds do not wait for it
         if not self._reserve(attempt, download, donors):
@@ -246,6 +266,13 @@ class CatchUp:
             attempt.bytes_received += download.received_bytes
             attempt.partial = download.partial
         return self._install(attempt, downloaded, captured, epoch)
+
+    def _electors(self) -> list[Contact]:
+        """Return the electors of the swarm's head that can be called, the most senior first."""
+        ignored = {self._node.peer_id, *self.distrusted, *self._blocklist.banned}
+        found = self._history.electors() if self._history is not None else ()
+        contacts = [self._tracker.contact(peer) for peer in found if peer not in ignored]
+        return [contact for contact in contacts if contact is not None and contact.addresses]
 
     def _reserve(self, attempt: _Attempt, download: Download, donors: list[Contact]) -> bool:
         """Return whether a donor keeps a place for this peer; if not, note why."""

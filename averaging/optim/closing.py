@@ -119,7 +119,7 @@ class EpochCloser:
         history = self._history
         if history is None:
             return None
-        if not history.root.electors:
+        if not history.has_begun:
             waiting = self._wait_to_begin(failed)
             if waiting is not None:
                 return waiting

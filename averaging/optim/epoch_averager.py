@@ -16,7 +16,7 @@ import torch
 from averaging.averager import Averager
 from averaging.config import AveragerConfig, RunAverager
 from averaging.history.certificate import RoundKind
-from averaging.history.lineage import Chain
+from averaging.history.chain import Chain
 from averaging.matchmaking.logic.messages import AveragerName
 from averaging.optim.background_round import BackgroundRound, RoundPlan, RunningRound
 from averaging.optim.config import OptimizerConfig

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
+from averaging.history.chain import Chain
 from averaging.history.encoding import CHAIN_BYTES_MAX, decode_chain
-from averaging.history.lineage import Chain
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Contact, PeerId

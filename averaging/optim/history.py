@@ -24,9 +24,10 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
+from averaging.history.chain import Chain
 from averaging.history.encoding import encode_chain
 from averaging.history.known_heads import KnownHeads
-from averaging.history.lineage import Chain, Lineage, Relation
+from averaging.history.lineage import Lineage, Relation
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.tally import is_supported
@@ -66,7 +67,7 @@ class RunHistory:
         self._ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
         self._lock = threading.Lock()
-        self._lineage = Lineage(run, self._own)
+        self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
         self._heads = KnownHeads()
@@ -101,6 +102,12 @@ class RunHistory:
         """Return the empty chain that begins at this peer's head: head, electors and epoch, for the state."""
         with self._lock:
             return self._lineage.chain((self._lineage.head,))
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether there is a certificate before this peer's head."""
+        with self._lock:
+            return self._lineage.has_begun
 
     def electors(self) -> tuple[PeerId, ...]:
         """Return the electors of the head that this peer has, or should follow."""
@@ -142,6 +149,8 @@ class RunHistory:
                 epoch=epoch,
                 kind=kind,
                 electors=self._lineage.electors,
+                register=self._lineage.register,
+                new_hour=self._lineage.growth.is_over(self._node.clock.monotonic_s()),
                 goodbyes=dict(self._lineage.goodbyes),
                 is_break=self._is_break,
                 seats=seats,
@@ -461,13 +470,16 @@ class RunHistory:
         except (NetworkError, PeerError):
             return False
 
-    def _may_vote(self, proposal: Proposal, result: bytes) -> str:
+    def _may_vote(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
         """Return why this peer must not vote for a result; "" after it has promised to vote for nothing else
-        on this head.
+        on this head. `outside`: it is not in the group.
         """
         if self._has_left:
             return "this peer leaves the run"
         with self._lock:
+            now_s = self._node.clock.monotonic_s()
+            if proposal.new_hour and result and self._lineage.growth.is_too_early(now_s, outside=outside):
+                return "it admits further electors before an hour has passed"
             reason = self._lineage.refusal(proposal, result)
             if not reason:
                 self._lineage.promise(proposal, result)
@@ -493,7 +505,7 @@ class RunHistory:
         with self._lock:
             if self._own not in self._lineage.electors:
                 return "this peer has no vote on this head"
-        reason = self._may_vote(proposal, result)
+        reason = self._may_vote(proposal, result, outside=True)
         if reason:
             # a promise elsewhere: without this vote neither attempt could be found to have failed
             with self._lock:

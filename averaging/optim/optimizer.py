@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from averaging.history.chain import Chain
 from averaging.history.encoding import read_root_text, root_text
-from averaging.history.lineage import Chain
 from averaging.optim.arguments import check_arguments, check_samples
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig

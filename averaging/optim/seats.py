@@ -12,7 +12,7 @@ from collections.abc import Collection
 from blake3 import blake3
 
 from averaging.history.certificate import GRID_ROUNDS_MAX
-from averaging.history.lineage import Chain
+from averaging.history.chain import Chain
 from averaging.matchmaking.logic.grid import shape_for
 from swarm.core.ids import PeerId
 

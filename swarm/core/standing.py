@@ -7,24 +7,47 @@ at most half, and members displace them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from swarm.core.ids import PeerId
 
 MEMBERS_MAX = 4096  # remembered in each run; beyond this the one that was named longest ago is forgotten
 
 
-class PeerStanding:
-    """The members of the runs that this node takes part in: peers that are or were electors, owners, and in
-    an invited run holders of a capability. All others are strangers.
+@dataclass(frozen=True, slots=True)
+class Founding:
+    """How a run began, as its specification says. The default is that of a run without a specification."""
 
-    Any thread may ask, and one thread per run may change its members: they are replaced as a whole.
+    owner: PeerId | None = None  # its first one
+    is_invited: bool = False  # it is for invited peers: no stranger takes part
+
+
+NO_SPECIFICATION: Final = Founding()
+
+
+class PeerStanding:
+    """The members of the runs that this node takes part in: peers that are or were electors, or owners, and
+    in an invited run the holders of capabilities. All others are strangers.
+
+    Any thread may ask, and one thread per run may change those that certificates name: they are replaced as a
+    whole.
     """
 
-    def __init__(self, is_admitted: Callable[[PeerId], bool] = lambda peer: False) -> None:
-        """`is_admitted` returns whether a peer has shown a capability of the invited run of this node."""
-        self._is_admitted = is_admitted
+    def __init__(self, holders: Mapping[str, Collection[PeerId]] | None = None) -> None:
+        """`holders`: by run, the peers whose capabilities are admitted now (`Admission.holders`)."""
         self._members: dict[str, dict[PeerId, None]] = {}
+        self._holders = dict(holders or {})
+        self._foundings: dict[str, Founding] = {}
+
+    def set_founding(self, run: str, founding: Founding) -> None:
+        """Remember how a run began, before this node takes part in it."""
+        self._foundings[run] = founding
+
+    def founding_of(self, run: str) -> Founding:
+        """Return how a run began, as far as this node knows."""
+        return self._foundings.get(run, NO_SPECIFICATION)
 
     def add_members(self, run: str, peers: Iterable[PeerId]) -> None:
         """Remember the members of a run that a certificate or its specification names."""
@@ -35,17 +58,25 @@ class PeerStanding:
         self._members[run] = dict.fromkeys([*earlier, *named][-MEMBERS_MAX:])
 
     def forget_run(self, run: str) -> None:
-        """Forget the members of a run that this node has left."""
+        """Forget the members that certificates of a run named: this node has left it. Holders of capabilities
+        stay members.
+        """
         self._members.pop(run, None)
 
     def has_members(self, run: str | None = None) -> bool:
         """Return whether this node knows members of the run, or without one of any run."""
-        return bool(self._members if run is None else self._members.get(run))
+        if run is not None:
+            return bool(self._members.get(run) or self._holders.get(run))
+        return bool(self._members or any(self._holders.values()))
 
     def is_member(self, peer: PeerId, run: str | None = None) -> bool:
         """Return whether a peer is a member of the run, or without one of any run that this node knows."""
-        if self._is_admitted(peer):
-            return True
         if run is not None:
-            return peer in self._members.get(run, ())
-        return any(peer in members for members in list(self._members.values()))
+            return peer in self._members.get(run, ()) or peer in self._holders.get(run, ())
+        tables = [*list(self._members.values()), *list(self._holders.values())]
+        return any(peer in members for members in tables)
+
+    def members(self, run: str) -> list[PeerId]:
+        """Return the known members of a run, those that certificates named last first."""
+        named = self._members.get(run, {})
+        return [*reversed(named), *(peer for peer in list(self._holders.get(run, ())) if peer not in named)]

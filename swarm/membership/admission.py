@@ -7,7 +7,8 @@ met the same peers therefore agree. docs/decisions/0031 says what this does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from swarm.core.errors import NotInvited
@@ -23,6 +24,7 @@ NEEDED_ROLES: dict[str, frozenset[Role]] = {
 }
 # What entry points may call: peers that this process, or who invited it, named as addresses without inviting.
 ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
+_OWNERS_RIGHTS = Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
 _REVOKED = "the owner of the run has revoked this peer's invite"
 
 
@@ -41,8 +43,14 @@ class Admission:
         self.run_id, self.owner = run_id, owner
         self.revoked: frozenset[PeerId] = frozenset()
         self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
-        self._standings: dict[PeerId, Rights] = {}
+        # by holder, of whom the owner is one without a capability
+        self._standings: dict[PeerId, Rights] = {owner: _OWNERS_RIGHTS}
         self._uses: dict[PeerId, _Uses] = {}  # by subject of a grant
+
+    @property
+    def holders(self) -> Collection[PeerId]:
+        """Return the admitted peers, in a view that follows every change."""
+        return self._standings.keys()
 
     def admit(self, holder: PeerId, grants: Grants, now_s: float) -> None:
         """Check a peer's capability and remember the peer. The owner needs none.
@@ -80,8 +88,6 @@ class Admission:
 
     def roles(self, peer: PeerId, now_s: float) -> frozenset[Role]:
         """Return the roles of a peer; none if it was not admitted, or its capability has expired."""
-        if peer == self.owner:
-            return frozenset(ROLES)
         standing = self._standings.get(peer)
         if standing is None:
             return frozenset()

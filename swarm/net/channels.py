@@ -34,6 +34,7 @@ from swarm.net.dial import Connection, dial
 from swarm.net.membership import ADMIT, RunMembership
 from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
+from swarm.net.scope import Surroundings
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
 
@@ -90,9 +91,11 @@ class Channels:
         throttle: Throttle | None = None,
         *,
         membership: RunMembership | None = None,
+        surroundings: Surroundings | None = None,
         dial_timeout_s: float = WAN.dial_timeout_s,
         limits: ConnectionLimits | None = None,
     ) -> None:
+        """`surroundings` say which addresses of a peer are dialed; None: all."""
         limits = limits or ConnectionLimits()
         self._dial_timeout_s = dial_timeout_s
         self._connections_max, self._idle_s = limits.connections_max, limits.idle_s
@@ -101,6 +104,7 @@ class Channels:
         self._on_connected = on_connected
         self._throttle = throttle or Throttle(Bandwidth())
         self._membership = membership  # of this process in an invited run: shown to every peer that is dialed
+        self._surroundings = surroundings
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
@@ -350,6 +354,7 @@ class Channels:
                 contact,
                 self._certificate,
                 timeout_s=max(dial_s, 0.001),
+                surroundings=self._surroundings,
                 first=self._last_working.get(contact.peer_id),
                 options=self._throttle.options + (BULK_OPTIONS if link.number > 0 else ()),
                 on_dial=self._dialed.extend,

@@ -14,6 +14,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError
 from swarm.core.ids import ADDRESSES_MAX, Address, Contact
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
 from swarm.net.rpc import CALLER_OPTIONS
+from swarm.net.scope import NOT_DIALED, Surroundings
 
 _STAGGER_S = 0.2  # head start of the address that is dialed first
 _RESOLVED_MAX = 4
@@ -47,11 +48,13 @@ async def dial(
     own: KeyAndCertificate,
     *,
     timeout_s: float,
+    surroundings: Surroundings | None = None,
     first: Address | None = None,
     options: tuple[tuple[str, int], ...] = (),
     on_dial: Callable[[list[tuple[str, int]]], None] = lambda endpoints: None,
 ) -> Connection:
-    """Connect to the peer at any of its addresses; `first` is tried before the others. `options` are
+    """Connect to the peer at any of its addresses that `surroundings` allow (None: any); `first` is tried
+    before the others. `options` are
     gRPC options that add to the usual ones or replace them. `on_dial` is called with every (IP, port) before
     it is dialed.
 
@@ -64,7 +67,7 @@ async def dial(
         trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem
     )
     addresses = sorted(contact.addresses[:ADDRESSES_MAX], key=lambda address: address != first)
-    race = _Race(contact, credentials, options, on_dial)
+    race = _Race(contact, credentials, options, on_dial, surroundings or Surroundings())
     try:
         return await race.run(addresses, timeout_s)
     finally:
@@ -78,8 +81,10 @@ class _Race:
         credentials: grpc.ChannelCredentials,
         options: tuple[tuple[str, int], ...],
         on_dial: Callable[[list[tuple[str, int]]], None],
+        surroundings: Surroundings,
     ) -> None:
         self._on_dial = on_dial
+        self._surroundings = surroundings
         self._contact = contact
         self._credentials = credentials
         self._options = [
@@ -132,6 +137,12 @@ class _Race:
             resolved = await _resolve(address)
         except OSError as error:
             self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
+            return None
+        hosts = [host for host, _ in resolved]
+        allowed = self._surroundings.dialable(self._contact.peer_id, address, hosts)
+        resolved = [one for one in resolved if one[0] in allowed]
+        if not resolved:
+            self._failures[address] = NOT_DIALED
             return None
         self._on_dial(resolved)
         channel = aio.secure_channel(_target(resolved), self._credentials, options=self._options)

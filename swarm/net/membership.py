@@ -55,10 +55,6 @@ class RunMembership:
         """Return why this process itself is not a member any more; empty if it is."""
         return self.admission.problem(self.own, self.capability, self._now_s())
 
-    def is_admitted(self, peer: PeerId) -> bool:
-        """Return whether this peer has shown a capability that is valid now."""
-        return peer == self.own or bool(self.admission.roles(peer, self._now_s()))
-
     def refusal(self, caller: PeerId, method: str) -> str:
         """Return why this peer may not call this method; empty if it may."""
         if method == ADMIT.name:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ from swarm.core.errors import NetworkError, NotInvited, PeerError, SwarmError, U
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
+from swarm.net.callers import Caller, OpenCalls
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.membership import RunMembership
@@ -34,6 +34,7 @@ from swarm.net.rpc import (
     check_incoming,
     check_outgoing,
 )
+from swarm.net.scope import host_of, prefix_of
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 
 _logger = logging.getLogger(__name__)
@@ -71,10 +72,11 @@ class Server:
         ping_interval_s_min: float = _PING_INTERVAL_S_MIN,
         standing: PeerStanding | None = None,
         membership: RunMembership | None = None,
+        on_called: Callable[[PeerId, str], None] = lambda peer_id, host: None,
     ) -> None:
         """`ping_interval_s_min`: a caller that pings an idle connection more often loses it. `standing`:
         callers that are strangers share half of every limit. `membership`: of this process in an invited run;
-        it says which caller is answered.
+        it says which caller is answered. `on_called` is told from which host a peer calls.
         """
         self.throttle = throttle or Throttle(Bandwidth())
         self.standing = standing or PeerStanding()
@@ -82,27 +84,18 @@ class Server:
         self.reads = RequestReads(self.standing)
         self._membership = membership
         self._calls_max = calls_max
-        self._calls_per_peer_max = calls_per_peer_max
         self._options = (
             *_OPTIONS,
             *self.throttle.options,
             ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * ping_interval_s_min)),
         )
-        self._calls: dict[PeerId, int] = {}
-        self._open_calls = 0  # sum over all callers
+        self._on_called = on_called
+        self.calls = OpenCalls(self.standing, "calls", calls_max, calls_per_peer_max)
+        self.call_streams = OpenCalls(
+            self.standing, "streams of shared calls", calls_max, STREAMS_PER_PEER_MAX
+        )
         self._streams: set[ServedCalls] = set()
-        self._streams_per_peer: Counter[PeerId] = Counter()
         self._server: aio.Server | None = None
-
-    @property
-    def open_calls(self) -> int:
-        """Return the number of calls that are being answered."""
-        return self._open_calls
-
-    @property
-    def open_calls_by_peer(self) -> dict[PeerId, int]:
-        """Return the number of calls that are being answered, for each caller that has any."""
-        return dict(self._calls)
 
     @property
     def is_stopping(self) -> bool:
@@ -142,56 +135,28 @@ class Server:
         if server is not None:
             await server.stop(grace_s)
 
-    async def serve_calls(self, peer_id: PeerId, stream: ServedCalls) -> None:
-        """Serve a stream of shared calls to its end. Raises _Busy when the peer has too many of them: the
-        caller then makes separate calls.
+    async def serve_calls(self, caller: Caller, stream: ServedCalls) -> None:
+        """Serve a stream of shared calls to its end. Raises _Busy when the caller has too many of them: it
+        then makes separate calls.
         """
-        is_member = self.standing.is_member
-        strangers = sum(count for peer, count in self._streams_per_peer.items() if not is_member(peer))
-        if (
-            self._streams_per_peer[peer_id] >= STREAMS_PER_PEER_MAX
-            or len(self._streams) >= self._calls_max
-            or (self.standing.has_members() and strangers >= self._calls_max // 2 and not is_member(peer_id))
-            or self._server is None
-        ):
+        if self._server is None or self.call_streams.enter(caller) is not None:
             raise _Busy
         self._streams.add(stream)
-        self._streams_per_peer[peer_id] += 1
         try:
             await stream.run()
         finally:
             self._streams.discard(stream)
-            self._streams_per_peer[peer_id] -= 1
-            if not self._streams_per_peer[peer_id]:
-                del self._streams_per_peer[peer_id]
+            self.call_streams.leave(caller)
+
+    def called(self, peer_id: PeerId, peer: str) -> Caller:
+        """Return the caller of a connection whose other end gRPC names `peer`."""
+        host = host_of(peer)
+        self._on_called(peer_id, host)
+        return Caller(peer_id, prefix_of(host))
 
     def refusal(self, peer_id: PeerId, method: str) -> str:
         """Return why this peer may not call this method here; empty if it may."""
         return self._membership.refusal(peer_id, method) if self._membership is not None else ""
-
-    def enter(self, peer_id: PeerId) -> str | None:
-        """Count a call in. Returns the reason to refuse it when there are too many, else None."""
-        calls = self._calls.get(peer_id, 0)
-        if calls >= self._calls_per_peer_max:
-            return f"you have {self._calls_per_peer_max} calls open here already"
-        if self._open_calls >= self._calls_max:
-            return f"busy: {self._calls_max} calls open already"
-        # counted from the peers only when it matters: this runs for every call
-        if self._open_calls >= self._calls_max // 2 and self.standing.has_members():
-            is_member = self.standing.is_member
-            strangers = sum(count for peer, count in self._calls.items() if not is_member(peer))
-            if strangers >= self._calls_max // 2 and not is_member(peer_id):
-                return f"busy: strangers have {self._calls_max // 2} calls open already"
-        self._calls[peer_id] = calls + 1
-        self._open_calls += 1
-        return None
-
-    def leave(self, peer_id: PeerId) -> None:
-        """Count a call out."""
-        self._open_calls -= 1
-        calls = self._calls.pop(peer_id) - 1
-        if calls:
-            self._calls[peer_id] = calls
 
 
 class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
@@ -220,7 +185,8 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
 
     async def _share(self, _: Any, context: aio.ServicerContext[Any, Any]) -> None:
         """Serve a stream of shared calls."""
-        peer_id = await self._identified(context)
+        caller = await self._identified(context)
+        peer_id = caller.peer_id
 
         async def handle(name: str, raw: bytes) -> Outcome:
             not_invited = self._server.refusal(peer_id, name)
@@ -250,13 +216,13 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 return _INTERNAL
 
         enter, leave = (
-            functools.partial(self._server.enter, peer_id),
-            functools.partial(self._server.leave, peer_id),
+            functools.partial(self._server.calls.enter, caller),
+            functools.partial(self._server.calls.leave, caller),
         )
         room = PeerRoom(self._server.room, peer_id)
         stream = ServedCalls(context, handle, handle_now, enter, leave, room)
         try:
-            await self._server.serve_calls(peer_id, stream)
+            await self._server.serve_calls(caller, stream)
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _Busy:
@@ -301,11 +267,12 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             handler.method.name, peer_id, _serve(handler, peer_id, context, throttle, self._server.reads)
         )
 
-    async def _identified(self, context: aio.ServicerContext[Any, Any]) -> PeerId:
+    async def _identified(self, context: aio.ServicerContext[Any, Any]) -> Caller:
         try:
-            return self._caller(_certificate_of(context))
+            peer_id = self._caller(_certificate_of(context))
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
+        return self._server.called(peer_id, context.peer())
 
     async def _guarded(
         self,
@@ -314,17 +281,17 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         serve: Callable[[Any, PeerId, aio.ServicerContext[Any, Any]], Awaitable[Outcome]],
     ) -> None:
         """Serve a call of its own. No byte of a request is read before its caller is known."""
-        peer_id = await self._identified(context)
-        not_invited = self._server.refusal(peer_id, handler.method.name)
+        caller = await self._identified(context)
+        not_invited = self._server.refusal(caller.peer_id, handler.method.name)
         if not_invited:
             await _refuse(context, _NOT_INVITED, not_invited)
-        refusal = self._server.enter(peer_id)
+        refusal = self._server.calls.enter(caller)
         if refusal is not None:
             await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
         try:
-            code, text, _ = await serve(handler, peer_id, context)
+            code, text, _ = await serve(handler, caller.peer_id, context)
         finally:
-            self._server.leave(peer_id)
+            self._server.calls.leave(caller)
         if code is not grpc.StatusCode.OK:
             await _refuse(context, code, text)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from swarm.core.device import current_device, explained_failures, is_device_failure
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
+from swarm.core.standing import Founding
 from swarm.run import machine
 from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
 from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
@@ -229,6 +230,8 @@ class Volunteer:
         from swarm.run.inner_optimizer import schedule_factory
 
         specification = self.specification
+        founding = Founding(self.signed.founder, is_invited=specification.members == "invited")
+        self._node.standing.set_founding(self.signed.run_id, founding)
         self._node.standing.add_members(self.signed.run_id, [self.signed.owner])
         optimizer = Optimizer(
             inner,

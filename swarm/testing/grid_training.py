@@ -17,15 +17,10 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from averaging.history.certificate import (
-    Certificate,
-    Proposal,
-    RoundKind,
-    electors_after,
-    genesis,
-)
+from averaging.history.certificate import Certificate, Proposal, RoundKind, genesis
+from averaging.history.chain import Chain
+from averaging.history.electors import electors_after
 from averaging.history.encoding import encode_chain
-from averaging.history.lineage import Chain
 from averaging.matchmaking.logic.group import Group
 from averaging.optim.exchange import HISTORY
 from averaging.optim.seats import SwarmSize
@@ -136,6 +131,7 @@ class GridTraining:
             electors=certificate.proposal.electors,
             certificates=(),
             root_grid_rounds=certificate.proposal.grid_rounds,
+            root_register=certificate.proposal.register,
         )
         return [one.result() for one in running]
 
@@ -214,6 +210,7 @@ class GridTraining:
 
     def _certify(self, group: Group) -> Certificate:
         """Return a certificate of the size of a real one: its signatures are not checked here."""
+        electors, register = electors_after(self.head.electors, self.head.root_register, group.peer_ids)
         proposal = Proposal(
             run="r",
             head=self.head.head,
@@ -221,7 +218,8 @@ class GridTraining:
             kind=RoundKind.EPOCH,
             group_id=group.group_id,
             contributors=group.peer_ids,
-            electors=electors_after(self.head.electors, group.peer_ids),
+            electors=electors,
+            register=register,
             grid_rounds=self.trainers[0].size.rounds_wanted,
         )
         votes = dict.fromkeys(group.peer_ids, bytes(64))

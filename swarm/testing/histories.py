@@ -24,8 +24,9 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
+from averaging.history.chain import Chain
 from averaging.history.encoding import decode_chain, encode_chain
-from averaging.history.lineage import CERTIFICATES_MAX, Chain, Lineage, Relation
+from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from averaging.history.tally import Tally
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
@@ -279,7 +280,7 @@ class Play:
         """Let a peer take the certificate of a round that it was in."""
         head, own = certificate.proposal.head, peer.signer.peer_id
         if peer is not self.liar:
-            certificate.check(self.ledger.electors[head])
+            certificate.check(self.ledger.electors[head], peer.live.register)
             if certificate.proposal.contributors == (own,) and not certificate.proposal.is_break:
                 rivals = self.ledger.certified.get(head, {}).keys() - {certificate.head}
                 if rivals and self.liar is None:

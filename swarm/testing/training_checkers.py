@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
 
 from averaging.history.certificate import Certificate, genesis, is_quorum
+from averaging.history.chain import Chain, after, beginning
 from averaging.history.encoding import decode_chain
 from averaging.optim.exchange import HISTORY
 from averaging.optim.reports import StepReport
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
+from swarm.core.standing import NO_SPECIFICATION
 from swarm.net.rpc import UnaryHandler
 from swarm.testing.checkers import CheckLimits, Violations, sizes_of
 from swarm.testing.dht_swarm import SwarmMember
@@ -36,6 +38,7 @@ class HistoryLedger:
     def __init__(self, violations: Violations) -> None:
         self._violations = violations
         self._genesis = genesis(RUN)
+        self._beginning = beginning(RUN, NO_SPECIFICATION)
         self.foundings = 0  # of the run, after the first one
         self.second_founding: Certificate | None = None  # the last of these, until it is taken
         self.certificates: dict[bytes, Certificate] = {}  # by the head after it
@@ -67,10 +70,10 @@ class HistoryLedger:
         if head in self.certificates:
             return
         self.certificates[head], self.committed_s[head] = certificate, now_s
-        electors = self.electors(before)
-        if electors is not None:
+        root = self._root(before)
+        if root is not None:
             try:
-                certificate.check(electors)
+                certificate.check(root.electors, root.root_register)
             except PeerError as error:
                 self._violations.add(now_s, f"peer {one.index} holds an invalid certificate: {error}")
         known = self._following.setdefault(before, {})
@@ -89,9 +92,13 @@ class HistoryLedger:
 
     def electors(self, head: bytes) -> tuple[PeerId, ...] | None:
         """Return the electors of a head; None when its certificate was never seen."""
+        root = self._root(head)
+        return root.electors if root is not None else None
+
+    def _root(self, head: bytes) -> Chain | None:
         if head == self._genesis:
-            return ()
-        return self.certificates[head].proposal.electors if head in self.certificates else None
+            return self._beginning
+        return after(self.certificates[head], b"") if head in self.certificates else None
 
     def distance(self, head: bytes, ahead: bytes) -> int | None:
         """Return how many certificates lead from one head to another; None when none do."""

@@ -30,7 +30,8 @@ from averaging.history.certificate import (
     is_quorum,
     vote_statement,
 )
-from averaging.history.lineage import Chain, Lineage, Relation
+from averaging.history.chain import Chain
+from averaging.history.lineage import Lineage, Relation
 from averaging.history.tally import Tally
 from swarm.core.ids import PeerId
 from swarm.testing.identities import StandInIdentity

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16swarm/wire/state.proto\x12\nswarm.wire\"\x8e\x01\n\x05\x43laim\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x03 \x01(\x01\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\x12\x0c\n\x04head\x18\x07 \x01(\x0c\x12\x10\n\x08\x61\x62stains\x18\x08 \x01(\x08\x12\x0f\n\x07joining\x18\x06 \x01(\x08\"o\n\rReportRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x05\x63laim\x18\x02 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12\x0f\n\x07goodbye\x18\x04 \x01(\x08\x12\x10\n\x08\x66\x61rewell\x18\x05 \x01(\x0c\"A\n\x0bReportReply\x12 \n\x05\x63laim\x18\x01 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x10\n\x08\x62\x65lieved\x18\x02 \x01(\x08\"]\n\x0bOpenRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tepoch_min\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07reserve\x18\x04 \x01(\x08\x12\r\n\x05\x63odec\x18\x05 \x01(\t\"h\n\tOpenReply\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tcanonical\x18\x03 \x01(\x08\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x15\n\rchunk_digests\x18\x05 \x01(\x0c\"<\n\rChunksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x0f\n\x07indices\x18\x03 \x03(\r\"\x1c\n\x0b\x43hunkHeader\x12\r\n\x05index\x18\x01 \x01(\r\"*\n\x0c\x43loseRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\"\x0c\n\nCloseReply\",\n\x0eHistoryRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x03(\x0c\"\x1d\n\x0cHistoryReply\x12\r\n\x05\x63hain\x18\x01 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16swarm/wire/state.proto\x12\nswarm.wire\"\x8e\x01\n\x05\x43laim\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x03 \x01(\x01\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\x12\x0c\n\x04head\x18\x07 \x01(\x0c\x12\x10\n\x08\x61\x62stains\x18\x08 \x01(\x08\x12\x0f\n\x07joining\x18\x06 \x01(\x08\"o\n\rReportRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x05\x63laim\x18\x02 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12\x0f\n\x07goodbye\x18\x04 \x01(\x08\x12\x10\n\x08\x66\x61rewell\x18\x05 \x01(\x0c\"A\n\x0bReportReply\x12 \n\x05\x63laim\x18\x01 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x10\n\x08\x62\x65lieved\x18\x02 \x01(\x08\"r\n\x0bOpenRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tepoch_min\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07reserve\x18\x04 \x01(\x08\x12\r\n\x05\x63odec\x18\x05 \x01(\t\x12\x13\n\x0bonly_digest\x18\x06 \x01(\x08\"x\n\tOpenReply\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tcanonical\x18\x03 \x01(\x08\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x15\n\rchunk_digests\x18\x05 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\"<\n\rChunksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x0f\n\x07indices\x18\x03 \x03(\r\"\x1c\n\x0b\x43hunkHeader\x12\r\n\x05index\x18\x01 \x01(\r\"*\n\x0c\x43loseRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\"\x0c\n\nCloseReply\",\n\x0eHistoryRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x03(\x0c\"\x1d\n\x0cHistoryReply\x12\r\n\x05\x63hain\x18\x01 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,19 +38,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREPLY']._serialized_start=296
   _globals['_REPORTREPLY']._serialized_end=361
   _globals['_OPENREQUEST']._serialized_start=363
-  _globals['_OPENREQUEST']._serialized_end=456
-  _globals['_OPENREPLY']._serialized_start=458
-  _globals['_OPENREPLY']._serialized_end=562
-  _globals['_CHUNKSREQUEST']._serialized_start=564
-  _globals['_CHUNKSREQUEST']._serialized_end=624
-  _globals['_CHUNKHEADER']._serialized_start=626
-  _globals['_CHUNKHEADER']._serialized_end=654
-  _globals['_CLOSEREQUEST']._serialized_start=656
-  _globals['_CLOSEREQUEST']._serialized_end=698
-  _globals['_CLOSEREPLY']._serialized_start=700
-  _globals['_CLOSEREPLY']._serialized_end=712
-  _globals['_HISTORYREQUEST']._serialized_start=714
-  _globals['_HISTORYREQUEST']._serialized_end=758
-  _globals['_HISTORYREPLY']._serialized_start=760
-  _globals['_HISTORYREPLY']._serialized_end=789
+  _globals['_OPENREQUEST']._serialized_end=477
+  _globals['_OPENREPLY']._serialized_start=479
+  _globals['_OPENREPLY']._serialized_end=599
+  _globals['_CHUNKSREQUEST']._serialized_start=601
+  _globals['_CHUNKSREQUEST']._serialized_end=661
+  _globals['_CHUNKHEADER']._serialized_start=663
+  _globals['_CHUNKHEADER']._serialized_end=691
+  _globals['_CLOSEREQUEST']._serialized_start=693
+  _globals['_CLOSEREQUEST']._serialized_end=735
+  _globals['_CLOSEREPLY']._serialized_start=737
+  _globals['_CLOSEREPLY']._serialized_end=749
+  _globals['_HISTORYREQUEST']._serialized_start=751
+  _globals['_HISTORYREQUEST']._serialized_end=795
+  _globals['_HISTORYREPLY']._serialized_start=797
+  _globals['_HISTORYREPLY']._serialized_end=826
 # @@protoc_insertion_point(module_scope)

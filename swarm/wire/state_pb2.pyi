@@ -49,32 +49,36 @@ class ReportReply(_message.Message):
     def __init__(self, claim: _Optional[_Union[Claim, _Mapping]] = ..., believed: _Optional[bool] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("run", "epoch_min", "digest", "reserve", "codec")
+    __slots__ = ("run", "epoch_min", "digest", "reserve", "codec", "only_digest")
     RUN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_MIN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    ONLY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run: str
     epoch_min: int
     digest: bytes
     reserve: bool
     codec: str
-    def __init__(self, run: _Optional[str] = ..., epoch_min: _Optional[int] = ..., digest: _Optional[bytes] = ..., reserve: _Optional[bool] = ..., codec: _Optional[str] = ...) -> None: ...
+    only_digest: bool
+    def __init__(self, run: _Optional[str] = ..., epoch_min: _Optional[int] = ..., digest: _Optional[bytes] = ..., reserve: _Optional[bool] = ..., codec: _Optional[str] = ..., only_digest: _Optional[bool] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("lease", "epoch", "canonical", "total_bytes", "chunk_digests")
+    __slots__ = ("lease", "epoch", "canonical", "total_bytes", "chunk_digests", "digest")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CANONICAL_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     lease: bytes
     epoch: int
     canonical: bool
     total_bytes: int
     chunk_digests: bytes
-    def __init__(self, lease: _Optional[bytes] = ..., epoch: _Optional[int] = ..., canonical: _Optional[bool] = ..., total_bytes: _Optional[int] = ..., chunk_digests: _Optional[bytes] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, lease: _Optional[bytes] = ..., epoch: _Optional[int] = ..., canonical: _Optional[bool] = ..., total_bytes: _Optional[int] = ..., chunk_digests: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class ChunksRequest(_message.Message):
     __slots__ = ("run", "lease", "indices")

@@ -31,3 +31,22 @@ def test_the_member_that_was_named_longest_ago_is_forgotten_first() -> None:
     assert standing.is_member(PEERS[MEMBERS_MAX])
     assert not standing.is_member(PEERS[1])
     assert standing.is_member(PEERS[2])
+
+
+def test_holders_of_capabilities_are_members_while_they_are_admitted() -> None:
+    anne, bert, cara = PEERS[:3]
+    admitted = {anne: 1.0}
+    standing = PeerStanding({"a": admitted.keys()})
+    standing.add_members("a", [bert])
+    assert standing.has_members("a")
+    assert standing.is_member(anne, "a")
+    assert standing.is_member(anne)
+    assert not standing.is_member(anne, "b")
+    assert standing.members("a") == [bert, anne]
+    admitted[cara] = 2.0
+    del admitted[anne]
+    assert standing.is_member(cara, "a")
+    assert not standing.is_member(anne, "a")
+    standing.forget_run("a")
+    assert standing.is_member(cara, "a")
+    assert not standing.is_member(bert, "a")

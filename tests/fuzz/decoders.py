@@ -13,8 +13,8 @@ import msgpack
 import torch
 
 from averaging.allreduce.logic.versions import check_clipped, decode_places
+from averaging.history.chain import Chain
 from averaging.history.encoding import decode_chain, encode_chain, read_root_text, root_text
-from averaging.history.lineage import Chain
 from averaging.optim.exchange import chunk_head, parse_chunks_request, unpack_chunk
 from averaging.optim.progress.logic.reports import ProgressReport, ProgressTotal
 from averaging.optim.state.snapshot import ALIGNMENT_BYTES, encode_snapshot, read_header, read_tensors

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import pytest
 
 from averaging.history import certificate, lineage, tally
+from averaging.history.chain import Chain
 from averaging.history.lineage import Lineage, Relation
 from swarm.testing.histories import PlayConfig
 from swarm.testing.history_ledger import BrokenPromiseError
@@ -77,7 +78,7 @@ def test_the_model_finds_that_histories_stay_apart_when_nobody_yields(
 ) -> None:
     relation = Lineage.relation
 
-    def stubborn(self: Lineage, chain: lineage.Chain) -> Relation:
+    def stubborn(self: Lineage, chain: Chain) -> Relation:
         found = relation(self, chain)
         return Relation.LOSES if found is Relation.WINS else found
 

@@ -15,15 +15,8 @@ from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.outcome import RoundOutcome
-from averaging.history.certificate import (
-    NO_HEAD,
-    Proposal,
-    RoundKind,
-    Vote,
-    electors_after,
-    genesis,
-    vote_statement,
-)
+from averaging.history.certificate import NO_HEAD, Proposal, RoundKind, Vote, genesis, vote_statement
+from averaging.history.electors import Register, electors_after
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.mixed_codecs import MixedCodecs
@@ -90,7 +83,7 @@ def one_result(outcomes: Sequence[RoundOutcome]) -> None:
     for outcome in committed:
         assert outcome.certificate is not None
         assert outcome.averages is not None
-        outcome.certificate.check(())
+        outcome.certificate.check((), Register())
         assert outcome.certificate.result.hex() == outcome.digest
         assert committed[0].vector is not None
         assert outcome.vector is not None
@@ -312,14 +305,14 @@ def test_electors_outside_of_the_group_are_asked_for_their_votes(answers: bool) 
         assert all(other.asked for other in others)
         proposal, _, votes = others[0].asked[0]
         assert proposal.contributors == scene.group.peer_ids
-        assert proposal.electors == electors_after(electors, scene.group.peer_ids)
+        assert proposal.electors == electors_after(electors, Register(), scene.group.peer_ids)[0]
         assert votes >= 2
         for outcome in outcomes:
             assert outcome.failed != answers
             assert outcome.unresolved != answers
             if answers:
                 assert outcome.certificate is not None
-                outcome.certificate.check(electors)
+                outcome.certificate.check(electors, Register())
         for other in others:
             other.service.close()
         await scene.close()
@@ -341,7 +334,7 @@ def test_a_group_of_one_commits_when_the_senior_elector_signs_from_outside(answe
             assert outcome.vector is not None
             assert torch.equal(outcome.vector, scene.vectors[0])
             assert outcome.certificate is not None
-            outcome.certificate.check(electors)
+            outcome.certificate.check(electors, Register())
             assert outcome.certificate.proposal.electors == (scene.peers[0].peer_id,)
         busy.service.close()
         await scene.close()
@@ -434,7 +427,7 @@ def test_only_the_last_all_reduce_of_several_codecs_extends_the_history() -> Non
     assert len({proposal.digest() for proposal in asked}) == 1
     for place, outcome in enumerate(outcomes):
         assert outcome.certificate is not None
-        outcome.certificate.check(electors)
+        outcome.certificate.check(electors, Register())
         assert outcome.certificate.proposal.head == genesis("a run")
         mixed[place].apply(delta=False)
         for nth, tolerance in enumerate((2e-3, 1e-6)):

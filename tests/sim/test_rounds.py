@@ -227,3 +227,41 @@ def test_a_round_whose_only_contributor_dies_counts_if_it_had_voted() -> None:
     config = RoundConfig(chunk_bytes=4096, min_fraction=0.01)
     endings = {run_virtual(lone_contributor(seed, config, dies=True)) for seed in range(20)}
     assert endings == {"whole", "failed"}
+
+
+@pytest.mark.parametrize("late_s", [0.05, 0.3, 2.0])
+def test_member_without_weight_that_opens_its_streams_after_the_end_is_given_the_averages(
+    late_s: float,
+) -> None:
+    """Nobody waits for a member that neither contributes nor reduces. Late, it finds committed rounds, whose
+    reducers are not lost.
+    """
+
+    async def main() -> None:
+        network = SimulatedNetwork(0, LinkConfig(delay_s=0.01))
+        peers = [network.peer() for _ in range(3)]
+        services = [all_reduce_of(peer) for peer in peers]
+        members = tuple(
+            Member(contact=peer.contact, weight=weight, bandwidth=weight)
+            for peer, weight in zip(peers, [1.0, 2.0, 0.0], strict=True)
+        )
+        group = Group(group_id=bytes(range(32)), members=members, codec="float32", gathered=(b"",) * 3)
+        vectors = [torch.full((5000,), float(place)) for place in range(3)]
+
+        async def run(place: int) -> RoundOutcome:
+            await asyncio.sleep(late_s if place == 2 else 0.0)
+            deadline_s = peers[place].clock.monotonic_s() + DEADLINE_S
+            return await services[place].run(group, vectors[place], deadline_s=deadline_s, config=CONFIG)
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(place)) for place in range(3)]
+        outcomes = [task.result() for task in running]
+        assert {outcome.digest for outcome in outcomes} == {outcomes[0].digest}
+        assert not any(outcome.failed for outcome in outcomes)
+        assert [outcome.left_out for outcome in outcomes] == [{}, {}, {}]
+        assert not network.errors
+        for service in services:
+            service.close()
+        await network.close()
+
+    run_virtual(main())

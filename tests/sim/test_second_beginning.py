@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from averaging.optim.optimizer import Optimizer
+from averaging.optim.progress.logic.reports import ProgressReport
 from averaging.optim.reports import LoadResult
 from swarm.core.errors import NetworkError
 from swarm.core.ids import Key
+from swarm.dht.service.dht_service import DhtService
 from swarm.testing.checkers import Violations
-from swarm.testing.dht_swarm import DhtSwarm
+from swarm.testing.dht_swarm import DhtSwarm, service_of
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import RUN, GreenNode, TrainingConfig, TrainingPeer, TrainingSwarm
@@ -140,6 +143,40 @@ def test_a_newcomer_that_reaches_nobody_does_not_conclude_that_it_is_alone(seed:
         assert "no other peer has answered" in results[0].reason
 
     play(seed, scenario)
+
+
+async def lie_about_the_epoch(liar: DhtService, run: str) -> None:
+    """Keep a report of a later epoch alive, with a head whose history nobody gets."""
+    while True:
+        now_s = liar.clock.swarm_s()
+        report = ProgressReport(
+            epoch=7, samples=20, rate=4.0, at_s=now_s, since_s=now_s - 5.0, head=bytes([7]) * 32
+        )
+        value = {**report.encode(), "addresses": liar.own().published}
+        await liar.store(Key(f"run.{run}", "progress"), value, ttl_s=15.0)
+        await asyncio.sleep(3.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("liars", [1, 3])
+def test_reports_without_a_certificate_delay_the_first_epoch_by_a_minute_at_most(
+    seed: int, liars: int
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        wrong = [service_of(bench.network.peer()) for _ in range(liars)]
+        first = await bench.swarm.add()
+        for liar in wrong:
+            await liar.join([first.peer.contact])
+            liar.supervisor.spawn("lying", functools.partial(lie_about_the_epoch, liar, RUN))
+        second = await bench.swarm.add()
+        await asyncio.sleep(120.0)
+        for one in (first, second):
+            assert one.optimizer is not None
+            assert one.optimizer.epoch > 3
+        assert bench.foundings <= 1
+        assert bench.head(first) in bench.checks.ledger.certificates
+
+    play(seed, scenario, load_timeout_s=600.0)
 
 
 def test_a_confirmed_read_needs_an_answer_of_those_that_the_peer_came_to() -> None:

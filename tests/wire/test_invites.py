@@ -78,6 +78,8 @@ def test_members_reach_each_other_in_both_directions(owner: Node) -> None:
         found = two.dht.get("public/word")
         assert found is not None
         assert found.value == "known"
+        for node, others in ((one, (two, owner)), (owner, (one, two))):
+            assert all(node.standing.is_member(other.peer_id, invite.run_id) for other in others)
 
 
 def test_a_stranger_is_refused_with_one_sentence_and_gets_nothing(owner: Node) -> None:
@@ -116,6 +118,7 @@ def test_a_revoked_peer_is_refused_at_once_and_not_called_any_more(owner: Node) 
         assert owner.membership is not None
         owner.network.loop.call_soon_threadsafe(owner.membership.admission.revoke, [invite.subject])
         assert not reached(guest, owner)
+        assert not owner.standing.is_member(guest.peer_id)
         with pytest.raises(NotInvited, match="joins with an invite"):
             guest.network.run(call(guest, owner, HELLO), 10.0)
     with Node([invite.text()], listen=HERE) as again:

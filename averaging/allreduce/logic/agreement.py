@@ -195,7 +195,7 @@ class Agreement:
         return [] if None in intents else [*self._sign(digest)]
 
     def _compare_intents(self, digest: bytes, standing: Standing) -> list[Effect]:
-        """After a repair: vote once more than half of the contributors would vote for the same."""
+        """After a repair: vote once more than half of those whose votes count would vote for the same."""
         now_s, chunks = standing.now_s, len(self._setup.plan.chunks)
         if self._convergence is not None:
             if not self._convergence.done:
@@ -204,13 +204,11 @@ class Agreement:
             if self._votes.intents.get(self._own) == digest:
                 return [*self._sign(digest)]  # this member holds what most hold, and will not find better
         self._intend(digest, now_s)
-        contributors = self._setup.contributors
-        agreeing = sum(self._votes.intent_of(place) == digest for place in contributors)
-        if 2 * agreeing > len(contributors) or self._convergences >= _CONVERGENCES_MAX:
+        deciders = self._setup.deciders
+        agreeing = sum(self._votes.intent_of(place) == digest for place in deciders)
+        if 2 * agreeing > len(deciders) or self._convergences >= _CONVERGENCES_MAX:
             return [*self._sign(digest)]
-        unknown = any(
-            self._votes.intent_of(place) is None for place in contributors if place in standing.live
-        )
+        unknown = any(self._votes.intent_of(place) is None for place in deciders if place in standing.live)
         assert self._intent_s is not None
         if (unknown or self._convergences) and now_s - self._intent_s < _INTENTS_S:
             return []
@@ -301,11 +299,9 @@ class Agreement:
             return "; ".join(
                 [f"members hold different averages ({self._votes.sides()})", *standing.failed.values()]
             )
-        contributors = self._setup.contributors
-        live = sum(place in standing.live for place in contributors)
+        deciders = self._setup.deciders
+        live = sum(place in standing.live for place in deciders)
         reasons = "; ".join(standing.failed.values())
         if not live:
             return f"nobody is left who contributes: {reasons}"
-        return (
-            f"{live} of {len(contributors)} peers that contribute are left, which is no majority: {reasons}"
-        )
+        return f"{live} of {len(deciders)} peers that contribute are left, which is no majority: {reasons}"

@@ -11,8 +11,8 @@ from averaging.history.certificate import (
     NO_HEAD,
     Proposal,
     RoundKind,
-    electors_after,
 )
+from averaging.history.electors import NEW_REGISTER, electors_after, grants_hour
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group, can_dial
 from averaging.reduction.partition import Plan
@@ -24,6 +24,13 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
     """Return what the members of this group vote on, apart from the result."""
     contributors = tuple(member.peer_id for member in group.members if member.weight > 0.0)
     electors = history.electors if history is not None else ()
+    register = history.register if history is not None else NEW_REGISTER
+    is_break = history is not None and history.is_break
+    agreeing = {member.peer_id for member in group.members if member.weight > 0.0 and member.new_hour}
+    new_hour = not (register.at_once or is_break) and grants_hour(electors, agreeing)
+    next_electors, next_register = electors_after(
+        electors, register, contributors, is_break=is_break, new_hour=new_hour
+    )
     return Proposal(
         run=history.run if history is not None else "",
         head=history.head if history is not None else NO_HEAD,
@@ -31,8 +38,10 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
         kind=history.kind if history is not None else RoundKind.EPOCH,
         group_id=group.group_id,
         contributors=contributors,
-        electors=electors_after(electors, contributors),
-        is_break=history is not None and history.is_break,
+        electors=next_electors,
+        register=next_register,
+        new_hour=new_hour,
+        is_break=is_break,
         grid_rounds=_grid_rounds(group) if history is not None else 1,
     )
 
@@ -71,6 +80,12 @@ class RoundSetup:
     def contributors(self) -> list[int]:
         """Return the members whose weight is above 0: they vote."""
         return [place for place, member in enumerate(self.group.members) if member.weight > 0.0]
+
+    @property
+    def deciders(self) -> list[int]:
+        """Return the contributors whose votes count for the result (`Proposal.deciders`)."""
+        deciders = set(self.proposal.deciders)
+        return [place for place in self.contributors if self.peer_id(place) in deciders]
 
     @property
     def own_auxiliary(self) -> bool:

@@ -75,7 +75,7 @@ class VoteExchange:
 
     @property
     def majority(self) -> bytes | None:
-        """Return the result that more than half of the contributors voted for."""
+        """Return the result that more than half of the contributors whose votes count voted for."""
         return self.tally.majority
 
     def intent_of(self, place: int) -> bytes | None:
@@ -85,13 +85,13 @@ class VoteExchange:
 
     def is_hopeless(self, live: Set[int]) -> bool:
         """Return whether the members that live cannot make a majority any more."""
-        tally, contributors = self.tally, self._setup.contributors
+        tally, deciders = self.tally, self._setup.deciders
         free = sum(
             (self._setup.peer_id(place) not in tally.votes and place in live)
             or self._setup.peer_id(place) in tally.liars
-            for place in contributors
+            for place in deciders
         )
-        return 2 * (max(tally.results.values(), default=0) + free) <= len(contributors)
+        return 2 * (max(tally.results.values(), default=0) + free) <= len(deciders)
 
     def voters_of(self, result: bytes) -> list[int]:
         """Return the members that voted for this result, this one aside."""

@@ -33,6 +33,8 @@ class Member:
     auxiliary: bool = False  # it reduces, and contributes no values of its own
     # rounds that an epoch of the swarm needs, as this member sees it; 0: it does not say
     grid_rounds: int = 0
+    # an hour has passed since electors were last admitted, by this member's clock (`GrowthClock`)
+    new_hour: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and 0.0 <= self.weight <= WEIGHT_MAX):

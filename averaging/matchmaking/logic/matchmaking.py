@@ -231,6 +231,7 @@ class Matchmaker:
             bandwidth_is_set=join.bandwidth_is_set,
             auxiliary=join.auxiliary,
             grid_rounds=join.grid_rounds,
+            new_hour=join.new_hour,
         )
         if len(join.gathered) > GATHERED_BYTES_MAX:
             raise UsageError(

@@ -119,6 +119,7 @@ class Join:
     bandwidth_is_set: bool = False
     auxiliary: bool = False
     grid_rounds: int = 0
+    new_hour: bool = False
     gathered: bytes = b""
 
 

@@ -116,6 +116,7 @@ class Search:
             bandwidth_is_set=self.member.bandwidth_is_set,
             auxiliary=self.member.auxiliary,
             grid_rounds=self.member.grid_rounds,
+            new_hour=self.member.new_hour,
             gathered=self.request.gathered,
         )
 

@@ -179,6 +179,7 @@ def encode_join(join: Join, *, name: AveragerName, now_s: float) -> group_pb2.Jo
         bandwidth_is_set=join.bandwidth_is_set,
         auxiliary=join.auxiliary,
         grid_rounds=join.grid_rounds,
+        new_hour=join.new_hour,
         gathered=join.gathered,
     )
 
@@ -192,6 +193,7 @@ def decode_join(message: group_pb2.Join, caller: PeerId, now_s: float) -> Join:
         bandwidth_is_set=message.bandwidth_is_set,
         auxiliary=message.auxiliary,
         grid_rounds=message.grid_rounds,
+        new_hour=message.new_hour,
         gathered=message.gathered,
     )  # the bounds of these values are checked by `Member`
 
@@ -207,6 +209,7 @@ def encode_join_answer(answer: Group | Answer, *, now_s: float) -> group_pb2.Joi
             bandwidth_is_set=member.bandwidth_is_set,
             auxiliary=member.auxiliary,
             grid_rounds=member.grid_rounds,
+            new_hour=member.new_hour,
             gathered=gathered,
         )
         for member, gathered in zip(answer.members, answer.gathered, strict=True)
@@ -234,6 +237,7 @@ def decode_join_answer(message: group_pb2.JoinAnswer, now_s: float) -> Group | A
                     bandwidth_is_set=one.bandwidth_is_set,
                     auxiliary=one.auxiliary,
                     grid_rounds=one.grid_rounds,
+                    new_hour=one.new_hour,
                 )
                 for one in group.members
             ),

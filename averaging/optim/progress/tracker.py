@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from averaging.blocklist import PeerBlocklist
 from averaging.optim.exchange import REPORT
@@ -185,10 +185,12 @@ class Tracker:
         with self._lock:
             return self._progress.is_alone(self._node.clock.swarm_s())
 
-    def has_begun(self) -> bool:
-        """Return whether the run has completed an epoch, as far as this peer knows."""
+    def has_begun(self, believed: Collection[PeerId] | None = None) -> bool:
+        """Return whether the run has completed an epoch: by a certificate, or by a report of `believed`; None
+        stands for everybody.
+        """
         with self._lock:
-            return self._progress.has_begun(self._node.clock.swarm_s())
+            return self._progress.has_begun(self._node.clock.swarm_s(), believed)
 
     def swarm_epoch(self) -> int:
         """Return the epoch that the swarm has reached."""

@@ -108,6 +108,8 @@ class Donor:
         self._stored: set[Key] = set()  # keys under which this peer's record may stand
         self._leases: dict[bytes, _Lease] = {}
         self._latest: dict[str, StateView] = {}  # the latest view in each codec
+        # what `only_digest` is answered with in each codec, and the version of the state that it is of
+        self._digests: dict[str, tuple[int, state_pb2.OpenReply]] = {}
         self._copying = asyncio.Lock()
         self._started = asyncio.Event()
         self._serving = False
@@ -194,6 +196,8 @@ class Donor:
         view = self._leased_view(request.digest)
         if view is None and self._state.epoch < request.epoch_min:
             raise PeerError(f"this peer is in epoch {self._state.epoch} only")
+        if request.only_digest:
+            return await self._digest(codec)
         if request.reserve:
             return state_pb2.OpenReply(lease=self._grant(peer, None), epoch=self._state.epoch)
         if view is None:
@@ -211,6 +215,21 @@ class Donor:
             total_bytes=view.total_bytes,
             chunk_digests=b"".join(view.chunk_digests),
         )
+
+    async def _digest(self, codec: str) -> state_pb2.OpenReply:
+        """Return the digest of the present state. It is hashed at most once, however many ask."""
+        version, reply = self._digests.get(codec, (-1, None))
+        if reply is None or version != self._state.version:
+            view = await self._latest_view(codec)
+            reply = state_pb2.OpenReply(
+                epoch=view.epoch,
+                canonical=view.canonical,
+                total_bytes=view.total_bytes,
+                digest=view.digest,
+            )
+            self._digests[codec] = view.version, reply
+            self._end_idle_leases()  # without a lease the view is of no use
+        return reply
 
     def _grant(self, peer: PeerId, view: StateView | None) -> bytes:
         """Give a peer a lease instead of its earlier one. Raise PeerError when this peer is busy."""

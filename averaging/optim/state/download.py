@@ -1,13 +1,13 @@
 """Download of the state from several donors at once. Every chunk is verified, and received chunks are kept
 when donors fail.
 
-The state that a majority of the answering electors of the swarm's head hold is taken, and donors that offer
-another one are named. Where no such majority answers, it is the state that most donors hold, of the highest
-epoch that the swarm is known to have reached. The digest commits to every chunk, so that a donor that sends
-other data is identified at that chunk and the rest go on; another donor takes its place. When all have
-failed, because of a cut cable for instance, the same state is requested again for a while, and only missing
-chunks are fetched. Chunks of a failed download are reused by the next one, where the two states have them in
-common.
+The state that a majority of the electors of the swarm's head hold is taken, from whatever donor has it, and
+donors that offer another one are named (`averaging.optim.state.vouching`). Where no elector can be asked, it
+is the state that most donors hold, of the highest epoch that the swarm is known to have reached. The digest
+commits to every chunk, so that a donor that sends other data is identified at that chunk and the rest go on;
+another donor takes its place. When all have failed, because of a cut cable for instance, the same state is
+requested again for a while, and only missing chunks are fetched. Chunks of a failed download are reused by
+the next one, where the two states have them in common.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from averaging.optim.exchange import CHUNKS, CLOSE, OPEN
 from averaging.optim.state.encoding import EXACT
 from averaging.optim.state.intake import Intake, PartialState
 from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, snapshot_digest
+from averaging.optim.state.vouching import ELECTORS_ASKED_MAX, states_to_take
 from swarm.core.backoff import Backoff
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError
 from swarm.core.ids import Contact, PeerId
@@ -39,6 +40,7 @@ _DIGEST_BYTES = 32
 _LEASE_BYTES_MAX = 64
 _LATE_S_MIN = 0.05
 _CLOSE_TIMEOUT_S = 1.0
+_HEDGE_S = 2.0  # when electors do not say in this time which state they hold, the others are asked too
 
 
 DONORS_MAX = 5  # asked for the state, and downloaded from if they hold the same one
@@ -93,8 +95,10 @@ class Download:
     on_progress: Callable[[int, int], None] | None = None  # bytes so far and in total
     pool: Executor | None = None  # threads that check chunks; None: the event loop's own
     codec: str = EXACT  # that donors are asked for; one that does not know it sends every tensor as it is
-    # returns the electors of the head that the swarm is known to have reached, whose state counts
-    electors: Callable[[], Collection[PeerId]] = tuple
+    # returns the electors of the head that the swarm is known to have reached, those that can be called, the
+    # most senior first: their state counts
+    electors: Callable[[], Sequence[Contact]] = tuple
+    waits_for_electors: bool = False  # fail while most of them are silent, so that they are asked again
     majority: bool = False  # accept only a state that most of the answering donors hold, of any epoch
     epoch: int | None = None  # of the state that is being downloaded, once it is known
     partial: PartialState | None = None  # what has arrived of it; at first that of an earlier download
@@ -102,6 +106,10 @@ class Download:
     # the leases of this download, of refused offers too: each is closed in the end
     _leases: dict[PeerId, tuple[Contact, bytes]] = field(default_factory=dict)
     _reserved: list[Contact] = field(default_factory=list)  # donors that keep a place for this peer
+
+    @property
+    def _wire_codec(self) -> str:
+        return "" if self.codec == EXACT else self.codec
 
     @property
     def received_bytes(self) -> int:
@@ -123,7 +131,7 @@ class Download:
         return False
 
     def _electors_first(self, donors: Sequence[Contact]) -> list[Contact]:
-        electors = set(self.electors())
+        electors = {contact.peer_id for contact in self.electors()}
         return sorted(donors, key=lambda contact: contact.peer_id not in electors)
 
     async def _reserve(self, contact: Contact) -> bool:
@@ -153,8 +161,23 @@ class Download:
         offers: list[_Offer] = []
         try:
             async with asyncio.timeout(timeout_s):
-                offers += await self._open_all(self._reserved or donors[:DONORS_MAX])
-                for candidates in self._by_preference(offers):
+                electors = list(self.electors())[:ELECTORS_ASKED_MAX]
+                async with asyncio.TaskGroup() as group:
+                    heard = group.create_task(self._hear(electors))
+                    opened = group.create_task(self._open_all(self._reserved or donors[:DONORS_MAX]))
+                offers += opened.result()
+                vouched = heard.result()
+                if vouched is None:
+                    raise NotEnoughPeers(
+                        f"most electors of run {self.run} have not said which state they hold"
+                        f"{self._reasons()}"
+                    )
+                for digest in vouched:
+                    candidates = await self._holders_of(digest, [*electors, *donors], offers)
+                    fetched = await self._fetch_from(candidates, donors, offers) if candidates else None
+                    if fetched is not None:
+                        return fetched
+                for candidates in self._by_preference(offers) if not vouched else ():
                     if self.majority and 2 * len(candidates) <= len(offers):
                         continue
                     fetched = await self._fetch_from(candidates, donors, offers)
@@ -184,8 +207,9 @@ class Download:
         return [offer for offer in (task.result() for task in tasks) if offer is not None]
 
     async def _open(self, contact: Contact, digest: bytes) -> _Offer | None:
-        codec = "" if self.codec == EXACT else self.codec
-        request = state_pb2.OpenRequest(run=self.run, epoch_min=self.epoch_min, digest=digest, codec=codec)
+        request = state_pb2.OpenRequest(
+            run=self.run, epoch_min=self.epoch_min, digest=digest, codec=self._wire_codec
+        )
         try:
             timeout_s = REOPEN_TIMEOUT_S if digest else OPEN_TIMEOUT_S
             reply = await self.caller.call(contact, OPEN, request, timeout_s=timeout_s)
@@ -213,38 +237,94 @@ class Download:
         digest = snapshot_digest(reply.total_bytes, digests)
         return _Offer(contact, reply.lease, reply.epoch, reply.canonical, reply.total_bytes, digests, digest)
 
-    def _by_preference(self, offers: Sequence[_Offer]) -> list[list[_Offer]]:
-        """Group offers of the same state. That of a majority of the answering electors is the only one;
-        without it the latest epoch comes first, within an epoch the state that most donors hold, then a
-        canonical one.
+    async def _hear(self, electors: Sequence[Contact]) -> tuple[bytes, ...] | None:
+        """Ask electors which state they hold, as many at once as could decide, and more where these are late,
+        silent or differ. Return what `states_to_take` says.
+        """
+        left, said, gone = deque(electors), dict[PeerId, bytes](), set[PeerId]()
+        running: set[asyncio.Task[tuple[PeerId, bytes, bool]]] = set()
+        late = False
+        try:
+            while True:
+                able = [one.peer_id for one in electors if one.peer_id not in gone]
+                agreed = max(Counter(said.values()).values(), default=0)
+                while left and (late or 2 * (agreed + len(running)) <= len(able)):
+                    running.add(asyncio.create_task(self._hear_one(left.popleft())))
+                waits = bool(running) or self.waits_for_electors
+                found = states_to_take(able, said, waits=waits)
+                if found is not None or not running:
+                    return found
+                done, running = await asyncio.wait(
+                    running, timeout=_HEDGE_S if left else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                late = not done
+                for peer, digest, has_ended in (task.result() for task in done):
+                    if digest:
+                        said[peer] = digest
+                    elif has_ended:
+                        gone.add(peer)
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _hear_one(self, contact: Contact) -> tuple[PeerId, bytes, bool]:
+        """Return an elector, the digest of the state that it holds (empty: unknown), and whether its process
+        has ended.
+        """
+        request = state_pb2.OpenRequest(
+            run=self.run, epoch_min=self.epoch_min, codec=self._wire_codec, only_digest=True
+        )
+        try:
+            reply = await self.caller.call(contact, OPEN, request, timeout_s=OPEN_TIMEOUT_S)
+            if len(reply.digest) != _DIGEST_BYTES:
+                raise PeerError("does not say which state it holds")
+            return contact.peer_id, reply.digest, False
+        except SwarmError as error:
+            self.failures[contact.peer_id] = str(error)
+            return contact.peer_id, b"", "connection refused" in str(error).lower()
+
+    async def _holders_of(
+        self, digest: bytes, donors: Sequence[Contact], offers: list[_Offer]
+    ) -> list[_Offer]:
+        """Return the offers of one state. If there is none yet, ask all donors, some at a time, until one
+        offers it. Name those that offer another one. New offers are added to `offers`.
+        """
+        known = {offer.contact.peer_id for offer in offers} | self.liars
+        left = deque(dict.fromkeys(contact for contact in donors if contact.peer_id not in known))
+        running: set[asyncio.Task[_Offer | None]] = set()
+        try:
+            while not any(offer.digest == digest for offer in offers) and (left or running):
+                while left and len(running) < DONORS_MAX:
+                    running.add(asyncio.create_task(self._open(left.popleft(), digest)))
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                offers += [offer for task in done if (offer := task.result()) is not None]
+        finally:
+            for task in running:
+                task.cancel()
+        found = [offer for offer in offers if offer.digest == digest]
+        for offer in offers if found else ():
+            if offer.digest != digest:
+                peer = offer.contact.peer_id
+                self.failures[peer] = (
+                    f"offers a state of epoch {offer.epoch} that differs from that of the electors, "
+                    f"of epoch {found[0].epoch}"
+                )
+                _log.warning("peer %s %s", peer, self.failures[peer])
+        return found
+
+    @staticmethod
+    def _by_preference(offers: Sequence[_Offer]) -> list[list[_Offer]]:
+        """Group offers of the same state: the latest epoch first, within an epoch the state that most donors
+        hold, then a canonical one.
         """
         groups: dict[bytes, list[_Offer]] = {}
         for offer in offers:
             groups.setdefault(offer.digest, []).append(offer)
-        electors = set(self.electors())
-        voices = [offer.digest for offer in offers if offer.contact.peer_id in electors]
-        vouched = next(
-            (group for digest, group in groups.items() if 2 * voices.count(digest) > len(voices)), None
-        )
-        if vouched is not None:
-            self._name_others(vouched[0], offers)
-            return [vouched]
         return sorted(
             groups.values(),
             key=lambda g: (g[0].epoch, len(g), any(o.canonical for o in g), g[0].digest),
             reverse=True,
         )
-
-    def _name_others(self, vouched: _Offer, offers: Sequence[_Offer]) -> None:
-        """Name the donors that offer another state than most of the electors."""
-        for offer in offers:
-            if offer.digest != vouched.digest:
-                peer = offer.contact.peer_id
-                self.failures[peer] = (
-                    f"offers a state of epoch {offer.epoch} that differs from that of most electors, "
-                    f"of epoch {vouched.epoch}"
-                )
-                _log.warning("peer %s %s", peer, self.failures[peer])
 
     async def _fetch_from(
         self, candidates: list[_Offer], donors: Sequence[Contact], offers: list[_Offer]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from blake3 import blake3
 
+from averaging.history.chain import Chain
 from averaging.history.encoding import ROOT_BYTES_MAX, decode_root, encode_root
-from averaging.history.lineage import Chain
 from averaging.optim.state.device_reads import DeviceReader, DeviceReads, reader_of
 from averaging.optim.state.encoding import EXACT, dtype_of
 from averaging.optim.state.probe import is_statistic, probe, probe_shapes

@@ -7,18 +7,14 @@ from collections.abc import Iterable, Sequence
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from averaging.history.certificate import (
-    Certificate,
-    Proposal,
-    RoundKind,
-    Vote,
-    electors_after,
-    vote_statement,
-)
+from averaging.history.certificate import Certificate, Proposal, RoundKind, Vote, vote_statement
+from averaging.history.electors import NEW_REGISTER, Register, electors_after
+from averaging.history.lineage import Lineage
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 
 RUN = "a run"
+NEW = NEW_REGISTER
 
 
 def identity(number: int) -> Identity:
@@ -39,8 +35,13 @@ def proposal(
     epoch: int = 1,
     is_break: bool = False,
     attempt: int = 0,
+    register: Register = NEW,
+    new_hour: bool = False,
 ) -> Proposal:
-    """Return a proposal of these contributors after a head with these electors."""
+    """Return a proposal of these contributors after a head with these electors and this register."""
+    next_electors, next_register = electors_after(
+        electors, register, contributors, is_break=is_break, new_hour=new_hour
+    )
     return Proposal(
         run=RUN,
         head=head,
@@ -48,8 +49,25 @@ def proposal(
         kind=RoundKind.EPOCH,
         group_id=blake3(b"group" + attempt.to_bytes(4, "little")).digest(),
         contributors=tuple(contributors),
-        electors=electors_after(electors, contributors),
+        electors=next_electors,
+        register=next_register,
+        new_hour=new_hour,
         is_break=is_break,
+    )
+
+
+def upon(
+    after: Lineage, contributors: Sequence[PeerId], *, is_break: bool = False, attempt: int = 0
+) -> Proposal:
+    """Return a proposal of these contributors for the next epoch of a history."""
+    return proposal(
+        after.head,
+        after.electors,
+        contributors,
+        epoch=after.epoch + 1,
+        is_break=is_break,
+        attempt=attempt,
+        register=after.register,
     )
 
 

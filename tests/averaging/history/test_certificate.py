@@ -6,16 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from averaging.history.certificate import (
-    ELECTORS_MAX,
-    Certificate,
-    electors_after,
-    genesis,
-    goodbye_statement,
-    is_quorum,
-)
+from averaging.history.certificate import Certificate, genesis, goodbye_statement, is_quorum
+from averaging.history.electors import ELECTORS_MAX, electors_after
 from swarm.core.errors import PeerError
-from tests.averaging.history.peers import PEERS, RUN, SIGNERS, certificate, identity, proposal
+from tests.averaging.history.peers import NEW, PEERS, RUN, SIGNERS, certificate, identity, proposal
 
 A, B, C, D, E = PEERS[:5]
 HEAD = genesis(RUN)
@@ -63,10 +57,10 @@ def test_a_head_whose_electors_have_all_left_has_no_quorum() -> None:
 
 
 def test_electors_keep_their_seniority_and_new_ones_follow() -> None:
-    assert electors_after([C, A, B], [A, D, C]) == (C, A, D)
-    assert electors_after([], [B, A]) == (B, A)
+    assert electors_after([C, A, B], NEW, [A, D, C])[0] == (C, A, D)
+    assert electors_after([], NEW, [B, A])[0] == (B, A)
     many = [identity(100 + number).peer_id for number in range(ELECTORS_MAX + 8)]
-    assert electors_after(many[:3], many[::-1]) == (*many[:3], *many[::-1][: ELECTORS_MAX - 3])
+    assert electors_after(many[:3], NEW, many[::-1])[0] == (*many[:3], *many[::-1][: ELECTORS_MAX - 3])
 
 
 def valid() -> Certificate:
@@ -74,7 +68,7 @@ def valid() -> Certificate:
 
 
 def test_a_certificate_with_a_majority_and_a_quorum_is_valid() -> None:
-    valid().check([A, B, C])
+    valid().check([A, B, C], NEW)
 
 
 def test_the_head_does_not_depend_on_which_votes_were_collected() -> None:
@@ -99,16 +93,16 @@ def test_a_certificate_that_was_changed_is_refused(
     change: Callable[[Certificate], Certificate], reason: str
 ) -> None:
     with pytest.raises(PeerError, match=reason):
-        change(valid()).check([A, B, C])
+        change(valid()).check([A, B, C], NEW)
 
 
 def test_votes_without_a_quorum_are_refused_unless_they_declare_a_break() -> None:
     with pytest.raises(PeerError, match="no quorum"):
-        certificate(proposal(HEAD, [A, B, C, D], [C, D]), [C, D]).check([A, B, C, D])
-    certificate(proposal(HEAD, [A, B, C, D], [C, D], is_break=True), [C, D]).check([A, B, C, D])
+        certificate(proposal(HEAD, [A, B, C, D], [C, D]), [C, D]).check([A, B, C, D], NEW)
+    certificate(proposal(HEAD, [A, B, C, D], [C, D], is_break=True), [C, D]).check([A, B, C, D], NEW)
 
 
 def test_an_elector_that_said_goodbye_is_not_counted() -> None:
     about = proposal(HEAD, [A, B, C, D], [C, D])
     farewell = SIGNERS[A](goodbye_statement(RUN, HEAD))
-    replace(certificate(about, [C, D]), goodbyes={A: farewell}).check([A, B, C, D])
+    replace(certificate(about, [C, D]), goodbyes={A: farewell}).check([A, B, C, D], NEW)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from averaging.history.ahead import what_to_follow
 from averaging.history.certificate import EPOCH_MAX, genesis
-from averaging.history.lineage import CERTIFICATES_MAX, FOUNDING_MAX, Chain, Lineage, Relation
+from averaging.history.chain import Chain
+from averaging.history.electors import FOUNDING_MAX
+from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from averaging.history.offers import Offers
 from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, PeerId
-from tests.averaging.history.peers import PEERS, RUN, certificate, proposal
+from tests.averaging.history.peers import PEERS, RUN, certificate, upon
 
 A, B, C, D, LIAR, LIAR_2, LIAR_3 = PEERS[:7]
 NOBODY = genesis(RUN)
@@ -21,14 +24,7 @@ NOBODY = genesis(RUN)
 def grow(history: Lineage, members: Sequence[PeerId], rounds: int = 1, *, is_break: bool = False) -> None:
     """Extend a history by rounds of these members, which sign everything themselves."""
     for number in range(rounds):
-        about = proposal(
-            history.head,
-            history.electors,
-            members,
-            epoch=history.epoch + 1,
-            is_break=is_break and not number,
-            attempt=number,
-        )
+        about = upon(history, members, is_break=is_break and not number, attempt=number)
         history.extend(certificate(about, members))
 
 
@@ -52,9 +48,9 @@ def choice(own: Lineage, shown: dict[PeerId, Lineage], introducers: Iterable[Pee
 @pytest.mark.parametrize("is_break", [False, True])
 def test_a_certificate_that_skips_epochs_is_refused_whoever_signed_it(epoch: int, is_break: bool) -> None:
     mine = made_by([A, B], 1)
-    forged = certificate(proposal(mine.head, mine.electors, [A, B], epoch=epoch, is_break=is_break), [A, B])
+    forged = certificate(replace(upon(mine, [A, B], is_break=is_break), epoch=epoch), [A, B])
     with pytest.raises(PeerError, match="after one of epoch 1"):
-        mine.relation(Chain(head=mine.head, electors=mine.electors, certificates=(forged,)))
+        mine.relation(replace(mine.chain((mine.head,)), certificates=(forged,)))
     assert "epoch does not follow" in mine.refusal(forged.proposal, forged.result)
 
 

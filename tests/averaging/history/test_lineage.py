@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from averaging.history.certificate import Certificate, RoundKind, genesis
+from averaging.history.chain import Chain
 from averaging.history.encoding import CHAIN_BYTES_MAX, decode_chain, encode_chain
-from averaging.history.lineage import CERTIFICATES_MAX, Chain, Lineage, Relation
+from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
-from tests.averaging.history.peers import PEERS, RUN, SIGNERS, certificate, proposal
+from tests.averaging.history.peers import PEERS, RUN, SIGNERS, certificate, proposal, upon
 
 A, B, C, D, E = PEERS[:5]
 
@@ -26,7 +27,7 @@ def following(
     is_break: bool = False,
 ) -> Certificate:
     """Return the certificate of a round of these members on the head of a history."""
-    about = proposal(after.head, after.electors, members, epoch=after.epoch + 1, is_break=is_break)
+    about = upon(after, members, is_break=is_break)
     return certificate(about, members if voters is None else voters, content=b"".join(members_key(members)))
 
 
@@ -154,7 +155,7 @@ def test_an_invalid_history_is_refused() -> None:
     a, b = together([A, B], 2)
     step([b], [A, B])
     valid = b.chain()
-    forged = certificate(proposal(a.head, a.electors, [D], epoch=3), [D])
+    forged = certificate(upon(a, [D]), [D])
     with pytest.raises(PeerError, match="no quorum"):
         a.relation(Chain(head=a.head, electors=a.electors, certificates=(forged,)))
     with pytest.raises(PeerError, match="do not follow"):
@@ -168,8 +169,8 @@ def test_runs_that_began_apart_unite_with_the_one_that_is_further() -> None:
 
 def test_a_lineage_votes_once_on_a_head_until_the_attempt_is_dead() -> None:
     a, _ = together([A, B], 2)
-    first = proposal(a.head, a.electors, [A, B], epoch=a.epoch + 1, attempt=1)
-    second = proposal(a.head, a.electors, [A, B], epoch=a.epoch + 1, attempt=2)
+    first = upon(a, [A, B], attempt=1)
+    second = upon(a, [A, B], attempt=2)
     assert a.refusal(first, b"x" * 32) == ""
     a.promise(first, b"x" * 32)
     assert a.refusal(first, b"x" * 32) == ""
@@ -193,21 +194,16 @@ def test_an_elector_that_was_restored_does_not_vote_on_the_head_that_it_had_been
     b = together([A, B], 2)[1]
     again = lineage(A)
     again.adopt(b.chain())
-    about = proposal(again.head, again.electors, [A, B], epoch=again.epoch + 1)
+    about = upon(again, [A, B])
     assert "restored" in again.refusal(about, b"x" * 32)
-    assert (
-        again.refusal(
-            proposal(again.head, again.electors, [A], epoch=again.epoch + 1, is_break=True), b"x" * 32
-        )
-        == ""
-    )
+    assert again.refusal(upon(again, [A], is_break=True), b"x" * 32) == ""
     step([again], [A, B])
     assert not again.abstains
 
 
 def test_loading_the_present_head_again_keeps_the_promise() -> None:
     a, b = together([A, B], 2)
-    a.promise(proposal(a.head, a.electors, [A, B], epoch=a.epoch + 1), b"x" * 32)
+    a.promise(upon(a, [A, B]), b"x" * 32)
     a.adopt(b.chain())
     assert a.is_promised
 
@@ -282,14 +278,14 @@ def test_an_elector_that_restarted_does_not_vote_on_a_head_that_it_returns_to_fr
     assert relation(again, c) is Relation.WINS
     again.adopt(c.chain(again.heads()))
     assert again.head == c.head
-    assert "restored" in again.refusal(proposal(c.head, c.electors, [B, C], epoch=c.epoch + 1), b"x" * 32)
+    assert "restored" in again.refusal(upon(c, [B, C]), b"x" * 32)
 
 
 def test_an_elector_that_merely_fell_behind_votes_on_the_heads_that_are_newer_than_its_process() -> None:
     a, b, c = together([A, B, C], 2)
     step([a, b], [A, B, C])
     c.adopt(a.chain(c.heads()))
-    assert c.refusal(proposal(c.head, c.electors, [B, C], epoch=c.epoch + 1), b"x" * 32) == ""
+    assert c.refusal(upon(c, [B, C]), b"x" * 32) == ""
 
 
 def test_adopting_takes_nothing_that_lies_before_the_newest_common_head() -> None:
@@ -304,8 +300,8 @@ def test_adopting_takes_nothing_that_lies_before_the_newest_common_head() -> Non
 
 def test_a_promise_is_for_one_proposal_even_if_a_leader_gives_two_groups_the_same_name() -> None:
     a, _, _ = together([A, B, C], 2)
-    first = proposal(a.head, a.electors, [A, B], epoch=a.epoch + 1, attempt=1)
-    second = proposal(a.head, a.electors, [A, C], epoch=a.epoch + 1, attempt=1)
+    first = upon(a, [A, B], attempt=1)
+    second = upon(a, [A, C], attempt=1)
     a.promise(first, b"x" * 32)
     assert "another attempt" in a.refusal(second, b"x" * 32)
     a.release(second)
@@ -314,8 +310,8 @@ def test_a_promise_is_for_one_proposal_even_if_a_leader_gives_two_groups_the_sam
 
 def test_an_elector_that_has_voted_elsewhere_may_vote_for_none_and_then_for_nothing_else() -> None:
     a, _, _ = together([A, B, C], 2)
-    first = proposal(a.head, a.electors, [A, B], epoch=a.epoch + 1, attempt=1)
-    second = proposal(a.head, a.electors, [B, C], epoch=a.epoch + 1, attempt=2)
+    first = upon(a, [A, B], attempt=1)
+    second = upon(a, [B, C], attempt=2)
     a.promise(first, b"x" * 32)
     assert a.refusal(first, b"")
     assert a.refusal(second, b"") == ""
@@ -328,16 +324,14 @@ def test_an_elector_that_was_restored_signs_nothing_about_attempts_that_it_may_h
     b = together([A, B, C], 2)[1]
     again = lineage(A)
     again.adopt(b.chain())
-    assert again.refusal(proposal(again.head, again.electors, [B, C], epoch=again.epoch + 1), b"")
-    assert (
-        again.refusal(proposal(again.head, again.electors, [A, B], epoch=again.epoch + 1), b"") == ""
-    )  # a member of a new group
+    assert again.refusal(upon(again, [B, C]), b"")
+    assert again.refusal(upon(again, [A, B]), b"") == ""  # a member of a new group
 
 
 @pytest.mark.parametrize("result", [b"", b"x" * 32])
 def test_an_elector_that_has_voted_on_a_head_does_not_say_goodbye_there(result: bytes) -> None:
     a, b = together([A, B], 2)
-    about = proposal(a.head, a.electors, [A, B], epoch=a.epoch + 1)
+    about = upon(a, [A, B])
     assert a.may_say_goodbye()
     a.promise(about, result)
     a.release(about)

@@ -8,7 +8,7 @@ from averaging.history.certificate import Proposal, genesis, goodbye_statement
 from averaging.history.tally import Tally
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
-from tests.averaging.history.peers import PEERS, RUN, SIGNERS, proposal, vote
+from tests.averaging.history.peers import NEW, PEERS, RUN, SIGNERS, proposal, vote
 
 A, B, C, D, E = PEERS[:5]
 HEAD = genesis(RUN)
@@ -26,7 +26,7 @@ def test_the_vote_that_completes_majority_and_quorum_makes_the_certificate() -> 
     assert votes.certificate is None
     votes.add(vote(B, about, X))
     assert votes.certificate is not None
-    votes.certificate.check([A, B, C])
+    votes.certificate.check([A, B, C], NEW)
 
 
 def test_a_majority_without_a_quorum_waits_for_electors_outside_of_the_group() -> None:

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from averaging.history.lineage import Chain
+from averaging.history.chain import Chain
 from averaging.optim.state import checkpoint
 from averaging.optim.state.checkpoint import Checkpoints, names_of, public_names
 from averaging.optim.state.training_state import TrainingState

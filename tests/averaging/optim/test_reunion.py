@@ -9,7 +9,7 @@ import torch
 
 from averaging.history.ahead import Ahead
 from averaging.history.certificate import Certificate
-from averaging.history.lineage import Chain
+from averaging.history.chain import Chain
 from averaging.optim.history import RunHistory
 from averaging.optim.modes.settings import Gradients
 from swarm.core.ids import Contact

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from averaging.history.lineage import Chain
+from averaging.history.chain import Chain
 from averaging.optim.history import RunHistory
 from swarm.core.errors import NetworkError
 from swarm.core.ids import Address, Contact

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from blake3 import blake3
 
-from averaging.history.lineage import Chain
+from averaging.history.chain import Chain
 from averaging.optim.seats import SwarmSize
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity

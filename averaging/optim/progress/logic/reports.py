@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -359,23 +359,25 @@ class EpochProgress:
         """
         return not self._present(now_s)
 
-    def has_begun(self, now_s: float) -> bool:
-        """Return whether the run has completed an epoch that this peer has not, by the report of anybody
-        else; those that do not answer in time count, too. One is enough: without a state of the run it is
-        better to wait in vain than to begin the run a second time.
+    def has_begun(self, now_s: float, believed: Collection[PeerId] | None = None) -> bool:
+        """Return whether the run has completed an epoch that this peer has not: by a certificate, or by the
+        report of anybody else; those that do not answer in time count, too. One is enough: without a state of
+        the run it is better to wait in vain than to begin the run a second time. `believed`: whose reports
+        count without a certificate; None: everybody's.
         """
         return self.swarm_epoch(now_s) > self.epoch or any(
             one.epoch > self.epoch or (self.certified_epoch == 0 and one.head not in (b"", self.head))
-            for one in self._present(now_s)
+            for peer, one in self._present(now_s).items()
+            if believed is None or peer in believed
         )
 
-    def _present(self, now_s: float) -> list[ProgressReport]:
+    def _present(self, now_s: float) -> dict[PeerId, ProgressReport]:
         """Return the latest reports of the others that may be there, busy ones included."""
-        return [
-            entry.report
-            for entry in self._others.values()
+        return {
+            peer: entry.report
+            for peer, entry in self._others.items()
             if entry.expires_s > now_s and not entry.is_refused and not self._hangs(entry, now_s)
-        ]
+        }
 
     def _hangs(self, entry: _Entry, now_s: float) -> bool:
         return entry.changed_s <= now_s - STALLED_S_MAX

@@ -1,0 +1,83 @@
+"""Chains: parts of a history, certificates that extend one another. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from averaging.history.certificate import Certificate, epoch_follows, genesis
+from averaging.history.electors import NEW_REGISTER, Register, first_electors, first_register
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
+from swarm.core.standing import Founding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A part of a history: certificates, each extending the one before."""
+
+    head: bytes  # before the first certificate
+    electors: tuple[PeerId, ...]  # of that head
+    certificates: tuple[Certificate, ...]
+    root_epoch: int = 0  # of the state at `head`
+    root_line: bytes = b""  # the last break before `head`, as `Lineage.line`
+    root_grid_rounds: int = 1  # of the epoch after `head`
+    root_register: Register = NEW_REGISTER  # of `head`
+
+    @property
+    def last_head(self) -> bytes:
+        """Return the head after the last certificate."""
+        return self.certificates[-1].head if self.certificates else self.head
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch after the last certificate."""
+        return self.certificates[-1].proposal.epoch if self.certificates else self.root_epoch
+
+    def until(self, head: bytes) -> Chain | None:
+        """Return the chain up to this head; None when it does not contain the head."""
+        if head == self.head:
+            return replace(self, certificates=())
+        for place, certificate in enumerate(self.certificates, 1):
+            if certificate.head == head:
+                return replace(self, certificates=self.certificates[:place])
+        return None
+
+    def check(self, run: str) -> None:
+        """Raise PeerError unless every certificate is valid, belongs to `run`, and extends the one before, by
+        one epoch at most.
+        """
+        head, electors, epoch, register = self.head, self.electors, self.root_epoch, self.root_register
+        for certificate in self.certificates:
+            if certificate.proposal.run != run or certificate.proposal.head != head:
+                raise PeerError("a history whose certificates do not follow from one another")
+            certificate.check(electors, register)
+            if not epoch_follows(certificate.proposal, epoch):
+                raise PeerError(
+                    f"a certificate of epoch {certificate.proposal.epoch} after one of epoch {epoch}"
+                )
+            head, electors = certificate.head, certificate.proposal.electors
+            epoch, register = certificate.proposal.epoch, certificate.proposal.register
+
+
+def beginning(run: str, founding: Founding) -> Chain:
+    """Return the empty chain at the beginning of a run."""
+    return Chain(
+        head=genesis(run),
+        electors=first_electors(founding),
+        certificates=(),
+        root_register=first_register(founding),
+    )
+
+
+def after(certificate: Certificate, line: bytes) -> Chain:
+    """Return the empty chain that begins after a certificate. `line`: the last break before it."""
+    proposal = certificate.proposal
+    return Chain(
+        head=certificate.head,
+        electors=proposal.electors,
+        certificates=(),
+        root_epoch=proposal.epoch,
+        root_line=certificate.head if proposal.is_break else line,
+        root_grid_rounds=proposal.grid_rounds,
+        root_register=proposal.register,
+    )

@@ -1,0 +1,199 @@
+"""Who decides about a run: the electors of a head, and how other peers become electors. Pure.
+
+An identity costs nothing, so peers become electors by certified work, and only so fast. Everything that the
+rule needs is in the certificates: the electors of the next head follow from those of this one, from what the
+head remembers about other peers (`Register`), and from the contributors of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
+from swarm.core.standing import Founding
+
+ELECTORS_MAX: Final = 64  # of a run; a certificate carries a signature of more than half of them
+CANDIDATES_MAX: Final = 64  # remembered; the newcomers of a whole group
+ROUNDS_NEEDED: Final = 3  # certified rounds as a contributor, before a newcomer becomes an elector
+ROUNDS_MAX: Final = 127  # counted
+# certificates of a run without an owner in which every contributor becomes an elector. Peers that start
+# together decide together, whoever of them was in the first round. So long a longer chain from the beginning
+# wins anyway (`Lineage`), so that a stranger gains nothing by being admitted
+FOUNDING_MAX: Final = 32
+ALWAYS: Final = (1 << 32) - 1  # invited runs: every contributor becomes an elector, at any time
+HOUR_S: Final = 3600.0  # in which at most a quarter more electors are admitted, at least one
+# by which the hours of two peers may differ. Too small: a peer that heard of the last certificate late does
+# not vote; too large: hours become shorter
+_HOUR_SLACK_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A peer that is no elector, and what certificates say about it."""
+
+    peer: PeerId
+    rounds: int  # certified ones that it contributed to
+    was_elector: bool = False  # it missed a round, and returns with its next contribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """What a head remembers about the admission of electors. The default is that of a new run without an
+    owner.
+    """
+
+    at_once: int = FOUNDING_MAX  # further certificates whose contributors all become electors; or ALWAYS
+    seats: int = 1  # newcomers that may still become electors in this hour
+    # former electors, at most ELECTORS_MAX, then candidates, at most CANDIDATES_MAX; of both the latest first
+    known: tuple[Known, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_once <= ALWAYS or not 0 <= self.seats <= ELECTORS_MAX:
+            raise PeerError(f"a register with {self.seats} seats, and {self.at_once} rounds of admission")
+        former = sum(one.was_elector for one in self.known)
+        if former > ELECTORS_MAX or len(self.known) - former > CANDIDATES_MAX:
+            raise PeerError(f"a register of {former} former electors and {len(self.known) - former} others")
+        if any(not 0 <= one.rounds <= ROUNDS_MAX for one in self.known):
+            raise PeerError(f"a register counts at most {ROUNDS_MAX} rounds of a peer")
+        if len({one.peer for one in self.known}) != len(self.known):
+            raise PeerError("a register names a peer once")
+
+    def rounds_of(self, peer: PeerId) -> int:
+        """Return how many certified rounds a peer that is no elector contributed to, as far as the head
+        remembers it.
+        """
+        return next((one.rounds for one in self.known if one.peer == peer), 0)
+
+
+NEW_REGISTER: Final = Register()
+
+
+def first_electors(founding: Founding) -> tuple[PeerId, ...]:
+    """Return the electors of a run before its first certificate: the owner of an open run; none where
+    contributors of the first certificate decide.
+    """
+    return (founding.owner,) if founding.owner is not None and not founding.is_invited else ()
+
+
+def first_register(founding: Founding) -> Register:
+    """Return the register of a run before its first certificate."""
+    if founding.is_invited:
+        return Register(at_once=ALWAYS)
+    return Register(at_once=0 if founding.owner is not None else FOUNDING_MAX)
+
+
+def electors_after(
+    electors: Sequence[PeerId],
+    register: Register,
+    contributors: Sequence[PeerId],
+    *,
+    is_break: bool = False,
+    new_hour: bool = False,
+) -> tuple[tuple[PeerId, ...], Register]:
+    """Return the electors after a round with these contributors, the most senior first, and the register.
+
+    Electors that contributed keep their order. Former electors follow, then newcomers as far as there are
+    seats, those with the most certified rounds first; of equal ones the first in group order. Where no
+    elector contributed (they had nothing to contribute, and voted) all of them stay; after a break the
+    contributors inherit: the former electors among them, else those that certificates know, else all.
+
+    `new_hour`: the seats of another hour can be taken (`grants_hour`).
+    """
+    here, of_head, known = set(contributors), set(electors), {one.peer: one for one in register.known}
+    stay = [elector for elector in electors if elector in here]
+    others = [peer for peer in contributors if peer not in of_head]
+    seats = max(1, len(electors) // 4) if new_hour else register.seats
+    if register.at_once:
+        chosen = [*stay, *others]
+    else:
+        former = [peer for peer in others if peer in known and known[peer].was_elector]
+        candidates = [peer for peer in others if peer not in former]
+        counted = [peer for peer in candidates if peer in known]
+        if stay or not is_break:
+            admitted = [] if is_break else _admitted(counted, register, seats)
+            chosen = [*(stay or electors), *former, *admitted]
+            seats -= len(admitted)
+        else:
+            chosen = former or counted or candidates
+    after = tuple(chosen[:ELECTORS_MAX])
+    if register.at_once == ALWAYS:
+        return after, register
+    return after, replace(
+        register,
+        at_once=max(register.at_once - 1, 0),
+        seats=seats,
+        known=_remembered(electors, register, contributors, after),
+    )
+
+
+def _admitted(candidates: Sequence[PeerId], register: Register, seats: int) -> list[PeerId]:
+    """Return the candidates that become electors with their contribution to this round."""
+    rounds = {one.peer: one.rounds + 1 for one in register.known}
+    ready = [peer for peer in candidates if rounds[peer] >= ROUNDS_NEEDED]
+    return sorted(ready, key=lambda peer: -rounds[peer])[:seats]
+
+
+def _remembered(
+    electors: Sequence[PeerId], register: Register, contributors: Sequence[PeerId], after: Sequence[PeerId]
+) -> tuple[Known, ...]:
+    """Return what is remembered after a round. Those that were in it are before those that were not, so that
+    identities that contributed once displace nobody who goes on.
+    """
+    known, gone, here = {one.peer: one for one in register.known}, set(after), set(contributors)
+    missed = [Known(peer, known[peer].rounds if peer in known else 0, True) for peer in electors]
+    worked = [
+        Known(
+            peer,
+            min((known[peer].rounds if peer in known else 0) + 1, ROUNDS_MAX),
+            peer in known and known[peer].was_elector,
+        )
+        for peer in contributors
+        if peer not in electors
+    ]
+    worked.sort(key=lambda one: -one.rounds)
+    away = [one for one in register.known if one.peer not in here]
+    everybody = [one for one in (*missed, *worked, *away) if one.peer not in gone]
+    former = [one for one in everybody if one.was_elector]
+    candidates = [one for one in everybody if not one.was_elector]
+    return (*former[:ELECTORS_MAX], *candidates[:CANDIDATES_MAX])
+
+
+def grants_hour(electors: Sequence[PeerId], agreeing: Collection[PeerId]) -> bool:
+    """Return whether more than half of the electors are among those that contribute and say that an hour has
+    passed since the last admission. Nobody else's clock counts.
+    """
+    return 2 * sum(elector in agreeing for elector in electors) > len(electors)
+
+
+class GrowthClock:
+    """One peer's view of the hour in which at most a quarter more electors are admitted. `now_s`: monotonic
+    clock.
+    """
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None  # None: with the next question
+        self._is_sure = False  # this process has seen the hour begin
+
+    def begin(self, *, is_sure: bool) -> None:
+        """An hour has begun. `is_sure`: just now, in a round that this process took part in."""
+        self._began_s, self._is_sure = None, is_sure
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether an hour has passed, as far as this process has seen."""
+        if self._began_s is None:
+            self._began_s = now_s
+        return now_s - self._began_s >= HOUR_S
+
+    def is_too_early(self, now_s: float, *, outside: bool) -> bool:
+        """Return whether to refuse a vote for a new hour. In a group the clocks of most electors decide, and
+        this peer's only if it has seen the hour begin. `outside`: this peer is asked for its vote by a group
+        that it is not in, and whose members' clocks it has only the leader's word for.
+        """
+        if not outside and not self._is_sure:
+            return False
+        self.is_over(now_s)
+        assert self._began_s is not None
+        return now_s - self._began_s < HOUR_S - _HOUR_SLACK_S

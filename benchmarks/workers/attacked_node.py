@@ -1,0 +1,123 @@
+"""A node that trains alone in a run while strangers flood it: it measures its own event loop and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import swarm
+from benchmarks.worker_channel import WorkerChannel
+from swarm.core.identity import Identity
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.records import Record
+
+RUN = "attacked"
+PARAMETERS = 1 << 20
+STEP_S = 0.05  # stands for forward and backward; most of the processor is left to the floods
+LARGE_KEY, LONG_KEY = Key("public", "large"), Key("public", "long")
+_LARGE_ENTRIES, _LARGE_VALUE_BYTES, _LONG_ENTRIES = 31, 64 << 10, 4096
+_TURN_S = 0.005  # a turn of the watched loop
+
+
+class LoopWatch:
+    """The lateness of the network thread's event loop, and the memory of the process."""
+
+    def __init__(self) -> None:
+        self._late_s: list[float] = []
+        self._wall_late_s = 0.0
+        self._memory_bytes: list[int] = []
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            began_s, began_processor_s = time.monotonic(), time.process_time()
+            await asyncio.sleep(_TURN_S)
+            late_s = time.monotonic() - began_s - _TURN_S
+            self._wall_late_s = max(self._wall_late_s, late_s)
+            # what this process itself did meanwhile: on a busy machine it also waits for others
+            self._late_s.append(max(min(late_s, time.process_time() - began_processor_s), 0.0))
+            self._memory_bytes.append(memory_bytes())
+
+    def take(self) -> dict[str, Any]:
+        """Return the largest figures since the last call."""
+        late_s, self._late_s = sorted(self._late_s) or [0.0], []
+        memory, self._memory_bytes = self._memory_bytes or [0], []
+        wall_late_s, self._wall_late_s = self._wall_late_s, 0.0
+        return {
+            "wall_late_s": wall_late_s,
+            "late_s": late_s[-1],
+            "late_99_s": late_s[len(late_s) * 99 // 100],
+            "memory_bytes": max(memory),
+            "memory_after_bytes": memory_bytes(),
+        }
+
+
+def memory_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def fill(node: swarm.Node) -> None:
+    """Store the records that expensive queries ask for, as if they had been validated."""
+    now_us = node.dht.service.overlay.now_us
+    for key, entries, value in (
+        (LARGE_KEY, _LARGE_ENTRIES, bytes(_LARGE_VALUE_BYTES)),
+        (LONG_KEY, _LONG_ENTRIES, b""),
+    ):
+        for number in range(entries):
+            record = Record(
+                key=key,
+                subkey=None,
+                value=value,
+                issued_at_us=now_us,
+                expiration_us=now_us + 3_600_000_000,
+                writer=PeerId(number.to_bytes(32, "big")),
+            )
+            refusal = node.dht.service.storage.store(record, now_us)
+            assert refusal is None, refusal
+
+
+def main() -> None:
+    channel = WorkerChannel()
+    torch.set_num_threads(1)
+    parameters = [torch.nn.Parameter(torch.zeros(PARAMETERS))]
+    with (
+        swarm.Node(listen="127.0.0.1:0", identity=Identity.generate()) as node,
+        swarm.Optimizer(
+            torch.optim.SGD(parameters, lr=1e-3),
+            node=node,
+            run=RUN,
+            target_batch_size=16,
+            batch_size_per_step=1,
+        ) as optimizer,
+    ):
+        node.network.run(fill(node), 30.0)
+        watch = LoopWatch()
+        node.network.submit(watch.run())
+        while optimizer.epoch < 2:
+            _step(optimizer, parameters)
+        channel.send("ready", address=node.addresses[0])
+        while True:
+            if not select.select([sys.stdin], [], [], STEP_S)[0]:
+                _step(optimizer, parameters)
+                continue
+            order = channel.receive()
+            if order["do"] == "measure":
+                channel.send("measured", epoch=optimizer.epoch, **watch.take())
+
+
+def _step(optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+if __name__ == "__main__":
+    main()

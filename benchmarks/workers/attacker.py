@@ -1,0 +1,354 @@
+"""A stranger that floods one node: each flood is bounded in time, and in what it sends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import ssl
+import struct
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+
+import grpc
+import msgpack
+
+from averaging.optim.exchange import CHUNKS, OPEN
+from benchmarks.worker_channel import WorkerChannel
+from benchmarks.workers.attacked_node import LARGE_KEY, LONG_KEY, RUN
+from swarm.core.errors import SwarmError
+from swarm.core.identity import Identity
+from swarm.core.ids import Contact, Key
+from swarm.dht.logic.records import Record, signed
+from swarm.dht.service.overlay import FIND, STORE
+from swarm.dht.service.wire import key_to_wire, record_to_wire
+from swarm.net import certificate as tls
+from swarm.net.calls import BATCH_CALLS_MAX, CALLS_NAME
+from swarm.net.contacts import contact_to_wire
+from swarm.wire import state_pb2
+from swarm.wire.calls_pb2 import Call, CallBatch
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
+
+CONNECTIONS = 13  # of a flood of calls
+IDLE_CONNECTIONS = 500
+_STREAMS = 256  # per connection, as many as gRPC takes
+_CALL_S = 5.0
+_RECORDS, _RECORD_BYTES = 15, 60_000  # of one request to store: as much as it may hold
+_HALF_MESSAGE_BYTES = 48 << 10  # of an announced megabyte: fits the first window of a stream
+
+
+class Target:
+    """The node that is attacked."""
+
+    def __init__(self, address: str) -> None:
+        self.contact = Contact.parse(address)
+        self.host, self.port = self.contact.addresses[0].host, self.contact.addresses[0].port
+
+    @contextlib.asynccontextmanager
+    async def channel(self, identity: Identity) -> AsyncIterator[grpc.aio.Channel]:
+        """Connect with the certificate of an identity."""
+        own = tls.client_certificate(identity)
+        credentials = grpc.ssl_channel_credentials(
+            tls.trust_anchor(self.contact.peer_id), own.key_pem, own.certificate_pem
+        )
+        options = [
+            ("grpc.ssl_target_name_override", tls.tls_name(self.contact.peer_id)),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        async with grpc.aio.secure_channel(
+            f"{self.host}:{self.port}", credentials, options=options
+        ) as channel:
+            async with asyncio.timeout(_CALL_S):
+                await channel.channel_ready()
+            yield channel
+
+    async def connect(self, identity: Identity | None = None) -> asyncio.StreamWriter:
+        """Connect by TCP, and with an identity by TLS as gRPC does."""
+        context = _context(identity) if identity is not None else None
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(self.host, self.port, ssl=context), _CALL_S
+        )
+        return writer
+
+
+Flood = Callable[[Target, float], Coroutine[None, None, int]]  # returns how many requests or connections it made
+
+
+def _context(identity: Identity) -> ssl.SSLContext:
+    own = tls.client_certificate(identity)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "certificate"
+        path.write_bytes(own.key_pem + own.certificate_pem)
+        context.load_cert_chain(path)
+    return context
+
+
+async def _repeat(seconds: float, one: Callable[[int], Awaitable[int]], side_by_side: int) -> int:
+    """Repeat `one` for a time, so many of them at once. Return the sum of what they return."""
+    deadline_s, total = time.monotonic() + seconds, 0
+
+    async def worker(number: int) -> None:
+        nonlocal total
+        while time.monotonic() < deadline_s:
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + _CALL_S):
+                    total += await one(number)
+            except (grpc.aio.AioRpcError, SwarmError, OSError, TimeoutError):
+                await asyncio.sleep(0.01)  # refused: tried again
+
+    await asyncio.gather(*(worker(number) for number in range(side_by_side)))
+    return total
+
+
+def _sender(identity: Identity):  # type: ignore[no-untyped-def]
+    return contact_to_wire(Contact(identity.peer_id))
+
+
+async def nothing(target: Target, seconds: float) -> int:
+    """Wait, for comparison."""
+    await asyncio.sleep(seconds)
+    return 0
+
+
+async def shared_finds(target: Target, seconds: float) -> int:
+    """Ask 256 times in one message for a key of two megabytes, and read no answer (S7)."""
+
+    async def one(_number: int) -> int:
+        identity = Identity.generate()
+        find = DhtFindRequest(sender=_sender(identity), queries=[DhtFindQuery(key=key_to_wire(LARGE_KEY))])
+        raw = find.SerializeToString()
+        calls = [Call(number=n, method=FIND.name, request=raw) for n in range(BATCH_CALLS_MAX)]
+        async with target.channel(identity) as channel:
+            stream = channel.stream_stream(CALLS_NAME)()
+            await stream.write(CallBatch(calls=calls).SerializeToString())
+            await asyncio.sleep(1.0)
+            stream.cancel()
+        return BATCH_CALLS_MAX
+
+    return await _repeat(seconds, one, CONNECTIONS)
+
+
+async def long_finds(target: Target, seconds: float) -> int:
+    """Ask for a key of 4,096 entries and 63 others in one call (S7)."""
+    queries = [DhtFindQuery(key=key_to_wire(LONG_KEY))]
+    queries += [DhtFindQuery(key=key_to_wire(Key("public", str(number)))) for number in range(63)]
+    return await _finds(target, seconds, queries)
+
+
+async def many_queries(target: Target, seconds: float) -> int:
+    """Ask 256 questions in one call, more than one may."""
+    queries = [DhtFindQuery(key=key_to_wire(Key("public", str(number)))) for number in range(256)]
+    return await _finds(target, seconds, queries)
+
+
+async def _finds(target: Target, seconds: float, queries: list[DhtFindQuery]) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        calls = []
+        for _ in range(CONNECTIONS):
+            identity = Identity.generate()
+            channel = await stack.enter_async_context(target.channel(identity))
+            find = DhtFindRequest(sender=_sender(identity), queries=queries).SerializeToString()
+            calls.append((channel.unary_unary(FIND.name), find))
+
+        async def one(number: int) -> int:
+            call, find = calls[number % CONNECTIONS]
+            await call(find, timeout=_CALL_S)
+            return 1
+
+        return await _repeat(seconds, one, 4 * CONNECTIONS)
+
+
+async def records(target: Target, seconds: float) -> int:
+    """Store as much as fits, each request as a new identity (S5)."""
+
+    async def one(_number: int) -> int:
+        identity = Identity.generate()
+        request = _store(identity, is_signed=True)
+        async with target.channel(identity) as channel:
+            await channel.unary_unary(STORE.name)(request, timeout=_CALL_S)
+        return _RECORDS
+
+    return await _repeat(seconds, one, CONNECTIONS)
+
+
+async def forged_records(target: Target, seconds: float) -> int:
+    """Store records with expensive values and without a signature (S12)."""
+    async with contextlib.AsyncExitStack() as stack:
+        calls = []
+        for _ in range(CONNECTIONS):
+            identity = Identity.generate()
+            channel = await stack.enter_async_context(target.channel(identity))
+            calls.append((channel.unary_unary(STORE.name), _store(identity, is_signed=False)))
+
+        async def one(number: int) -> int:
+            call, request = calls[number]
+            await call(request, timeout=_CALL_S)
+            return _RECORDS
+
+        return await _repeat(seconds, one, CONNECTIONS)
+
+
+def _store(identity: Identity, *, is_signed: bool) -> bytes:
+    now_us = int(time.time() * 1e6)
+    value = msgpack.packb(os.urandom(_RECORD_BYTES)) if is_signed else msgpack.packb([[]] * _RECORD_BYTES)
+    found = []
+    for _ in range(_RECORDS):
+        record = Record(
+            key=Key("public", str(random.getrandbits(64))),
+            subkey=None,
+            value=value,
+            issued_at_us=now_us,
+            expiration_us=now_us + 3_600_000_000,
+            writer=identity.peer_id,
+            signature=bytes(64),
+        )
+        found.append(record_to_wire(signed(record, identity) if is_signed else record))
+    return DhtStoreRequest(sender=_sender(identity), records=found).SerializeToString()
+
+
+async def half_sent(target: Target, seconds: float) -> int:
+    """Begin to send 256 requests of a megabyte on each connection, and never end one (S8)."""
+
+    async def one(_number: int) -> int:
+        writer = await target.connect(Identity.generate())
+        try:
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
+            for stream in range(1, 2 * _STREAMS, 2):
+                writer.write(_frame(1, 4, stream, _headers(STORE.name, target.host)))
+                message = struct.pack(">BI", 0, 1 << 20) + bytes(_HALF_MESSAGE_BYTES)
+                for start in range(0, len(message), 16 << 10):
+                    writer.write(_frame(0, 0, stream, message[start : start + (16 << 10)]))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(writer.drain(), 0.5)
+            await asyncio.sleep(3.0)
+        finally:
+            writer.transport.abort()
+        return _STREAMS
+
+    return await _repeat(seconds, one, CONNECTIONS)
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _headers(path: str, host: str) -> bytes:
+    """Return the headers of a gRPC call, each as a literal without an index (RFC 7541, 6.2.2)."""
+    fields = [(":method", "POST"), (":scheme", "https"), (":path", path), (":authority", host)]
+    fields += [("te", "trailers"), ("content-type", "application/grpc")]
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields
+    )
+
+
+async def empty_streams(target: Target, seconds: float) -> int:
+    """Open 256 streams on each connection, send nothing, and open those that end again."""
+
+    async def one(_number: int) -> int:
+        async with target.channel(Identity.generate()) as channel:
+            method = channel.stream_stream(CHUNKS.name)
+            streams = [method() for _ in range(_STREAMS)]
+            await asyncio.sleep(3.0)
+            for stream in streams:
+                stream.cancel()
+        return _STREAMS
+
+    return await _repeat(seconds, one, CONNECTIONS)
+
+
+async def leases(target: Target, seconds: float) -> int:
+    """Take places for downloads and read a chunk now and then (S9)."""
+
+    async def one(_number: int) -> int:
+        async with target.channel(Identity.generate()) as channel:
+            request = state_pb2.OpenRequest(run=RUN).SerializeToString()
+            raw = await channel.unary_unary(OPEN.name)(request, timeout=_CALL_S)
+            lease = state_pb2.OpenReply.FromString(raw).lease
+            stream = channel.stream_stream(CHUNKS.name)()
+            await stream.write(state_pb2.ChunksRequest(run=RUN, lease=lease, indices=[0]).SerializeToString())
+            await stream.read()
+            await asyncio.sleep(3.0)
+            stream.cancel()
+        return 1
+
+    return await _repeat(seconds, one, CONNECTIONS)
+
+
+async def garbage(target: Target, seconds: float) -> int:
+    """Connect, send random bytes, and begin again."""
+
+    async def one(_number: int) -> int:
+        writer = await target.connect()
+        writer.write(os.urandom(16 << 10))
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        writer.transport.abort()
+        return 1
+
+    return await _repeat(seconds, one, 4 * CONNECTIONS)
+
+
+async def _hold(target: Target, seconds: float, identity: Identity | None) -> int:
+    deadline_s, writers = time.monotonic() + seconds, []
+    try:
+        for _ in range(IDLE_CONNECTIONS):
+            if time.monotonic() > deadline_s:
+                break
+            with contextlib.suppress(OSError, TimeoutError):
+                writers.append(await target.connect(identity))
+        await asyncio.sleep(max(deadline_s - time.monotonic(), 0.5))
+        return len(writers)
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def silent_tcp(target: Target, seconds: float) -> int:
+    """Open 500 connections and send nothing."""
+    return await _hold(target, seconds, None)
+
+
+async def idle_tls(target: Target, seconds: float) -> int:
+    """Open 500 TLS connections and call nothing."""
+    return await _hold(target, seconds, Identity.generate())
+
+
+FLOODS: dict[str, Flood] = {
+    one.__name__: one
+    for one in (
+        nothing,
+        records,
+        shared_finds,
+        long_finds,
+        many_queries,
+        half_sent,
+        leases,
+        forged_records,
+        garbage,
+        silent_tcp,
+        idle_tls,
+        empty_streams,
+    )
+}
+
+
+def main() -> None:
+    channel = WorkerChannel()
+    channel.send("ready")
+    target = Target(channel.configuration["address"])
+    while True:
+        order = channel.receive()
+        count = asyncio.run(FLOODS[order["do"]](target, order["seconds"]))
+        channel.send("flooded", count=count)
+
+
+if __name__ == "__main__":
+    main()

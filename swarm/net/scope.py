@@ -1,0 +1,126 @@
+"""Where an address reaches: this machine, a private network, or the internet. It decides which addresses of a
+peer are dialed, and which strangers share a limit.
+
+A peer's addresses are its own claim. One that it was met with over the internet may name this machine, or the
+router of the network around it, and must not make this node connect there.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from swarm.core.ids import Address, Contact, PeerId
+
+_MET_MAX = 4096  # remembered peers; the one that was met longest ago is forgotten
+_IPV4_PREFIX, _IPV6_PREFIX = 24, 48
+NOT_DIALED = "it is in a private network, or this machine, and its peer was met in a wider one"
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Scope(IntEnum):
+    """How far an address reaches."""
+
+    MACHINE = 0
+    SITE = 1
+    INTERNET = 2
+
+
+def ip_of(host: str) -> IPAddress | None:
+    """Return the IP address that a host is, IPv4 also when it is written as IPv6; None for a name."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+@functools.lru_cache(maxsize=4096)
+def scope_of(host: str) -> Scope | None:
+    """Return how far a host's address reaches; None for a name, which must be resolved first."""
+    address = ip_of(host)
+    if address is None:
+        return None
+    if address.is_loopback or address.is_unspecified:  # the system connects 0.0.0.0 to itself
+        return Scope.MACHINE
+    return Scope.INTERNET if address.is_global and not address.is_multicast else Scope.SITE
+
+
+@functools.lru_cache(maxsize=4096)
+def prefix_of(host: str) -> str:
+    """Return the network that one person may have all addresses of: /24 of IPv4, /48 of IPv6. A host that is
+    no IP address stands for itself.
+    """
+    address = ip_of(host)
+    if address is None:
+        return host
+    length = _IPV4_PREFIX if address.version == 4 else _IPV6_PREFIX
+    return str(ipaddress.ip_network((address, length), strict=False))
+
+
+@functools.lru_cache(maxsize=4096)
+def host_of(peer: str) -> str:
+    """Return the host in gRPC's name for the other end of a connection, `ipv4:192.0.2.1:4000` or
+    `ipv6:%5B2001:db8::1%5D:4000`. Anything else is returned as it is.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    host = rest.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D").strip("[]")
+    address = ip_of(host)
+    return str(address) if address is not None else host
+
+
+class Surroundings:
+    """The networks in which this node meets peers. It belongs to the network thread.
+
+    A node that the user entered through, or announces, addresses of the internet is in the internet. It dials
+    public addresses, those that the user named, and those in the network in which it has met the peer: a peer
+    on the LAN that has called may be called at its private address. A node on a LAN alone dials all but other
+    machines' loopback addresses, and one on loopback alone dials everything.
+    """
+
+    def __init__(self, named: Iterable[Contact] = (), widest: Scope = Scope.INTERNET) -> None:
+        """`named` are the contacts that the user, or an invite, gave. `widest` limits what the node takes
+        itself to be in, for a user who says that all peers are near.
+        """
+        self._widest = widest
+        self._own = Scope.MACHINE
+        self._named: set[tuple[PeerId, Address]] = set()
+        self._met: OrderedDict[PeerId, Scope] = OrderedDict()
+        for contact in named:
+            self._named |= {(contact.peer_id, address) for address in contact.addresses}
+            self.widen(address.host for address in contact.addresses)
+
+    @property
+    def own(self) -> Scope:
+        """Return the widest network that this node is in."""
+        return self._own
+
+    def widen(self, hosts: Iterable[str]) -> None:
+        """Take in hosts that the user named, or under which this node is announced. Names count as soon as
+        they are resolved.
+        """
+        scopes = [scope for host in hosts if (scope := scope_of(host)) is not None]
+        self._own = min(max([self._own, *scopes]), self._widest)
+
+    def on_called(self, peer: PeerId, host: str) -> None:
+        """Record that a peer, whose PeerID is proven, has called from this host."""
+        scope = scope_of(host)
+        if scope is None or scope is Scope.INTERNET or scope >= self._met.get(peer, Scope.INTERNET):
+            return
+        self._met[peer] = scope
+        if len(self._met) > _MET_MAX:
+            self._met.popitem(last=False)
+
+    def dialable(self, peer: PeerId, address: Address, hosts: Sequence[str]) -> list[str]:
+        """Return those of an address's resolved hosts at which this peer may be dialed."""
+        if (peer, address) in self._named:
+            self.widen(hosts)
+            return list(hosts)
+        least = min(self._own, self._met.get(peer, Scope.INTERNET))
+        return [host for host in hosts if (scope := scope_of(host)) is not None and scope >= least]
