@@ -64,7 +64,7 @@ class RunHistory:
         """
         self._node, self._run, self._sign = node, run, sign
         self._own = node.contact.peer_id
-        self._ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
+        self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
         self._lock = threading.Lock()
         self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
@@ -346,7 +346,7 @@ class RunHistory:
 
     def _moved(self) -> None:
         self._offers.clear()
-        self._ledger.follow(self._lineage)
+        self.ledger.follow(self._lineage)
         self._is_break = False
         if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
             self._ahead = None

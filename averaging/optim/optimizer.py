@@ -145,7 +145,8 @@ class Optimizer(DelegatingOptimizer):
     async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
         node, mode = self.node, self._mode
         exchange = node.service(AveragingService).exchange
-        self._blocklist, self._ledger = exchange.blocklist_of(self.run_id), exchange.ledger_of(self.run_id)
+        self._blocklist = exchange.blocklist_of(self.run_id)
+        ledger = self._ledger = exchange.ledger_of(self.run_id)
         self._donor = Donor(
             node,
             self.run_id,
@@ -154,20 +155,13 @@ class Optimizer(DelegatingOptimizer):
             serve=config.serve_state,
             shard=lambda: self._tracker.tree.shard_name,
         )
-        sign, size_max = node.identity.sign, config.group_size_max
+        sign, size = node.identity.sign, config.group_size_max
         # a mode without a common state has no history
-        self._history = (
-            RunHistory(
-                node,
-                self.run_id,
-                sign,
-                group_size_max=size_max,
-                introducers=node.introducers,
-                ledger=self._ledger,
+        self._history: RunHistory | None = None
+        if mode.traits.canonical:
+            self._history = RunHistory(
+                node, self.run_id, sign, group_size_max=size, introducers=node.introducers, ledger=ledger
             )
-            if mode.traits.canonical
-            else None
-        )
         self._tracker = Tracker(
             node,
             self.run_id,
@@ -175,7 +169,6 @@ class Optimizer(DelegatingOptimizer):
             self._blocklist,
             on_full=self._donor.on_round_begin,
             history=self._history,
-            has_standing=self._ledger.has_standing,
         )
         self._averager = EpochAverager(node, self.run_id, mode, options, config, self._history)
         self._catch_up = CatchUp(node, mode, self._tracker, self._averager, self._blocklist, self._history)
@@ -487,6 +480,7 @@ class Optimizer(DelegatingOptimizer):
         await self._tracker.close()
         await self._reporter.close()
         await self._donor.close()
+        self._ledger.save(now=True)
 
     def _check_open(self) -> None:
         self.node.network.check()

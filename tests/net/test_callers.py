@@ -24,9 +24,7 @@ def standing(*members: PeerId) -> PeerStanding:
 
 def test_strangers_leave_half_of_the_open_calls_to_members() -> None:
     calls = OpenCalls(standing(MEMBERS[0]), "calls", 10, 4)
-    refusals = [
-        calls.enter(Caller(peer, f"198.51.{number}.0/24")) for number, peer in enumerate(STRANGERS)
-    ]
+    refusals = [calls.enter(Caller(peer, f"198.51.{number}.0/24")) for number, peer in enumerate(STRANGERS)]
     assert refusals.count(None) == 5
     assert set(refusals[5:]) == {"busy: strangers have 5 calls open already"}
     assert [calls.enter(Caller(MEMBERS[0], PREFIXES[0])) for _ in range(4)] == [None] * 4

@@ -25,9 +25,7 @@ def public() -> Iterator[Node]:
 
 def call(caller: Node, contact: Contact) -> None:
     request = Hello(contact={"peer_id": caller.peer_id.to_bytes()})
-    caller.network.run(
-        caller.channels.call(contact, HELLO, request, timeout_s=TIMEOUT_S), TIMEOUT_S + 1.0
-    )
+    caller.network.run(caller.channels.call(contact, HELLO, request, timeout_s=TIMEOUT_S), TIMEOUT_S + 1.0)
 
 
 def test_a_node_in_the_internet_dials_a_peer_on_loopback_only_after_it_has_called(public: Node) -> None:

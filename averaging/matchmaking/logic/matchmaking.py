@@ -242,12 +242,9 @@ class Matchmaker:
         if search is None:
             return self.status_for(join.query, now_s)
         search.table.on_query(join.query, now_s)
-        order = search.request.precedence.order
-        ranks_lower = join.query.can_lead and order(join.query.rank) < order(search.query.rank)
-        ranks_lower |= search.table.passes_over(peer_id)
         fits = join.query.schema == self._schema.digest and join.query.round_key == search.request.round_key
         search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
-        if not fits or search.following is not None or not search.query.can_lead or ranks_lower:
+        if not fits or search.following is not None or not search.leads(join.query):
             return self.status_for(join.query, now_s)
         if 1 + len(search.followers) >= self._target_group_size:
             if not (displaced := search.displace_stranger(peer_id, self.status_for(join.query, now_s))):
@@ -408,7 +405,7 @@ class Matchmaker:
             leader=leader,
             turn=turn,
         )
-        self._answer_followers(search, following)
+        self._answer(search.followers, following)
         self._outbox.append(SendJoin(contact=state.contact, join=search.join(turn)))
 
     def _stop_following(self, search: Search, now_s: float) -> None:
@@ -429,12 +426,9 @@ class Matchmaker:
         if enough or size >= self._target_group_size:
             unseated = search.unseated()
             group = search.group(self._schema.codec, self._rng)
-            self._answer_followers(search, group)
+            self._answer(search.followers, group)
             self._begin_round(group, now_s)
-            self._outbox += [
-                AnswerJoin(peer_id=peer_id, ticket=one.ticket, answer=self._history.status(now_s))
-                for peer_id, one in unseated.items()
-            ]
+            self._answer(unseated, self._history.status(now_s))
         elif overdue:
             self._end_search(search.table.explain(deadline=True), now_s)
         # in a grid: try another place, but only when there is nobody left to wait for
@@ -465,11 +459,11 @@ class Matchmaker:
             waits.append(search.started_s + _RECORDS_WAIT_S)
         return max(waits, default=-math.inf)
 
-    def _answer_followers(self, search: Search, answer: Group | Answer) -> None:
-        """Answer the calls of all followers."""
-        for peer_id, follower in search.followers.items():
+    def _answer(self, followers: dict[PeerId, GroupFollower], answer: Group | Answer) -> None:
+        """Answer the calls of these followers, which end with it."""
+        for peer_id, follower in followers.items():
             self._outbox.append(AnswerJoin(peer_id=peer_id, ticket=follower.ticket, answer=answer))
-        search.followers.clear()
+        followers.clear()
 
     # --- end of the search
 
@@ -502,5 +496,5 @@ class Matchmaker:
         if search.following is not None:
             self._outbox.append(AbandonJoin(peer_id=search.following))
         self._history.next_turn()
-        self._answer_followers(search, self.status_for(search.query, now_s))
+        self._answer(search.followers, self.status_for(search.query, now_s))
         self._outbox.append(SearchFinished(outcome=replace(failed, held_by=search.held_by)))

@@ -64,6 +64,12 @@ class Search:
         """Return how many members a group of this peer would have now."""
         return 1 + len(seated(list(self.followers), self.request.precedence))
 
+    def leads(self, query: LookForGroup) -> bool:
+        """Return whether this peer leads the one that sent this query, rather than following it."""
+        order, peer_id = self.request.precedence.order, query.contact.peer_id
+        ranks_first = not query.can_lead or order(self.query.rank) < order(query.rank)
+        return self.query.can_lead and ranks_first and not self.table.passes_over(peer_id)
+
     def unseated(self) -> dict[PeerId, GroupFollower]:
         """Take out the followers that have no seat in the group, and return them."""
         seats = seated(list(self.followers), self.request.precedence)

@@ -20,6 +20,7 @@ from averaging.optim.history import RunHistory
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.progress.claims import claim_of, read_claim
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, ProgressReport
+from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.records import ProgressRecords
 from averaging.optim.progress.tree import Tree
@@ -55,14 +56,12 @@ class Tracker:
         on_full: Callable[[], None] = _nothing,
         *,
         history: RunHistory | None = None,
-        has_standing: Callable[[PeerId], bool] = lambda peer: True,
     ) -> None:
         """Track `run`, whose epochs have `target` samples; None: this peer reads what others report, and
         reports nothing itself. Peers in `blocklist` are ignored.
 
         `on_full` is called with the lock held when this peer's epoch is full and its round begins. `history`:
-        of this peer's state; None in modes without a common state. `has_standing` returns whether what a peer
-        reports counts, where the run has electors.
+        of this peer's state; None in modes without a common state.
         """
         self._observes = target is None
         self._blocklist = blocklist or PeerBlocklist(node.contact.peer_id, node.clock)
@@ -75,7 +74,6 @@ class Tracker:
         self._progress = EpochProgress(
             self.own, target or SAMPLES_MAX, now_s, node.timings.progress_refresh_s_max
         )
-        self._progress.standing.is_proven = has_standing
         self._lock = threading.Lock()
         # wakes the trainer's thread: an epoch began, or a refresh ended
         self._changed = node.network.waits.condition(self._lock)
@@ -124,14 +122,11 @@ class Tracker:
         history, progress = self.history, self._progress
         if history is None:
             return
-        now_s = self._node.clock.swarm_s()
-        others = progress.others(now_s)
-        root = history.root
-        progress.head, progress.abstains = root.head, history.abstains
-        progress.standing.electors = root.electors
-        peers, there = progress.standing.peers(others)
+        root, progress.abstains = history.root, history.abstains
+        progress.head, progress.certified_epoch = root.head, history.certified_epoch
+        progress.standing = ReportStanding(self.own, root.electors, history.ledger.has_standing)
+        peers, there = progress.standing.peers(progress.others(self._node.clock.swarm_s()))
         history.size.update(progress.total.peers if progress.total else peers, there)
-        progress.certified_epoch = history.certified_epoch
 
     def _update_full_epoch(self, now_s: float) -> None:
         """Mark this peer's epoch as full when it is, or when another peer announced it and this peer's own
@@ -369,11 +364,7 @@ class Tracker:
             with self._changed:
                 self._progress.on_goodbye(peer)
                 self._changed.notify_all()
-        believed = (
-            request.full
-            and bool(self._progress.standing.counted({peer: report}))
-            and await self._confirm_full(peer, report.epoch)
-        )
+        believed = request.full and await self._confirm_full(peer, report.epoch)
         if believed:
             self._announce.notify()  # it passes on, without waiting for this peer's next step
         with self._lock:
@@ -386,6 +377,8 @@ class Tracker:
         for attempt in range(2):
             now_s = self._node.clock.swarm_s()
             with self._changed:
+                if not self._progress.standing.counts(peer):
+                    return False
                 ours = self._progress.epoch
                 if epoch <= ours + 1:
                     self._full_epoch_of_others = max(self._full_epoch_of_others, epoch)

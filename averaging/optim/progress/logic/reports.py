@@ -214,7 +214,7 @@ class EpochProgress:
         self.total: ProgressTotal | None = None
         self.head = b""  # of this peer's history; empty without one
         self.abstains = False  # from decisions on that head
-        self.standing = ReportStanding(own=own)
+        self.standing = ReportStanding(own)
         self._members = frozenset[PeerId]()  # of the round that led to the head `_members_head`
         self._members_head = b""
         # the epoch that certificates prove; None: it follows from the reports

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RATE_RATIO_MAX = 3.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReportStanding:
     """What stands behind the reports that one peer has. `own` is this peer."""
 
@@ -26,6 +26,10 @@ class ReportStanding:
     electors: Collection[PeerId] = ()  # of this peer's head
     # whether a peer is a member of the run, or has contributed to a certified round
     is_proven: Callable[[PeerId], bool] = lambda peer: True
+
+    def counts(self, peer: PeerId) -> bool:
+        """Return whether what a peer says counts for this one."""
+        return not self.electors or peer in self.electors or self.is_proven(peer)
 
     def counted(self, reports: Mapping[PeerId, ProgressReport]) -> dict[PeerId, ProgressReport]:
         """Return those of the reports that count for something: all of them where no elector is there, for
