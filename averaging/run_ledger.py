@@ -67,6 +67,11 @@ class RunLedger:
         with self._lock:
             self._ledger.fault(peer, reason, self._clock.swarm_s())
 
+    @property
+    def rounds(self) -> int:
+        """Return how many certificates of the run were counted."""
+        return self._ledger.rounds
+
     def has_standing(self, peer: PeerId) -> bool:
         """Return whether a peer is a member of the run, or has contributed to a certified round."""
         return self._standing.is_member(peer, self._run) or self._ledger.is_proven(peer)

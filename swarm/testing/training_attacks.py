@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -32,6 +32,7 @@ from averaging.allreduce.logic.effects import AskVotes
 from averaging.allreduce.logic.values import RoundState, Statement
 from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.certificate import RoundKind, Vote, vote_statement
+from averaging.history.electors import FOUNDING_MAX
 from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
 from averaging.matchmaking.logic.messages import AveragerName, VectorSchema
 from averaging.matchmaking.service.exchange import GroupExchange
@@ -72,7 +73,7 @@ class Attack:
     misdeed: Misdeed = "none"  # of one member
     strangers: int = 0
     epoch_s: float = 16.0  # of all members together
-    calm_s: float = 90.0  # before the attack
+    calm_s: float = 40.0  # before the attack, after the founding
     minutes: float = 15.0  # of the attack
     rounds_free: int = 3  # epochs of the attack that do not count
 
@@ -85,7 +86,8 @@ class AttackFigures:
     epochs: int  # that were counted
     rounds_failed: int  # of the honest members
     by_stranger: int  # certificates to which a stranger contributed
-    excluded: int  # counted epochs without the bad member
+    excluded: int  # certificates without the bad member
+    electors: tuple[int, ...]  # of the head, by index; strangers have those after the members
 
 
 class Saboteur:
@@ -309,7 +311,7 @@ class _AttackRun:
             swarm = self._swarm = TrainingSwarm(self._network, self._config(), self._on_step, group)
             for _ in range(attack.members):
                 await swarm.add(batch=4, compute_s=1.0)
-            await asyncio.sleep(attack.calm_s)
+            await self._found(attack.calm_s)
             began_s = loop.time()
             strangers = [group.create_task(self._strange()) for _ in range(attack.strangers)]
             if attack.misdeed != "none":
@@ -326,9 +328,20 @@ class _AttackRun:
         assert not self._violations.count, self._violations.lines
         return self._figures(began_s, loop.time())
 
+    async def _found(self, calm_s: float) -> None:
+        """Train in short epochs until strangers do not become electors at once any more, then in long ones."""
+        while len(self._ledger.certificates) <= FOUNDING_MAX:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(1.0)
+        for one in self._honest():
+            assert one.optimizer is not None
+            one.optimizer.set_target(round(4 * self._attack.members * self._attack.epoch_s))
+        await asyncio.sleep(calm_s)
+
     def _config(self) -> TrainingConfig:
-        attack = self._attack
-        return TrainingConfig(target_batch_size=round(4 * attack.members * attack.epoch_s))
+        return TrainingConfig(target_batch_size=4 * self._attack.members)
+
+    def _electors(self, electors: Sequence[PeerId]) -> tuple[int, ...]:
+        return tuple(peer.index for peer in self._network.peers.values() if peer.peer_id in electors)
 
     def _honest(self) -> list[TrainingPeer]:
         return [one for peer, one in self._swarm.live.items() if peer != self._bad]
@@ -367,4 +380,5 @@ class _AttackRun:
             rounds_failed=self._rounds_failed,
             by_stranger=sum(any(peer not in honest for peer in peers) for peers in contributors),
             excluded=sum(self._bad not in peers for peers in contributors),
+            electors=self._electors(committed[-1][1].proposal.electors) if committed else (),
         )
