@@ -45,10 +45,12 @@ class ReportStanding:
         """Return the highest rate with which each peer counts, in samples/s."""
         # in any epoch: at the start of one no other peer has reported yet
         rates = {peer: report.rate for peer, report in counted.items() if report.rate > 0}
-        deciding = [rate for peer, rate in rates.items() if peer in self.electors] or list(rates.values())
+        electors = [rate for peer, rate in rates.items() if peer in self.electors]
+        deciding = electors or list(rates.values())
         limit = RATE_RATIO_MAX * statistics.median_low(deciding) if deciding else math.inf
-        few = len(deciding) < 3
-        return lambda peer: math.inf if few and (not self.electors or peer in self.electors) else limit
+        if len(deciding) >= 3:
+            return lambda peer: limit
+        return lambda peer: limit if electors and peer not in self.electors else math.inf
 
     def peers(self, reports: Mapping[PeerId, ProgressReport]) -> tuple[int, list[PeerId]]:
         """Return how many peers the swarm has, this one included, and which of the others have a state.
