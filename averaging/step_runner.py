@@ -126,6 +126,8 @@ class StepRunner:
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
             history = options.history
             electors = history.electors if history is not None and not history.is_break else ()
+            # peers may disagree on whom to pass over: their second attempt has everybody
+            precedence = self._groups.ledger.precedence(electors, passes_over=not self._attempts)
             found = await self._groups.find(
                 member=member,
                 round_key=options.round_key,
@@ -135,13 +137,12 @@ class StepRunner:
                 may_be_alone=options.weight > 0.0
                 and history is not None
                 and (history.may_be_alone or (electors == (member.peer_id,) and not history.seats)),
-                # peers may disagree on whom to pass over: their second attempt has everybody
-                precedence=self._groups.ledger.precedence(electors, passes_over=not self._attempts),
+                precedence=precedence,
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):
                 return self._failure(found.reason, self._explain(found.detail), group)
-            group = with_standing(found, electors)
+            group = with_standing(found, precedence)
             lacking = await self._lacks_quorum(group, options.history)
             if lacking:
                 return self._failure("quorum", lacking, group)

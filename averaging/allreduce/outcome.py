@@ -126,6 +126,10 @@ def faults(machine: RoundMachine) -> dict[int, str]:
             vote = tally.votes.get(setup.peer_id(place))
             if vote is not None and vote.result != certificate.result:
                 found.setdefault(place, "it did not vote for what the others committed")
+        fractions = machine.assembly.fractions()
+        for place in setup.contributors if machine.assembly.complete else ():
+            if not fractions.get(place):  # as all that reduce say
+                found.setdefault(place, "nothing of it is in the averages")
     found.pop(setup.own, None)
     return found
 

@@ -34,7 +34,7 @@ from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.certificate import RoundKind, Vote, vote_statement
 from averaging.history.electors import FOUNDING_MAX
 from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
-from averaging.matchmaking.logic.messages import AveragerName, VectorSchema
+from averaging.matchmaking.logic.messages import AveragerName, Precedence, VectorSchema
 from averaging.matchmaking.service.exchange import GroupExchange
 from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.matchmaking.service.presence import DhtPresence
@@ -59,7 +59,7 @@ MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
 
 _FOR_EVER_S = 1e6
 _HELD_S = 60.0  # a round of a member that stalls ends for itself
-_CLAIM_S = 0.5  # between two reports of a stranger to each of its victims
+_CLAIM_S = 1.0  # between two reports of a stranger, each to the next of its victims
 _CALL_S = 2.0
 _SEARCH_S = 48.0
 
@@ -219,16 +219,18 @@ class Stranger:
             for victim in self._victims():
                 request = state_pb2.ReportRequest(run=RUN, claim=self._claim, full=True)
                 try:
-                    reply = await self._peer.caller.call(
-                        victim.peer.contact, REPORT, request, timeout_s=_CALL_S
-                    )
+                    contact = victim.peer.contact
+                    reply = await self._peer.caller.call(contact, REPORT, request, timeout_s=_CALL_S)
+                    self._follow(reply.claim)
                 except SwarmError:
-                    continue
-                self._follow(reply.claim)
-            await asyncio.sleep(_CLAIM_S)
+                    pass
+                await asyncio.sleep(_CLAIM_S)
 
     async def _join_groups(self) -> None:
         peer, exchange = self._peer, self._exchange()
+        honest = {one.peer.peer_id for one in self._victims()}
+        others = [one.peer_id for one in peer.network.peers.values() if one.peer_id not in honest]
+        exchange.blocklist_of(RUN).ban(others)  # strangers do not ask one another
         go_silent(peer)
         while not (schema := self._schema()):  # noqa: ASYNC110 - it polls what honest peers have
             await asyncio.sleep(_CLAIM_S)
@@ -253,7 +255,10 @@ class Stranger:
             epoch, head = self._claim.epoch, self._claim.head
             now_s = asyncio.get_running_loop().time()
             found = await service.find(
-                member=member, round_key=f"{epoch} {head.hex()[:32]}", deadline_s=now_s + _SEARCH_S
+                member=member,
+                round_key=f"{epoch} {head.hex()[:32]}",
+                deadline_s=now_s + _SEARCH_S,
+                precedence=Precedence(electors=frozenset(honest)),  # or nobody would follow it
             )
             if isinstance(found, Group):
                 while self._claim.head == head:  # noqa: ASYNC110
@@ -304,6 +309,7 @@ class _AttackRun:
         self._ledger = HistoryLedger(self._violations)
         self._bad: PeerId | None = None
         self._rounds_failed = 0
+        self._members = frozenset[PeerId]()
 
     async def main(self) -> AttackFigures:
         attack, loop = self._attack, asyncio.get_running_loop()
@@ -312,8 +318,9 @@ class _AttackRun:
             for _ in range(attack.members):
                 await swarm.add(batch=4, compute_s=1.0)
             await self._found(attack.calm_s)
-            began_s = loop.time()
-            strangers = [group.create_task(self._strange()) for _ in range(attack.strangers)]
+            began_s, self._members = loop.time(), frozenset(swarm.live)
+            peers = [self._network.peer() for _ in range(attack.strangers)]
+            strangers = [group.create_task(self._strange(peer)) for peer in peers]
             if attack.misdeed != "none":
                 self._turn_bad()
             for number in itertools.count(1):
@@ -329,7 +336,7 @@ class _AttackRun:
         return self._figures(began_s, loop.time())
 
     async def _found(self, calm_s: float) -> None:
-        """Train in short epochs until strangers do not become electors at once any more, then in long ones."""
+        """Train in short epochs until no stranger becomes an elector at once any more, then in long ones."""
         while len(self._ledger.certificates) <= FOUNDING_MAX:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(1.0)
         for one in self._honest():
@@ -357,12 +364,8 @@ class _AttackRun:
         self._bad = elector.peer.peer_id
         Saboteur(elector, self._attack.misdeed).begin()
 
-    async def _strange(self) -> None:
-        contacts = [one.peer.contact for one in self._honest()]
-        try:
-            await Stranger(self._network.peer(), self._honest).run(contacts)
-        except* asyncio.CancelledError:
-            pass
+    async def _strange(self, peer: SimulatedPeer) -> None:
+        await Stranger(peer, self._honest).run([one.peer.contact for one in self._honest()])
 
     def _figures(self, began_s: float, ended_s: float) -> AttackFigures:
         committed = sorted(
@@ -372,13 +375,12 @@ class _AttackRun:
         )
         free = min(self._attack.rounds_free, len(committed))
         counted, since_s = committed[free:], committed[free - 1][0] if free else began_s
-        honest = {one.peer.peer_id for one in self._honest()} | {self._bad}
         contributors = [one.proposal.contributors for _, one in committed]
         return AttackFigures(
             epochs_per_minute=60.0 * len(counted) / (ended_s - since_s),
             epochs=len(counted),
             rounds_failed=self._rounds_failed,
-            by_stranger=sum(any(peer not in honest for peer in peers) for peers in contributors),
+            by_stranger=sum(not self._members.issuperset(peers) for peers in contributors),
             excluded=sum(self._bad not in peers for peers in contributors),
             electors=self._electors(committed[-1][1].proposal.electors) if committed else (),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -65,14 +65,16 @@ def seated(followers: Sequence[PeerId], precedence: Precedence) -> list[PeerId]:
     return [peer for peer in followers if peer not in excess]
 
 
-def with_standing(group: Group, electors: Collection[PeerId]) -> Group:
-    """Return the group as all its members count it, who know the same electors of the head that it extends.
+def with_standing(group: Group, precedence: Precedence) -> Group:
+    """Return the group as all its members count it, who know the same electors of the head that it extends,
+    with this member's strangers.
 
     A contributor that is no elector counts with at most `WEIGHT_RATIO_MAX` times the median weight of the
     electors, whatever number of samples it claims. Electors and auxiliary members reduce, if any elector can
     be dialed: a stranger that sends nothing holds up nobody's shard. Without electors that contribute, as
     before the first certificate of a run, the group is as it was.
     """
+    electors = precedence.electors
     deciding = [one for one in group.members if one.peer_id in electors and one.weight > 0.0]
     if not deciding:
         return group
@@ -83,7 +85,8 @@ def with_standing(group: Group, electors: Collection[PeerId]) -> Group:
     )
     reducers = frozenset(one.peer_id for one in members if one.peer_id in electors or one.auxiliary)
     dialed = any(can_dial(one) for one in deciding)
-    return replace(group, members=members, reducers=reducers if dialed else None)
+    strangers = frozenset(peer for peer in group.peer_ids if precedence.is_stranger(peer))
+    return replace(group, members=members, reducers=reducers if dialed else None, strangers=strangers)
 
 
 def is_passed_over(peer_id: PeerId, own: PeerId, precedence: Precedence, answers: IsMember) -> bool:

@@ -138,7 +138,7 @@ def group_of(weights: dict[int, float], *, auxiliary: Collection[int] = ()) -> G
 
 def test_a_claim_of_2_to_the_40_samples_counts_as_three_times_the_electors_median() -> None:
     group = group_of({1: 10.0, 2: 30.0, 3: 20.0, 9: 2.0**39, 8: 5.0})
-    counted = with_standing(group, ids(1, 2, 3))
+    counted = with_standing(group, precedence((1, 2, 3)))
     assert [member.weight for member in counted.members] == [
         10.0,
         30.0,
@@ -147,16 +147,18 @@ def test_a_claim_of_2_to_the_40_samples_counts_as_three_times_the_electors_media
         WEIGHT_RATIO_MAX * 20.0,
     ]
     assert counted.peer_ids == group.peer_ids
-    assert with_standing(counted, ids(1, 2, 3)) == counted
+    assert with_standing(counted, precedence((1, 2, 3))) == counted
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_members_count_a_group_alike_in_whatever_order_they_know_the_electors(seed: int) -> None:
+def test_all_members_count_a_group_alike_whomever_they_take_for_a_stranger(seed: int) -> None:
     rng = random.Random(seed)
     group = group_of({number: rng.choice([0.0, 1.0, 7.0, 1e9]) for number in range(1, 12)})
-    electors = [contact(number).peer_id for number in rng.sample(range(1, 20), 6)]
-    counted = with_standing(group, electors)
-    assert counted == with_standing(group, tuple(reversed(electors)))
+    numbers = rng.sample(range(1, 20), 6)
+    electors = ids(*numbers)
+    counted = with_standing(group, precedence(numbers))
+    other = with_standing(group, precedence(numbers, proven=rng.sample(range(1, 12), 4)))
+    assert replace(other, strangers=counted.strangers) == counted
     weights = sorted(one.weight for one in group.members if one.peer_id in electors and one.weight)
     for before, after in zip(group.members, counted.members, strict=True):
         assert (after.weight > 0.0) == (before.weight > 0.0), "nobody loses its vote"
@@ -167,7 +169,7 @@ def test_all_members_count_a_group_alike_in_whatever_order_they_know_the_elector
 
 
 def test_electors_and_auxiliary_members_reduce_and_strangers_do_not() -> None:
-    group = with_standing(group_of({1: 1.0, 2: 1.0, 8: 1.0, 9: 0.0}, auxiliary=(9,)), ids(1, 2))
+    group = with_standing(group_of({1: 1.0, 2: 1.0, 8: 1.0, 9: 0.0}, auxiliary=(9,)), precedence((1, 2)))
     shares = shares_of(group.members, group.reducers)
     assert [share > 0.0 for share in shares] == [True, True, False, True]
     assert sum(shares) == pytest.approx(1.0)
@@ -176,14 +178,14 @@ def test_electors_and_auxiliary_members_reduce_and_strangers_do_not() -> None:
 def test_strangers_reduce_where_no_elector_can_be_dialed() -> None:
     group = group_of({1: 1.0, 8: 1.0})
     client = replace(group.members[0], contact=contact(1, dialable=False), bandwidth=0.0)
-    group = with_standing(replace(group, members=(client, group.members[1])), ids(1))
+    group = with_standing(replace(group, members=(client, group.members[1])), precedence((1,)))
     assert shares_of(group.members, group.reducers) == [0.0, 1.0]
 
 
 def test_a_group_without_contributing_electors_is_as_it_was() -> None:
     group = group_of({1: 0.0, 8: 1e9, 9: 1.0})
-    assert with_standing(group, ids(1)) is group
-    assert with_standing(group, ()) is group
+    assert with_standing(group, precedence((1,))) is group
+    assert with_standing(group, precedence()) is group
 
 
 # ---- the search
