@@ -11,7 +11,6 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -489,9 +488,7 @@ class Averager:
     def __enter__(self) -> Averager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

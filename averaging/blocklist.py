@@ -35,12 +35,12 @@ class PeerBlocklist:
         self.own_is_banned = self._own in banned
         self.banned = banned - {self._own}
 
-    def block(self, peer: PeerId, reason: str, for_s: float = BLOCK_AFTER_LIE_S) -> None:
-        """Form no group with this peer for `for_s` seconds."""
+    def block(self, peer: PeerId, reason: str) -> None:
+        """Form no group with this peer for a while, because it lied: `reason`."""
         now_s = self._clock.monotonic_s()
         self._blocked = {key: entry for key, entry in self._blocked.items() if entry[0] > now_s}
         if len(self._blocked) < BLOCKED_MAX:
-            self._blocked[peer] = (now_s + for_s, reason)
+            self._blocked[peer] = (now_s + BLOCK_AFTER_LIE_S, reason)
 
     def reason(self, peer: PeerId) -> str | None:
         """Return why no group is formed with this peer now, or None when it is permitted."""

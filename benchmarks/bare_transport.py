@@ -28,7 +28,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 METHOD = "/bare.Butterfly/Exchange"
@@ -79,9 +78,7 @@ class BareButterfly:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def round(self) -> float:
@@ -121,15 +118,6 @@ class BareButterfly:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
-
-
-def seconds_per_round(
-    *, vector_bytes: int, processes: int = 4, rounds: int = 5, message_bytes: int = 1 << 20
-) -> list[float]:
-    """Return the seconds of `rounds` rounds, after one warm-up round."""
-    with BareButterfly(vector_bytes=vector_bytes, processes=processes, message_bytes=message_bytes) as bare:
-        bare.round()
-        return [bare.round() for _ in range(rounds)]
 
 
 def _self_signed() -> tuple[str, str]:

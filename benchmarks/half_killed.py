@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed, Worker
-from benchmarks.results import Aim, Row, Series
+from benchmarks.results import Aim, Failures, Row
 
 PEERS = 4
 TARGET = 40  # samples of an epoch: about half a second for all four
@@ -31,12 +31,10 @@ CASES = (
 
 
 @dataclass(slots=True)
-class Pauses:
+class Pauses(Failures):
     """The pauses of the survivors of several launches."""
 
     pauses_s: list[float] = field(default_factory=list)  # beyond a usual epoch
-    failed: int = 0
-    reasons: list[str] = field(default_factory=list)
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:
@@ -49,13 +47,7 @@ def rows(say: Callable[[str], None]) -> list[Row]:
                 identifier=f"killed-two-{identifier}",
                 workload=f"two of {PEERS} trainers killed at once by kill -9: {words}",
                 quantity="how much longer than an epoch of these two it took until both had the next one",
-                ours=Series(
-                    name="swarm: pause",
-                    unit="s",
-                    samples=tuple(pauses.pauses_s),
-                    failed=pauses.failed,
-                    reasons=tuple(pauses.reasons),
-                ),
+                ours=pauses.series_of("swarm: pause", pauses.pauses_s),
                 peer=None,
                 aim=Aim(of="ours", sense="at most", value=aim_s),
                 limit="the notice that two peers are gone, and without the most senior one the grace",
@@ -72,7 +64,7 @@ def measure(victims: tuple[int, ...], say: Callable[[str], None]) -> Pauses:
             pause_s = _kill_once(victims)
         except LaunchFailed as failure:
             pauses.failed += 1
-            pauses.reasons.append(str(failure))
+            pauses.fail(str(failure))
             continue
         say(f"  ranks {victims} killed: a pause of {pause_s:.2f} s")
         pauses.pauses_s.append(pause_s)

@@ -9,38 +9,22 @@ from dataclasses import dataclass, field
 
 from benchmarks.launch import LaunchFailed
 from benchmarks.measured_systems import MeasuredSystem, Round
-from benchmarks.results import Series
+from benchmarks.results import Failures, Series
 
 LAUNCHES_MAX = 3  # of one system in one pass: some launches of hivemind never complete a round
 FAILED_ROUNDS_MAX = 3  # in one launch
 
 
 @dataclass(slots=True)
-class Tally:
+class Tally(Failures):
     """The results of one system over all passes."""
 
     name: str
     rounds: list[Round] = field(default_factory=list)
-    failed: int = 0
-    wrong: int = 0  # failed rounds that the peers reported as successful
-    launches_failed: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def fail(self, reason: str) -> None:
-        if reason not in self.reasons:
-            self.reasons.append(reason)
 
     def series(self, quantity: str, of: Callable[[Round], float | None], *, unit: str = "s") -> Series:
-        samples = tuple(value for value in map(of, self.rounds) if value is not None)
-        return Series(
-            name=f"{self.name}: {quantity}" if quantity else self.name,
-            unit=unit,
-            samples=samples,
-            failed=self.failed,
-            wrong=self.wrong,
-            launches_failed=self.launches_failed,
-            reasons=tuple(self.reasons),
-        )
+        samples = (value for value in map(of, self.rounds) if value is not None)
+        return self.series_of(f"{self.name}: {quantity}" if quantity else self.name, samples, unit)
 
     def spending(self) -> str:
         """Return in words where its rounds spend their time: medians of processor seconds and of the reported

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed
-from benchmarks.results import Aim, Row, Series
+from benchmarks.results import Aim, Failures, Row, Series
 
 CASES = ((8, 1), (16, 1), (32, 1), (32, 2))  # newcomers, and trainers that are there already
 TARGET = 330  # samples of an epoch: about half a second for all peers together
@@ -19,25 +19,17 @@ CONTRIBUTING_S_MAX = 10.0  # as the project promises it
 
 
 @dataclass(slots=True)
-class Arrivals:
+class Arrivals(Failures):
     """Times of the newcomers of one launch, in seconds from the end of their imports."""
 
     loaded_s: list[float] = field(default_factory=list)
     contributed_s: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)  # of each newcomer, until it contributed
-    reasons: list[str] = field(default_factory=list)
-    launches_failed: int = 0
 
     def series(self, name: str, seconds: list[float], newcomers: int) -> Series:
         """Return the time until the last newcomer was there; no sample unless all were."""
-        return Series(
-            name=f"swarm: {name}",
-            unit="s",
-            samples=(max(seconds),) if len(seconds) == newcomers else (),
-            failed=newcomers - len(seconds),
-            launches_failed=self.launches_failed,
-            reasons=tuple(dict.fromkeys(self.reasons)),
-        )
+        last = (max(seconds),) if len(seconds) == newcomers else ()
+        return replace(self.series_of(f"swarm: {name}", last), failed=newcomers - len(seconds))
 
 
 def rows(say: Callable[[str], None], cases: tuple[tuple[int, int], ...] = CASES) -> Iterator[list[Row]]:
@@ -67,12 +59,9 @@ def _rows(arrivals: Arrivals, newcomers: int, trainers: int) -> list[Row]:
         identifier=f"joining-{newcomers}-{trainers}-processor",
         workload=f"{newcomers} newcomers at once beside {beside}, in epoch 8 or later",
         quantity="processor time of one newcomer, from the end of its imports until it has contributed",
-        ours=Series(
-            name="swarm: processor time",
-            unit="s",
-            samples=tuple(arrivals.processor_s),
+        ours=replace(
+            arrivals.series_of("swarm: processor time", arrivals.processor_s),
             failed=newcomers - len(arrivals.processor_s),
-            launches_failed=arrivals.launches_failed,
         ),
         peer=None,
         aim=None,
@@ -112,14 +101,14 @@ def join_at_once(say: Callable[[str], None], newcomers: int, trainers: int) -> A
                 if loaded["ok"]:
                     arrivals.loaded_s.append(loaded["seconds"])
                 else:
-                    arrivals.reasons.append(loaded["reason"])
+                    arrivals.fail(loaded["reason"])
             for worker in coming:
                 contributed = worker.receive("contributed", deadline_s)
                 arrivals.contributed_s.append(contributed["seconds"])
                 arrivals.processor_s.append(contributed["processor_s"])
     except LaunchFailed as failure:
         arrivals.launches_failed += 1
-        arrivals.reasons.append(str(failure).partition("; its log ends")[0])  # the log names paths
+        arrivals.fail(str(failure).partition("; its log ends")[0])  # the log names paths
     for kind, seconds in (("loaded", arrivals.loaded_s), ("contributed", arrivals.contributed_s)):
         if seconds:
             middle = statistics.median(seconds)

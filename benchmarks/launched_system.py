@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.launch import Launch
@@ -47,7 +46,5 @@ class LaunchedSystem:
             stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._launch.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._launch.__exit__(*error)

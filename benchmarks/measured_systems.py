@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from benchmarks.bare_transport import BareButterfly
@@ -49,9 +48,7 @@ class MeasuredSystem(Protocol):
     @property
     def name(self) -> str: ...
     def __enter__(self) -> MeasuredSystem: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
     def round(self) -> Round:
         """Run one round. Raises LaunchFailed when the system cannot continue."""
 
@@ -108,10 +105,8 @@ class Workers:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def round(self) -> Round:
         launch = self._launch
@@ -193,10 +188,8 @@ class Bare:
             raise LaunchFailed(str(error)) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._butterfly.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._butterfly.__exit__(*error)
 
     def round(self) -> Round:
         try:

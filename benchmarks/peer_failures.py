@@ -14,7 +14,7 @@ from benchmarks.allreduce import HIVEMIND, PEERS, TENSORS, Setting
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import LaunchFailed
 from benchmarks.measured_systems import READY_TIMEOUT_S, ROUND_TIMEOUT_S, START_AHEAD_S, Workers, Workload
-from benchmarks.results import Aim, Row, Series
+from benchmarks.results import Aim, Failures, Row, Series
 
 VECTOR_MIB = 64
 CODEC = "float16"
@@ -42,35 +42,21 @@ FAULTS = (
 
 
 @dataclass(slots=True)
-class FailureResults:
+class FailureResults(Failures):
     """The reports of the survivors over all rounds of one system."""
 
     # beyond a usual round, until the last survivor had its result
     stalls_s: list[float] = field(default_factory=list)
     # per cent of the vector, on the survivor that received least
     averaged: list[float] = field(default_factory=list)
-    failed: int = 0
-    reasons: list[str] = field(default_factory=list)
 
     def stalls(self, name: str) -> Series:
         """Return the delays of the rounds as a series."""
-        return Series(
-            name=f"{name}: stall",
-            unit="s",
-            samples=tuple(self.stalls_s),
-            failed=self.failed,
-            reasons=tuple(self.reasons),
-        )
+        return self.series_of(f"{name}: stall", self.stalls_s)
 
     def fractions(self, name: str) -> Series:
         """Return the averaged percentages as a series."""
-        return Series(
-            name=f"{name}: averaged",
-            unit="%",
-            samples=tuple(self.averaged),
-            failed=self.failed,
-            reasons=tuple(self.reasons),
-        )
+        return self.series_of(f"{name}: averaged", self.averaged, "%")
 
 
 class FailingWorkers(Workers):
@@ -150,12 +136,12 @@ def measure_failures(
                 duration_s, averaged, wrong = system.fail_one(usual_s, grouped_s, fault.signal)
         except LaunchFailed as failure:
             results.failed += 1
-            results.reasons.append(str(failure))
+            results.fail(str(failure))
             continue
         say(f"  {system.name}: {duration_s:.2f} s instead of {usual_s:.2f} s, {averaged:.0%} averaged")
         if wrong:
             results.failed += 1
-            results.reasons.append(wrong)
+            results.fail(wrong)
         else:
             results.stalls_s.append(duration_s - usual_s)
             results.averaged.append(100.0 * averaged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +27,33 @@ class Series:
     @property
     def tried(self) -> int:
         return len(self.samples) + self.failed
+
+
+@dataclass(slots=True, kw_only=True)
+class Failures:
+    """The failures while one system is measured. What measures adds its samples; fields as in `Series`."""
+
+    failed: int = 0
+    wrong: int = 0
+    launches_failed: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def fail(self, reason: str) -> None:
+        """Note why something failed. The caller counts it."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def series_of(self, name: str, samples: Iterable[float], unit: str = "s") -> Series:
+        """Return these samples with the failures beside them."""
+        return Series(
+            name=name,
+            unit=unit,
+            samples=tuple(samples),
+            failed=self.failed,
+            wrong=self.wrong,
+            launches_failed=self.launches_failed,
+            reasons=tuple(self.reasons),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

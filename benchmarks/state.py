@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.allreduce import HIVEMIND, Setting
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed
-from benchmarks.results import Aim, Row, Series
+from benchmarks.results import Aim, Failures, Row, Series
 
 STATE_BYTES = 256_000_000
 SLOW_BYTES_PER_S = 50e6 / 8
@@ -23,23 +23,13 @@ STEADY_TIMEOUT_S = 90.0
 
 
 @dataclass(slots=True)
-class Downloads:
+class Downloads(Failures):
     """Downloads of one kind."""
 
     seconds: list[float] = field(default_factory=list)
-    failed: int = 0
-    launches_failed: int = 0
-    reasons: list[str] = field(default_factory=list)
 
     def series(self, name: str) -> Series:
-        return Series(
-            name=name,
-            unit="s",
-            samples=tuple(self.seconds),
-            failed=self.failed,
-            launches_failed=self.launches_failed,
-            reasons=tuple(dict.fromkeys(self.reasons)),
-        )
+        return self.series_of(name, self.seconds)
 
 
 def rows(setting: Setting, state_bytes: int = STATE_BYTES) -> list[Row]:
@@ -145,10 +135,10 @@ def download(
                     say(f"  {loaded['seconds']:.2f} s from {loaded['donors']}")
                 else:
                     found.failed += 1
-                    found.reasons.append(loaded["reason"])
+                    found.fail(loaded["reason"])
     except LaunchFailed as failure:
         found.launches_failed += 1
-        found.reasons.append(str(failure))
+        found.fail(str(failure))
     return found
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.allreduce import HIVEMIND, Setting
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed, Worker, proportional_bytes
-from benchmarks.results import Aim, Row, Series
+from benchmarks.results import Aim, Failures, Row, Series
 
 TRAINERS = 2
 JOINT_ROUNDS = 3  # of each trainer before readings begin
@@ -29,7 +29,7 @@ TORCH_PHASE = "model and AdamW"
 
 
 @dataclass(slots=True)
-class Costs:
+class Costs(Failures):
     """All readings of one system."""
 
     name: str
@@ -43,20 +43,10 @@ class Costs:
     loaded_s: list[float] = field(default_factory=list)  # from torch's import to the state in place
     from_exec_s: list[float] = field(default_factory=list)
     starts: list[dict[str, float]] = field(default_factory=list)  # seconds of each joiner's start by phase
-    joins_failed: int = 0
-    launches_failed: int = 0
-    reasons: list[str] = field(default_factory=list)
 
     def series(self, quantity: str, samples: list[float], unit: str) -> Series:
-        joining = unit == "s"
-        return Series(
-            name=f"{self.name}: {quantity}",
-            unit=unit,
-            samples=tuple(samples),
-            failed=self.joins_failed if joining else 0,
-            launches_failed=self.launches_failed,
-            reasons=tuple(dict.fromkeys(self.reasons)),
-        )
+        series = self.series_of(f"{self.name}: {quantity}", samples, unit)
+        return series if unit == "s" else replace(series, failed=0)  # only joins can fail
 
     def joined_s_less_torch(self) -> list[float]:
         return [
@@ -144,7 +134,7 @@ def _measure(costs: Costs, say: Callable[[str], None]) -> None:
             return
         except LaunchFailed as failure:
             costs.launches_failed += 1
-            costs.reasons.append(str(failure))
+            costs.fail(str(failure))
 
 
 def _join(launch: Launch, costs: Costs) -> None:
@@ -160,8 +150,8 @@ def _join(launch: Launch, costs: Costs) -> None:
         costs.from_exec_s.append(joint["at_s"] - worker.started_s)
         _leave(worker)
     except LaunchFailed as failure:
-        costs.joins_failed += 1
-        costs.reasons.append(str(failure))
+        costs.failed += 1
+        costs.fail(str(failure))
     finally:
         launch.end(worker)
 

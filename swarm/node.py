@@ -12,7 +12,6 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import swarm
@@ -180,6 +179,7 @@ class Node:
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
+        self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
             await wait_until_set(self._joining.attempted, _FIRST_JOIN_S)
 
@@ -287,9 +287,7 @@ class Node:
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

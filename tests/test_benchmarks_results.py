@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -152,9 +151,7 @@ class Scripted:
         self._journal.append(f"open {self.name}")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._journal.append(f"close {self.name}")
 
     def round(self) -> Round:

@@ -9,7 +9,7 @@ from typing import Protocol
 from averaging.reduction.robust import MEAN, Aggregation
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
-from swarm.net.rpc import Caller, Method, Stream, StreamMethod
+from swarm.net.rpc import UNARY_BYTES_MAX, Caller, Method, Stream, StreamMethod
 from swarm.wire.reduce_pb2 import (
     AccountReply,
     AccountRequest,
@@ -28,7 +28,7 @@ from swarm.wire.reduce_pb2 import (
 )
 
 MESSAGE_BYTES_MAX = 4 << 20
-CHUNK_BYTES_MAX = 3 << 20  # some codecs round a chunk up
+CHUNK_BYTES_MAX = 3 << 19  # some codecs round a chunk up; one must fit into a unary message
 
 EXCHANGE = StreamMethod(name="/swarm.Reduce/Exchange", message_bytes_max=MESSAGE_BYTES_MAX)
 HEARTBEAT = Method(
@@ -57,31 +57,31 @@ ACCOUNT = Method(
     request=AccountRequest,
     reply=AccountReply,
     request_bytes_max=256,
-    reply_bytes_max=MESSAGE_BYTES_MAX,
+    reply_bytes_max=UNARY_BYTES_MAX,
 )
 INVENTORY = Method(
     name="/swarm.Reduce/Inventory",
     request=InventoryRequest,
     reply=InventoryReply,
     request_bytes_max=256,
-    reply_bytes_max=4 << 20,
+    reply_bytes_max=UNARY_BYTES_MAX,
 )
 FETCH = Method(
     name="/swarm.Reduce/Fetch",
     request=FetchRequest,
     reply=FetchReply,
     request_bytes_max=256,
-    reply_bytes_max=MESSAGE_BYTES_MAX,
+    reply_bytes_max=UNARY_BYTES_MAX,
 )
 OFFER = Method(
     name="/swarm.Reduce/Offer",
     request=OfferRequest,
     reply=OfferReply,
-    request_bytes_max=MESSAGE_BYTES_MAX,
+    request_bytes_max=UNARY_BYTES_MAX,
     reply_bytes_max=256,
 )
 
-VERSIONS_MAX = 16384  # in one reply of INVENTORY
+VERSIONS_MAX = 16384  # in one reply of INVENTORY, at most 112 bytes each
 REASON_CHARACTERS_MAX = 500  # of what a peer says about itself
 
 

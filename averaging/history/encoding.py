@@ -24,7 +24,7 @@ from averaging.history.lineage import CERTIFICATES_MAX
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 
-CHAIN_BYTES_MAX: Final = 2 << 20
+CHAIN_BYTES_MAX: Final = (2 << 20) - (8 << 10)  # fits into a unary message
 # head, line, epoch, the keys of at most 64 electors, and of as many former ones and candidates
 ROOT_BYTES_MAX: Final = 8192
 _RUN_CHARACTERS_MAX: Final = 256

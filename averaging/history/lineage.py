@@ -151,6 +151,10 @@ class Lineage:
         """Return whether this head is in the part of the history that is kept."""
         return head == self.head or head in self._places
 
+    def epoch_at(self, head: bytes) -> int | None:
+        """Return the epoch of the state at a head of this history; None when it is not known."""
+        return self._root_at(head).root_epoch if self.knows(head) else None
+
     def chain(self, heads: Sequence[bytes] = (), count_max: int = CERTIFICATES_MAX) -> Chain:
         """Return the certificates after the newest of `heads` that is in this history, at most the last
         `count_max`; without such a head the last `count_max` certificates.

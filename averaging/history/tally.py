@@ -41,6 +41,11 @@ class Tally:
         self._digest = proposal.digest()
         self._voters = {*proposal.contributors, *self.electors}
         self._deciders = proposal.deciders
+        self._counts = Counter[bytes]()  # votes of deciders, by result
+        # what follows from the known votes, until another one is counted: it is asked for after every event
+        # of a round
+        self._certificate: Certificate | None = None
+        self._is_dead: bool | None = None
 
     def add(self, vote: Vote) -> bool:
         """Count a vote, no matter which peer relayed it. Return whether it is new. A voter that signed two
@@ -55,12 +60,19 @@ class Tally:
         if vote.voter in self.liars:
             return False
         vote.check(self._digest)
+        self._certificate = self._is_dead = None
         if known is not None:
             self.liars[vote.voter] = (known, vote)
             del self.votes[vote.voter]
+            self._count(known, -1)
             return True
         self.votes[vote.voter] = vote
+        self._count(vote, 1)
         return True
+
+    def _count(self, vote: Vote, difference: int) -> None:
+        if vote.voter in self._deciders and vote.result:
+            self._counts[vote.result] += difference
 
     def add_goodbye(self, peer: PeerId, signature: bytes) -> bool:
         """Count an elector as gone. Return whether this is new. Raise PeerError when it did not sign it."""
@@ -68,6 +80,7 @@ class Tally:
             return False
         if not verify(peer, goodbye_statement(self.proposal.run, self.proposal.head), signature):
             raise PeerError(f"a goodbye that {peer} did not sign")
+        self._certificate = self._is_dead = None
         self.goodbyes[peer] = signature
         return True
 
@@ -78,20 +91,14 @@ class Tally:
     @property
     def results(self) -> dict[bytes, int]:
         """Return the results that contributors whose votes count voted for, with the number of votes."""
-        return dict(
-            Counter(
-                self.votes[peer].result
-                for peer in self._deciders
-                if peer in self.votes and self.votes[peer].result
-            )
-        )
+        return dict(+self._counts)
 
     @property
     def majority(self) -> bytes | None:
         """Return the result that more than half of the contributors whose votes count voted for; None while
         there is none.
         """
-        for result, count in self.results.items():
+        for result, count in self._counts.items():
             if 2 * count > len(self._deciders):
                 return result
         return None
@@ -99,6 +106,11 @@ class Tally:
     @property
     def certificate(self) -> Certificate | None:
         """Return the certificate, once the known votes make one."""
+        if self._certificate is None:
+            self._certificate = self._made_certificate()
+        return self._certificate
+
+    def _made_certificate(self) -> Certificate | None:
         result = self.majority
         if result is None:
             return None
@@ -125,8 +137,10 @@ class Tally:
         """Return whether no result can be certified any more, whatever the votes that are unknown are: then a
         voter is free to vote on another attempt at this head.
         """
-        candidates = {vote.result for vote in self.votes.values() if vote.result}
-        return not any(self._is_possible(result) for result in (*candidates, None))
+        if self._is_dead is None:
+            candidates = {vote.result for vote in self.votes.values() if vote.result}
+            self._is_dead = not any(self._is_possible(result) for result in (*candidates, None))
+        return self._is_dead
 
     def _is_possible(self, result: bytes | None) -> bool:
         """Return whether further votes can certify this result. None: one that nobody has voted for yet."""

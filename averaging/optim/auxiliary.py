@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
@@ -172,7 +171,5 @@ class AuxiliaryPeer:
     def __enter__(self) -> AuxiliaryPeer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -73,7 +73,7 @@ class BackgroundRound:
         is_obsolete: Callable[[], bool],
         grace_s: float,
         clock: Clock,
-        take: Callable[[PendingRound], RoundResult] = PendingRound.result,
+        take: Callable[[PendingRound], RoundResult],
     ) -> None:
         """`take` takes the result, which writes the averages into the tensors."""
         self._pending, self._is_obsolete, self._grace_s = pending, is_obsolete, grace_s

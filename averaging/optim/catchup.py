@@ -389,13 +389,16 @@ class CatchUp:
         )
 
     def _belongs(self, downloaded: DownloadedState) -> bool:
-        """Return whether a downloaded state belongs to the history that this peer follows."""
+        """Return whether a downloaded state belongs to the history that this peer follows. Raise PeerError
+        when it is of another epoch than its certificate says.
+        """
         if self._history is None:
             return True
-        root = root_of_header(read_header(downloaded.blob)[0])
+        header = read_header(downloaded.blob)[0]
+        root = root_of_header(header)
         if root is None:
             return True
-        following = self._history.follow_to(root.head, downloaded.donors)
+        following = self._history.follow_to(root.head, header["epoch"], downloaded.donors)
         return self._node.network.run(following, _HISTORY_TIMEOUT_S)
 
     def _distrust(self, peers: Mapping[PeerId, str]) -> None:

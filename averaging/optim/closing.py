@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,8 @@ class EpochCloser:
         self._averager, self._catch_up, self._history = averager, catch_up, tracker.history
         self._traits = mode.traits
         self._epoch_began_s = self._clock.monotonic_s()
+        self._sought_s = -math.inf  # when a quorum was looked for last during a round
+        self._round_is_break = False  # the round that runs now began after the grace
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
 
     def is_behind(self) -> bool:
@@ -77,6 +80,22 @@ class EpochCloser:
         return self._tracker.swarm_epoch() > self._state.epoch + (
             _TOLERATED_LAG_EPOCHS_MAX if self._traits.proceeds_alone else 0
         )
+
+    def is_obsolete(self) -> bool:
+        """Return whether the round that runs now leads nowhere: the swarm went on without this peer, or while
+        it searched for a group the quorum was lost for as long as the grace. Those that are left meet for a
+        round with a break then, as soon as each has noticed it.
+        """
+        history = self._history
+        if self.is_behind():
+            return True
+        if history is None or history.grid_rounds > 1 or not history.root.electors or self._round_is_break:
+            return False
+        now_s = self._clock.monotonic_s()
+        if now_s - self._sought_s >= _QUORUM_POLL_S:
+            self._sought_s = now_s
+            history.seek_quorum(self._tracker.voters(), now_s, self._epoch_s)
+        return history.is_break
 
     def run_rounds(self, *, again: bool) -> CloseOutcome:
         """Run rounds until one is committed, this peer turns out to be alone, the swarm is ahead, or
@@ -93,7 +112,7 @@ class EpochCloser:
             if failed or again:
                 self._tracker.announce_full(epoch)
             try:
-                result = self._averager.average(epoch, self.is_behind, OBSOLETE_ROUND_GRACE_S)
+                result = self._averager.average(epoch, self.is_obsolete, OBSOLETE_ROUND_GRACE_S)
             except BaseException:
                 self._mode.failed("cancelled")
                 raise
@@ -131,11 +150,11 @@ class EpochCloser:
                 _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
             waited = True
             if self.is_behind():
-                reason = f"the swarm completed epoch {self._state.epoch} without this peer"
-                return CloseOutcome(stepped=False, behind=True, reason=reason, rounds_failed=failed)
+                return self._missed(failed)
             if self._traits.keeps_progress and not history.waits_briefly:
                 return CloseOutcome(stepped=False, reason=history.quorum_text(), rounds_failed=failed)
             self._tracker.wait_refresh(_QUORUM_POLL_S)
+        self._round_is_break = history.is_break
         if history.is_break:
             _log.warning("going on without a majority of the peers that decide about this run")
         return None
@@ -151,8 +170,7 @@ class EpochCloser:
                 self._waits_to_begin_s = now_s
                 _log.warning("epoch %d is full, and not closed: %s", epoch, obstacle)
             if self.is_behind():
-                reason = f"the swarm completed epoch {epoch} without this peer"
-                return CloseOutcome(stepped=False, behind=True, reason=reason, rounds_failed=failed)
+                return self._missed(failed)
             if now_s - self._waits_to_begin_s >= self._load_timeout_s:
                 _log.warning("beginning the run after %g s, although %s", self._load_timeout_s, obstacle)
                 return None
@@ -189,9 +207,13 @@ class EpochCloser:
             return self.step_alone(result, failed)
         self._probe()
         if result.reason == "passed" or self.is_behind():
-            reason = f"the swarm completed epoch {epoch} without this peer"
-            return CloseOutcome(stepped=False, behind=True, reason=reason, round=result, rounds_failed=failed)
+            return self._missed(failed, result)
         return None
+
+    def _missed(self, failed: int, result: RoundResult | None = None) -> CloseOutcome:
+        """Return the outcome of an attempt that ends because the others closed this epoch."""
+        reason = f"the swarm completed epoch {self._state.epoch} without this peer"
+        return CloseOutcome(stepped=False, behind=True, reason=reason, round=result, rounds_failed=failed)
 
     def _advance(self, metadata: list[object], members: Sequence[PeerId], began_ago_s: float = 0.0) -> None:
         now_s = self._clock.monotonic_s()
@@ -241,7 +263,7 @@ class EpochCloser:
                 self._state.agree_extras()
                 self._state.mark_changed(epoch, root=self._averager.root_of(epoch))
             return None
-        state_round = self._averager.average_state(self._others_went_on, OBSOLETE_ROUND_GRACE_S)
+        state_round = self._averager.average_state(self._others_went_on)
         for _ in range(STATE_ROUNDS_MAX - 1):
             if (
                 not state_round.result.failed
@@ -251,7 +273,7 @@ class EpochCloser:
                 break
             # by now a peer that opened its averager a moment later is known
             self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
-            state_round = self._averager.average_state(self._others_went_on, OBSOLETE_ROUND_GRACE_S)
+            state_round = self._averager.average_state(self._others_went_on)
         if state_round.result.failed:
             _log.warning("the state of epoch %d was not averaged: %s", epoch, state_round.result.detail)
         else:

@@ -54,6 +54,7 @@ OBSOLETE_ROUND_GRACE_S = 5.0
 # relative distance by which a state may differ from the one that the electors certify. Too large: peers train
 # models that differ; too small: they download what rounds would make equal
 _TOLERANCE = 0.01
+_EXTRA_COUNTS_MAX = 1024  # elements of integer extra tensors: they travel in a round's metadata
 DISTANCE_ELEMENTS = 1 << 22  # compared at a time: bounds the float32 copies, unless one row is longer
 
 
@@ -234,7 +235,7 @@ class EpochAverager:
         root = self._history.root if self._history is not None else None
         return root if root is not None and root.root_epoch == epoch else None
 
-    def average_state(self, is_obsolete: Callable[[], bool], grace_s: float) -> StateRound:
+    def average_state(self, is_obsolete: Callable[[], bool]) -> StateRound:
         """Average the state with the others, all with the same weight. The round is cancelled as in
         `begin`.
 
@@ -281,7 +282,7 @@ class EpochAverager:
             merge=lambda _: metadata(),
             take=take,
         )
-        running = self._begin(plan, is_obsolete, grace_s)
+        running = self._begin(plan, is_obsolete, OBSOLETE_ROUND_GRACE_S)
         result = running.result()
         if result.failed:
             return StateRound(result=result)
@@ -423,10 +424,10 @@ def check_codec(options: AveragingOptions, traits: ModeTraits) -> None:
         )
 
 
-def check_extra_tensors(state: TrainingState, counts_max: int = 1024) -> None:
+def check_extra_tensors(state: TrainingState) -> None:
     """Raise UsageError when the integer extra tensors are too large to be sent in a round's metadata."""
-    if len(state.extra_counts()) > counts_max:
+    if len(state.extra_counts()) > _EXTRA_COUNTS_MAX:
         raise UsageError(
-            f"extra_tensors of whole numbers may have {counts_max} elements in all: "
+            f"extra_tensors of whole numbers may have {_EXTRA_COUNTS_MAX} elements in all: "
             "they are counters, which are exchanged and not averaged"
         )

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from averaging.history.chain import Chain
-from averaging.history.encoding import CHAIN_BYTES_MAX, decode_chain
+from averaging.history.encoding import decode_chain
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Contact, PeerId
-from swarm.net.rpc import Caller, Method, Stream, StreamMethod
+from swarm.net.rpc import UNARY_BYTES_MAX, Caller, Method, Stream, StreamMethod
 from swarm.wire import state_pb2
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ OPEN = Method(
     request=state_pb2.OpenRequest,
     reply=state_pb2.OpenReply,
     request_bytes_max=4096,
-    reply_bytes_max=8 << 20,
+    reply_bytes_max=UNARY_BYTES_MAX,  # a digest for each MiB: states of up to 60 GiB
 )
 CLOSE = Method(
     name="/swarm.State/Close",
@@ -54,7 +54,7 @@ HISTORY = Method(
     request=state_pb2.HistoryRequest,
     reply=state_pb2.HistoryReply,
     request_bytes_max=4096,
-    reply_bytes_max=CHAIN_BYTES_MAX + 4096,
+    reply_bytes_max=UNARY_BYTES_MAX,
 )
 CHUNKS = StreamMethod(name="/swarm.State/Chunks", message_bytes_max=CHUNK_BYTES + 4096)
 

@@ -71,11 +71,12 @@ class RunHistory:
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
         self._heads = KnownHeads()
-        self._offers = Offers(introducers)
+        self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
         self._probed_s = -1e9
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
         self._has_left = False  # said goodbye: it votes no more
+        self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
         self._comparing, self._fetches = asyncio.Lock(), asyncio.Semaphore(_FETCHES_MAX)
         self._wake = asyncio.Event()
@@ -129,17 +130,14 @@ class RunHistory:
             return max(self._lineage.epoch, self._ahead.chain.epoch if self._ahead is not None else 0)
 
     def round_key(self, epoch: int, part: str = "") -> str:
-        """Return the key under which peers of the same history meet for a round of an epoch. `part`: which
-        of several.
-        """
+        """Return the key under which peers of the same history meet for a round, or for a part of one."""
         with self._lock:
             suffix = f"{' break' if self._is_break else ''}{f' {part}' if part else ''}"
             return f"{epoch} {self._lineage.head.hex()[:32]}{suffix}"
 
     def round(self, kind: RoundKind, epoch: int, key: str, *, seats: int = 0) -> RoundLineage:
-        """Return what a round that extends this history needs. `epoch`: of the state after it; `key`: from
-        `round_key`; `seats`: peers that are expected in the electors' cell, where the round is held (0: it is
-        not).
+        """Return what a round that extends this history needs; `RoundLineage` has the parameters. `key`: from
+        `round_key`.
         """
         with self._lock:
             return RoundLineage(
@@ -200,8 +198,8 @@ class RunHistory:
         self._node.network.loop.call_soon_threadsafe(self._wake.set)
 
     def lacks_certificate(self, now_s: float) -> None:
-        """Record that the electors do not certify what the cells have averaged. After the grace this peer
-        goes on with a break. Call it every second or so.
+        """Record that the electors do not certify what the cells have averaged. Call it every second or so:
+        after the grace this peer goes on with a break.
         """
         with self._lock:
             self._is_break = self._lineage.may_break(now_s, 0.0)
@@ -222,15 +220,12 @@ class RunHistory:
                 lineage.found_quorum()
                 self._is_break = False
                 return True
-            missing = [peer for peer in lineage.electors if peer != self._own and peer not in present]
-            refused = all(self._heads.is_gone(peer) for peer in missing)
+            accounted = {self._own, *present, *self.removed, *lineage.goodbyes}
+            refused = all(peer in accounted or self._heads.is_gone(peer) for peer in lineage.electors)
             self.waits_briefly = refused
-            self._is_break = lineage.may_break(now_s, epoch_s, refused=refused)
-            probe = now_s - self._probed_s >= _PROBE_INTERVAL_S
-            if probe:
-                self._probed_s = now_s
-            may = self._is_break
-        if probe:
+            self._is_break = may = lineage.may_break(now_s, epoch_s, refused=refused)
+        if now_s - self._probed_s >= _PROBE_INTERVAL_S:
+            self._probed_s = now_s
             self._node.network.loop.call_soon_threadsafe(self._wake.set)
         return may
 
@@ -243,14 +238,11 @@ class RunHistory:
     def quorum_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
         with self._lock:
-            count, waited_s = len(self._lineage.electors), self._lineage.waited_s
-        waits = f"this peer waits for a majority of the {count} peers that decide how this run goes on"
-        return f"{waits} (for {waited_s:.0f} s so far)"
+            waits = f"a majority of the {len(self._lineage.electors)} peers that decide how this run goes on"
+            return f"this peer waits for {waits} (for {self._lineage.waited_s:.0f} s so far)"
 
     def farewell(self) -> bytes:
-        """Return the signed promise not to vote on this head any more, for a peer that leaves; empty where it
-        must not promise that, or has no vote.
-        """
+        """Return the signed promise of a peer that leaves not to vote on this head; empty: it may not."""
         with self._lock:
             if not self._lineage.may_say_goodbye():
                 return b""
@@ -260,9 +252,7 @@ class RunHistory:
 
     def on_goodbye(self, peer: PeerId, signature: bytes) -> None:
         """Count an elector as gone. A signature for another head is ignored."""
-        if not signature:
-            return
-        with self._lock, contextlib.suppress(PeerError):
+        with contextlib.suppress(PeerError), self._lock:
             self._lineage.take_goodbye(peer, signature)
 
     # ---- other histories
@@ -286,23 +276,25 @@ class RunHistory:
             self._lineage.adopt(ahead.chain)
             self._moved()
 
-    async def follow_to(self, head: bytes, donors: Iterable[PeerId]) -> bool:
+    async def follow_to(self, head: bytes, epoch: int, donors: Iterable[PeerId]) -> bool:
         """Follow the swarm's history up to the head of a state that was downloaded, which may be further than
-        what this peer knew when it began to follow. Return whether that head is in the history.
+        what this peer knew when it began to follow. Return whether that head is in the history. Raise
+        PeerError when the state there is not of this epoch.
         """
-        if self.knows(head):
-            return True
+        if not self.knows(head):
+            with self._lock:
+                contacts = self._heads.contacts(donors)
+            async with asyncio.TaskGroup() as tasks:
+                for contact in contacts:
+                    tasks.create_task(self._fetch(contact))
+            ahead = self.ahead
+            if ahead is not None and (chain := ahead.chain.until(head)) is not None:
+                self.follow(replace(ahead, chain=chain))
         with self._lock:
-            contacts = self._heads.contacts(donors)
-        async with asyncio.TaskGroup() as tasks:
-            for contact in contacts:
-                tasks.create_task(self._fetch(contact))
-        ahead = self.ahead
-        chain = ahead.chain.until(head) if ahead is not None else None
-        if ahead is None or chain is None:
-            return self.knows(head)
-        self.follow(replace(ahead, chain=chain))
-        return True
+            certified = self._lineage.epoch_at(head)
+        if certified not in (None, epoch):
+            raise PeerError(f"the state claims epoch {epoch}, and its certificate says {certified}")
+        return certified is not None
 
     def keep_up(self) -> None:
         """Follow the swarm's history, if it went on, on behalf of a peer that has no state."""
@@ -325,7 +317,7 @@ class RunHistory:
                 self._ahead = None
 
     def stay(self) -> None:
-        """Stop following: nobody has a state of the history that this peer should follow."""
+        """Stop following: nobody has a state of that history."""
         with self._lock:
             if self._ahead is not None:
                 self._heads.dismiss(self._ahead.chain.last_head)
@@ -435,8 +427,7 @@ class RunHistory:
     async def on_history(self, peer: PeerId, request: state_pb2.HistoryRequest) -> state_pb2.HistoryReply:
         """Answer with the part of this peer's history that the caller lacks."""
         with self._lock:
-            chain = self._lineage.chain(list(request.heads))
-        return state_pb2.HistoryReply(chain=encode_chain(chain))
+            return state_pb2.HistoryReply(chain=encode_chain(self._lineage.chain(list(request.heads))))
 
     # ---- rounds
 
@@ -457,10 +448,11 @@ class RunHistory:
         with self._lock:
             if self._lineage.has_quorum({*contributors, *present}):
                 return ""
-            count = len(self._lineage.electors)
+            electors = self._lineage.electors
+        missing_count = len({*electors} - {*contributors, *present, self._own})
         return (
-            f"the group lacks a majority of the {count} peers that decide how this run goes on; "
-            f"{count - len({*contributors, *present})} cannot be reached"
+            f"the group lacks a majority of the {len(electors)} peers that decide how this run goes on; "
+            f"{missing_count} cannot be reached"
         )
 
     async def _has_head(self, contact: Contact, head: bytes) -> bool:
@@ -471,8 +463,8 @@ class RunHistory:
             return False
 
     def _may_vote(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
-        """Return why this peer must not vote for a result; "" after it has promised to vote for nothing else
-        on this head. `outside`: it is not in the group.
+        """Return why this peer must not vote so; "" after it has promised to vote for nothing else on this
+        head. `outside`: it is not in the group.
         """
         if self._has_left:
             return "this peer leaves the run"
@@ -502,15 +494,11 @@ class RunHistory:
         digest = proposal.digest()
         if not is_supported(proposal, result, votes):
             return "the votes of these contributors are no majority"
-        with self._lock:
-            if self._own not in self._lineage.electors:
-                return "this peer has no vote on this head"
-        reason = self._may_vote(proposal, result, outside=True)
-        if reason:
+        if self._own not in self.root.electors:
+            return "this peer has no vote on this head"
+        if reason := self._may_vote(proposal, result, outside=True):
             # a promise elsewhere: without this vote neither attempt could be found to have failed
-            with self._lock:
-                is_promised = self._lineage.is_promised
-            if not is_promised or self._may_vote(proposal, b""):
+            if not self._lineage.is_promised or self._may_vote(proposal, b""):
                 return reason
             result = b""
         return Vote(voter=self._own, result=result, signature=self._sign(vote_statement(digest, result)))

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -377,6 +376,8 @@ class Optimizer(DelegatingOptimizer):
         """Refuse exactly these peers from now on: in groups, in progress, as donors and as joiners."""
         self._blocklist.ban(peers)
         self._tracker.forget(self._blocklist.banned)
+        if self._history is not None:
+            self._history.removed = self._blocklist.banned
 
     def pause(self, paused: bool) -> None:
         """Stop training but stay in the run and serve the state; with False, continue."""
@@ -490,7 +491,5 @@ class Optimizer(DelegatingOptimizer):
     def __enter__(self) -> Optimizer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -58,8 +58,3 @@ class StepReport:
     resynchronised: LoadResult | None = None  # the swarm was ahead: the state was downloaded
     loss: Any = None  # returned by the closure
     seconds: float = 0.0  # in this call
-
-    @property
-    def samples_total(self) -> int:
-        """Return this peer's samples of the completed epoch, else of the present one."""
-        return self.contributed or self.accumulated

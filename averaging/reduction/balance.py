@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from averaging.matchmaking.logic.group import Member, can_dial
 from swarm.core.errors import UsageError
@@ -32,6 +32,12 @@ _SLOWER = 1.5  # bandwidths down to the median over this count as the median: me
 # sent more: where all links are alike, a member that was mistaken for a fast one becomes the bottleneck, the
 # others' sends wait for it, and next time they look slower still.
 _FASTER = 2.0
+# Every reducer exchanges a stream with every other member: n reducers among n members cost n * n streams, each
+# about a millisecond of processor time on both ends. A group of up to REDUCERS_ALWAYS members shares any vector
+# among all of them; a larger one only as far as shards have SHARD_BYTES_MIN. Smaller: rounds of many members
+# over a small vector cost more than their bytes; larger: fast links stay idle.
+SHARD_BYTES_MIN = 64 << 10
+REDUCERS_ALWAYS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +52,32 @@ class ReducerLoad:
     is_set: bool = False  # its user has set the bandwidth; False: it was measured
 
 
-def shares_of(members: Sequence[Member], reducers: Collection[PeerId] | None = None) -> list[float]:
-    """Return the shares of a group's members, computed from the bandwidths that they announced. `reducers`:
-    those that may have one; None: all that can be dialed.
+def shares_of(
+    members: Sequence[Member], size_bytes: int, reducers: Collection[PeerId] | None = None
+) -> list[float]:
+    """Return the shares of a group's members of a vector with `size_bytes` encoded bytes, computed from the
+    bandwidths that they announced. When the vector is too small for all of them, those that could take the
+    largest shares reduce; of equals, the earlier in group order. `reducers`: those that may have a share;
+    None: all that can be dialed.
     """
+    loads = [
+        ReducerLoad(
+            up=member.bandwidth,
+            down=member.bandwidth,
+            contributes=member.weight > 0.0,
+            receives=not member.auxiliary,
+            reduces=can_dial(member) and (reducers is None or member.peer_id in reducers),
+            is_set=member.bandwidth_is_set,
+        )
+        for member in members
+    ]
+    found = shares(loads)
+    reducers_max = max(REDUCERS_ALWAYS, size_bytes // SHARD_BYTES_MIN)
+    if sum(share > 0.0 for share in found) <= reducers_max:
+        return found
+    chosen = sorted(range(len(loads)), key=lambda place: (-found[place], place))[:reducers_max]
     return shares(
-        [
-            ReducerLoad(
-                up=member.bandwidth,
-                down=member.bandwidth,
-                contributes=member.weight > 0.0,
-                receives=not member.auxiliary,
-                reduces=can_dial(member) and (reducers is None or member.peer_id in reducers),
-                is_set=member.bandwidth_is_set,
-            )
-            for member in members
-        ]
+        [replace(load, reduces=load.reduces and place in chosen) for place, load in enumerate(loads)]
     )
 
 

@@ -318,7 +318,6 @@ class Feedback:
         self.sent = 0  # committed rounds to which this member contributed
         # how often a reducer's residual was dropped because the shard or the members changed
         self.dropped = 0
-        self.dropped_norm = 0.0  # norm of the residual dropped last
         self._cut, self._queues = cut, queues
         self._sender = Residual(0, numel, cut, queues)
         self._reducer = Residual(0, 0)
@@ -338,7 +337,6 @@ class Feedback:
         if self.reduces and shard != self._shard:
             if self._reducer.held.any():
                 self.dropped += 1
-                self.dropped_norm = float(self._reducer.held.norm())
             self._reducer, self._shard = Residual(shard.start, shard.stop), shard
         reducer = self._reducer.stage() if self.reduces and shard.start < shard.stop else None
         self._round = FeedbackRound(self._sender.stage(), reducer, self.codec, self._end)

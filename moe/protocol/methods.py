@@ -10,13 +10,13 @@ import torch
 
 from moe.protocol.tensors import CHUNK_BYTES, Header, TensorPayload, chunks
 from swarm.core.errors import PeerError
-from swarm.net.rpc import Method, Stream, StreamMethod
+from swarm.net.rpc import UNARY_BYTES_MAX, Method, Stream, StreamMethod
 from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertReply, ExpertRequest, TensorHeader
 
 # payloads up to this size are sent within the call; both the request's and the reply's must fit
 INLINE_BYTES_MAX = 256 << 10
 PAYLOAD_BYTES_MAX = 256 << 20
-UIDS_PER_DESCRIBE_MAX = 256
+UIDS_PER_DESCRIBE_MAX = 192  # with schemas and settings of the largest size they fit into one reply
 REQUEST_ID_BYTES = 16
 SILENCE_S_MAX = 30.0
 # A payload arrives at least this fast, on average and after the first silence: it holds memory meanwhile.
@@ -28,7 +28,7 @@ DESCRIBE = Method(
     request=DescribeRequest,
     reply=DescribeReply,
     request_bytes_max=64 << 10,
-    reply_bytes_max=4 << 20,
+    reply_bytes_max=UNARY_BYTES_MAX,
 )
 CALL = Method(
     name="/swarm.Expert/Call",

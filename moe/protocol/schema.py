@@ -161,12 +161,6 @@ class ExpertSchema:
             raise UsageError("sample inputs have at least one sample")
         return schema
 
-    def check_inputs(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the batch size of flat inputs. Raises UsageError, which says which tensor does not fit and
-        how.
-        """
-        return check(self.input_leaves, tensors, "input")
-
     def __str__(self) -> str:
         return f"{_to_text(self.inputs)} -> {_to_text(self.outputs)}"
 

@@ -100,9 +100,6 @@ class Control:
                 self._remove(int(file.stem))
         return found
 
-    def is_paused(self, one: Running) -> bool:
-        return self._flag(one.pid).exists()
-
     def set_paused(self, one: Running, paused: bool) -> None:
         """Ask a command to pause or to go on. Raise SwarmError if the folder cannot be written to."""
         try:

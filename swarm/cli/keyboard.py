@@ -6,7 +6,6 @@ import os
 import select
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 _ESCAPES = {
@@ -49,9 +48,7 @@ class Keys:
             tty.setcbreak(sys.stdin.fileno())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._saved is not None:
             import termios
 

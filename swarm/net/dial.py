@@ -13,14 +13,14 @@ from grpc import aio
 from swarm.core.errors import DeadlineExceeded, NetworkError
 from swarm.core.ids import ADDRESSES_MAX, Address, Contact
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
-from swarm.net.rpc import CALLER_OPTIONS
+from swarm.net.rpc import SIZE_OPTIONS
 from swarm.net.scope import NOT_DIALED, Surroundings
 
 _STAGGER_S = 0.2  # head start of the address that is dialed first
 _RESOLVED_MAX = 4
 
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
-    *CALLER_OPTIONS,
+    *SIZE_OPTIONS,
     # Otherwise channels to one peer share one TCP connection, and its backoff after a failure.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy set in the environment is not meant for peers

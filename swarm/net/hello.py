@@ -18,7 +18,7 @@ from swarm.wire import peer_pb2
 
 _AGENT_CHARACTERS_MAX = 100
 _INTERVAL_S = 600.0
-_ASKED_MAX = 4096
+_MET_MAX = 4096
 HELLO = Method(
     name="/swarm.Node/Hello",
     request=peer_pb2.Hello,
@@ -48,7 +48,7 @@ class Introductions:
         self._agent = agent[:_AGENT_CHARACTERS_MAX]
         self._caller = caller
         self._book = book
-        self._asked_s: OrderedDict[PeerId, float] = OrderedDict()
+        self._met_s: OrderedDict[PeerId, float] = OrderedDict()
         self.on_introduced: list[Callable[[Introduction], None]] = []
 
     def register(self, handlers: Handlers) -> None:
@@ -56,18 +56,15 @@ class Introductions:
         handlers.unary(HELLO, self._answer)
 
     def is_due(self, peer_id: PeerId) -> bool:
-        """Return whether this peer should be asked again."""
-        asked_s = self._asked_s.get(peer_id)
-        return asked_s is None or asyncio.get_running_loop().time() - asked_s > _INTERVAL_S
+        """Return whether this peer should be asked: neither has asked the other lately."""
+        met_s = self._met_s.get(peer_id)
+        return met_s is None or asyncio.get_running_loop().time() - met_s > _INTERVAL_S
 
     async def introduce(self, contact: Contact, *, timeout_s: float, connected: bool = False) -> Introduction:
         """Send a Hello. `connected`: there is a connection already. Raises NetworkError, DeadlineExceeded or
         PeerError when that fails.
         """
-        self._asked_s[contact.peer_id] = asyncio.get_running_loop().time()
-        self._asked_s.move_to_end(contact.peer_id)
-        if len(self._asked_s) > _ASKED_MAX:
-            self._asked_s.popitem(last=False)
+        self._note(contact.peer_id)
         reply, sent_s, round_trip_s = await self._exchange(contact, timeout_s, connected)
         theirs = sender_from_wire(reply.contact, contact.peer_id)
         # The dialed addresses work, even if the peer does not know them: behind a router it may not know its
@@ -99,7 +96,15 @@ class Introductions:
         reply = await self._caller.call(contact, HELLO, self._message(), timeout_s=remaining_s)
         return reply, sent_s, time.perf_counter() - started_s
 
+    def _note(self, peer_id: PeerId) -> None:
+        """Record that this peer and another one have exchanged their addresses now."""
+        self._met_s[peer_id] = asyncio.get_running_loop().time()
+        self._met_s.move_to_end(peer_id)
+        if len(self._met_s) > _MET_MAX:
+            self._met_s.popitem(last=False)
+
     async def _answer(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+        self._note(peer_id)  # a question of our own would bring the same
         self._book.record_seen(sender_from_wire(request.contact, peer_id), agent=_readable(request.agent))
         return self._message()
 

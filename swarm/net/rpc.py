@@ -25,27 +25,22 @@ from swarm.core.ids import Contact, PeerId
 RequestT = TypeVar("RequestT", bound=Message)
 ReplyT = TypeVar("ReplyT", bound=Message)
 
-# Limits of the transport; methods have their own, lower limits. A server holds a message from its first byte
-# on, so requests have the lower one.
-REQUEST_BYTES_MAX = (4 << 20) + (64 << 10)
-REPLY_BYTES_MAX = 16 << 20
+# Limits of the transport; methods have their own, lower limits. Larger data travels on a stream, in messages.
+UNARY_BYTES_MAX = 2 << 20
+MESSAGE_BYTES_MAX = (4 << 20) + (64 << 10)  # of a stream
 # Finishing the stream must differ from breaking it: the caller's end sends an empty message.
 END_OF_STREAM = b""
 
-# Reading a whole message at a time saves a sixth of the processor time of a bulk stream, for 70 kB more per
-# connection and end. Larger HTTP/2 frames, windows and write buffers than gRPC's defaults gained nothing or
-# cost time (docs/decisions/0001).
+# Reading a whole message at a time saves a caller processor time of a bulk stream, for 70 kB more per
+# connection. A server does not: strangers would choose how many connections it pays for. Larger frames of
+# HTTP/2, windows and write buffers than gRPC's defaults gained nothing or cost time (docs/decisions/0001).
 BULK_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
 )
-CALLER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", REQUEST_BYTES_MAX),
-    ("grpc.max_receive_message_length", REPLY_BYTES_MAX),
-)
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", REPLY_BYTES_MAX),
-    ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
+SIZE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
 )
 
 
@@ -60,7 +55,7 @@ class Method(Generic[RequestT, ReplyT]):
     reply_bytes_max: int = 1 << 20
 
     def __post_init__(self) -> None:
-        _check_method(self.name, self.request_bytes_max, self.reply_bytes_max)
+        _check_method(self.name, max(self.request_bytes_max, self.reply_bytes_max), UNARY_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +66,7 @@ class StreamMethod:
     message_bytes_max: int = 4 << 20
 
     def __post_init__(self) -> None:
-        _check_method(self.name, self.message_bytes_max, self.message_bytes_max)
+        _check_method(self.name, self.message_bytes_max, MESSAGE_BYTES_MAX)
 
 
 class Stream(Protocol):
@@ -226,11 +221,8 @@ def check_incoming(method: StreamMethod, message: bytes) -> None:
         )
 
 
-def _check_method(name: str, request_bytes_max: int, reply_bytes_max: int) -> None:
+def _check_method(name: str, size_bytes: int, size_bytes_max: int) -> None:
     if name.count("/") != 2 or not name.startswith("/"):
         raise UsageError(f"a method is called like /swarm.Service/Name, not {name!r}")
-    if request_bytes_max > REQUEST_BYTES_MAX or reply_bytes_max > REPLY_BYTES_MAX:
-        raise UsageError(
-            f"{name}: the transport takes requests of at most {REQUEST_BYTES_MAX} bytes and replies of at "
-            f"most {REPLY_BYTES_MAX} bytes"
-        )
+    if size_bytes > size_bytes_max:
+        raise UsageError(f"{name}: a message has at most {size_bytes_max} bytes, not {size_bytes}")

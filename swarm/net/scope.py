@@ -63,16 +63,17 @@ def prefix_of(host: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def host_of(peer: str) -> str:
-    """Return the host in gRPC's name for the other end of a connection, `ipv4:192.0.2.1:4000` or
-    `ipv6:%5B2001:db8::1%5D:4000`. Anything else is returned as it is.
+def endpoint_of(peer: str) -> tuple[str, int]:
+    """Return host and port of gRPC's name for the other end of a connection, `ipv4:192.0.2.1:4000` or
+    `ipv6:%5B2001:db8::1%5D:4000`. Of anything else the host is the name itself, and the port 0.
     """
     kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return peer
-    host = rest.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D").strip("[]")
+    host, _, port = rest.rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdecimal():
+        return peer, 0
+    host = host.removeprefix("%5B").removesuffix("%5D").strip("[]")
     address = ip_of(host)
-    return str(address) if address is not None else host
+    return str(address) if address is not None else host, int(port)
 
 
 class Surroundings:

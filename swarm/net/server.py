@@ -21,12 +21,12 @@ from swarm.core.standing import PeerStanding
 from swarm.net.callers import Caller, OpenCalls
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
+from swarm.net.connections import CONNECTIONS_MAX, Connections
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
-    BULK_OPTIONS,
     END_OF_STREAM,
-    SERVER_OPTIONS,
+    SIZE_OPTIONS,
     Handlers,
     StreamHandler,
     StreamMethod,
@@ -34,7 +34,7 @@ from swarm.net.rpc import (
     check_incoming,
     check_outgoing,
 )
-from swarm.net.scope import host_of, prefix_of
+from swarm.net.scope import endpoint_of, prefix_of
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 
 _logger = logging.getLogger(__name__)
@@ -47,10 +47,10 @@ _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # the network delays; gRPC's own 300 s would end every stream that is idle for a minute ("too_many_pings").
 _PING_INTERVAL_S_MIN = 10.0
 _OPTIONS: tuple[tuple[str, int], ...] = (
-    *SERVER_OPTIONS,
-    *BULK_OPTIONS,
+    *SIZE_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a shared port
-    ("grpc.max_concurrent_streams", 256),  # per connection
+    ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+    ("grpc.max_concurrent_streams", 64),  # per connection; each may hold 64 KiB before its caller is known
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
@@ -94,6 +94,8 @@ class Server:
         self.call_streams = OpenCalls(
             self.standing, "streams of shared calls", calls_max, STREAMS_PER_PEER_MAX
         )
+        self.connections = Connections(self.standing, lambda: self._port)
+        self._port: int | None = None
         self._streams: set[ServedCalls] = set()
         self._server: aio.Server | None = None
 
@@ -124,12 +126,12 @@ class Server:
                 f"cannot listen on {address}: is the port taken, or not an address of this machine?"
             )
         await server.start()
-        self._server = server
+        self._server, self._port = server, bound
         return bound
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls; those in progress have `grace_s` to end and are then cancelled. Idempotent."""
-        server, self._server = self._server, None
+        server, self._server, self._port = self._server, None, None
         for stream in self._streams:
             stream.stop()
         if server is not None:
@@ -150,7 +152,8 @@ class Server:
 
     def called(self, peer_id: PeerId, peer: str) -> Caller:
         """Return the caller of a connection whose other end gRPC names `peer`."""
-        host = host_of(peer)
+        host, port = endpoint_of(peer)
+        self.connections.on_called(peer_id, (host, port))
         self._on_called(peer_id, host)
         return Caller(peer_id, prefix_of(host))
 

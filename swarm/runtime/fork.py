@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from swarm.runtime.sockets import Endpoint, open_sockets
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,47 +50,15 @@ def _drop_sockets() -> None:
     nodes = [owner() for owner in _owners.values()]
     null = os.open(os.devnull, os.O_RDWR)
     try:
-        for descriptor in _open_descriptors():
-            if descriptor != null and _belongs(descriptor, nodes):
+        for one in list(open_sockets()):
+            if any(_matches(one.local, one.remote, node) for node in nodes):
                 with contextlib.suppress(OSError):
-                    os.dup2(null, descriptor, inheritable=False)
+                    os.dup2(null, one.descriptor, inheritable=False)
     finally:
         os.close(null)
 
 
-def _open_descriptors() -> list[int]:
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            return [int(name) for name in os.listdir(folder) if name.isdigit()]
-    return []
-
-
-def _belongs(descriptor: int, nodes: list[NodeSockets]) -> bool:
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return False
-        view = socket.socket(fileno=descriptor)
-    except OSError:
-        return False
-    try:
-        if view.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        local, remote = _endpoint(view.getsockname()), None
-        with contextlib.suppress(OSError):  # a listening socket has no other end
-            remote = _endpoint(view.getpeername())
-    except OSError:
-        return False
-    finally:
-        view.detach()
-    return any(_matches(local, remote, node) for node in nodes)
-
-
-def _endpoint(name: tuple[str, int]) -> tuple[str, int]:
-    """Return IPv4 addresses in IPv6 notation as IPv4: gRPC listens on and dials from dual-stack sockets."""
-    return name[0].removeprefix("::ffff:"), name[1]
-
-
-def _matches(local: tuple[str, int], remote: tuple[str, int] | None, node: NodeSockets) -> bool:
+def _matches(local: Endpoint, remote: Endpoint | None, node: NodeSockets) -> bool:
     if remote is not None and remote in node.dialed:
         return True
     if node.listening is None or local[1] != node.listening[1]:

@@ -39,7 +39,7 @@ class NetworkThread:
     for.
     """
 
-    def __init__(self, name: str = "swarm-network") -> None:
+    def __init__(self) -> None:
         self._process_id = os.getpid()
         self._stopped = False
         self._lock = threading.Lock()
@@ -47,9 +47,9 @@ class NetworkThread:
         self.loop = new_event_loop()
         self.loop.set_exception_handler(_report)
         self.pool = ThreadPoolExecutor(
-            min(POOL_THREADS_MAX, os.cpu_count() or 1), thread_name_prefix=f"{name}-pool"
+            min(POOL_THREADS_MAX, os.cpu_count() or 1), thread_name_prefix="swarm-network-pool"
         )
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="swarm-network", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:

@@ -19,6 +19,7 @@ from swarm.testing.dht_swarm import SwarmMember
 from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
 _VIOLATIONS_MAX = 50
+_DEPTH_MAX = 4  # levels of objects in which collections are looked for
 _CLOCK_SLACK_S = 1.0  # clock error that a peer leaves uncorrected (0.5 s), and the time of a message
 
 
@@ -249,9 +250,9 @@ class CheckLimits:
                 self._violations.add(now_s, f"peer {member.peer.index} stores {storage.size_bytes} bytes")
 
 
-def sizes_of(root: object, depth_max: int = 4) -> Iterator[tuple[str, int]]:
+def sizes_of(root: object) -> Iterator[tuple[str, int]]:
     """Yield (path of attribute names, length) for every collection that belongs to `root`, through objects of
-    this project, at most `depth_max` levels deep.
+    this project, at most `_DEPTH_MAX` levels deep.
     """
     pending: list[tuple[str, object, int]] = [("", root, 0)]
     seen: set[int] = set()
@@ -266,7 +267,7 @@ def sizes_of(root: object, depth_max: int = 4) -> Iterator[tuple[str, int]]:
             if isinstance(part, dict | list | set | collections.deque):
                 yield where, len(part)
             elif (
-                depth < depth_max
+                depth < _DEPTH_MAX
                 and type(part).__module__.startswith("swarm.")
                 and not type(part).__module__.startswith("swarm.testing")
             ):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 from blake3 import blake3
 
@@ -25,11 +25,14 @@ from averaging.history.certificate import (
     vote_statement,
 )
 from averaging.history.chain import Chain
+from averaging.history.electors import grants_hour
 from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from averaging.history.tally import Tally
 from swarm.core.errors import PeerError
+from swarm.core.identity import Signer
 from swarm.core.ids import PeerId
+from swarm.core.standing import NO_SPECIFICATION, Founding
 from swarm.testing.chance import Chance
 from swarm.testing.history_ledger import BrokenPromiseError, VoteLedger
 
@@ -41,15 +44,6 @@ CHECKPOINTS_MAX: Final = 3
 HEAL_S: Final = 90  # within which peers without faults have one head again: three times the grace, and more
 
 
-class StatementSigner(Protocol):
-    """The identity that a peer signs with."""
-
-    @property
-    def peer_id(self) -> PeerId: ...
-
-    def sign(self, message: bytes) -> bytes: ...
-
-
 @dataclass(frozen=True)
 class PlayConfig:
     """One play."""
@@ -59,6 +53,7 @@ class PlayConfig:
     newcomers: int = 1  # join later
     steps: int = 2000
     has_liar: bool = False
+    is_owned: bool = False  # the first peer owns the run, and others become electors one after the other
     quiet_interval: int = 250  # steps between two checks without faults
 
 
@@ -78,7 +73,7 @@ class Peer:
     """One peer of the model. Without a lineage its process does not run."""
 
     number: int
-    signer: StatementSigner
+    signer: Signer
     lineage: Lineage | None = None
     attempts: dict[bytes, Attempt] = field(default_factory=dict)  # by the digest of the proposal
     checkpoints: deque[Chain] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_MAX))  # on its disk
@@ -99,12 +94,14 @@ class Peer:
 class Play:
     """Peers, the network between them, and chance."""
 
-    def __init__(self, config: PlayConfig, make_signer: Callable[[int], StatementSigner]) -> None:
+    def __init__(self, config: PlayConfig, make_signer: Callable[[int], Signer]) -> None:
         self.config = config
         self.chance = Chance("histories", config.seed, config.electors, config.newcomers, config.has_liar)
         count = config.electors + config.newcomers
         self.peers = [Peer(number, make_signer(number)) for number in range(count)]
         self.numbers = {peer.signer.peer_id: peer.number for peer in self.peers}
+        owner = self.peers[0].signer.peer_id
+        self.founding = Founding(owner) if config.is_owned else NO_SPECIFICATION
         self.liar = self.chance.choice(self.peers[: config.electors]) if config.has_liar else None
         self.ledger = VoteLedger(self.liar.signer.peer_id if self.liar else None)
         self.cuts: set[tuple[int, int]] = set()
@@ -122,9 +119,9 @@ class Play:
         """Let the first electors make the first certificate together."""
         electors = self.peers[: self.config.electors]
         for peer in electors:
-            peer.lineage = Lineage(RUN, peer.signer.peer_id)
+            peer.lineage = Lineage(RUN, peer.signer.peer_id, self.founding)
         first = electors[0].live
-        self.ledger.electors[first.head] = ()
+        self.ledger.electors[first.head] = first.electors
         proposal = self._proposal(electors[0], electors, is_break=False)
         result, votes = _digest("first"), {}
         for peer in electors:
@@ -162,13 +159,15 @@ class Play:
         return _digest(f"group {self.serial}")
 
     def _proposal(self, leader: Peer, members: Iterable[Peer], *, is_break: bool) -> Proposal:
-        lineage = leader.live
+        lineage, contributors = leader.live, [peer.signer.peer_id for peer in members]
+        may_grow = not (is_break or lineage.register.at_once) and grants_hour(lineage.electors, contributors)
         return lineage.propose(
             epoch=lineage.epoch + 1,
             kind=RoundKind.EPOCH,
             group_id=self.group_id(),
-            contributors=[peer.signer.peer_id for peer in members],
+            contributors=contributors,
             is_break=is_break,
+            new_hour=may_grow and self.chance.happens(0.5),
         )
 
     def form(self, leader: Peer, members: Sequence[Peer], *, is_break: bool) -> Proposal:
@@ -289,6 +288,7 @@ class Play:
         self._moved(peer)
         self.ledger.electors[certificate.head] = certificate.proposal.electors
         self.counts["breaks" if certificate.proposal.is_break else "commits"] += 1
+        self.counts["commits with peers that are no electors yet"] += bool(peer.live.register.known)
 
     def _moved(self, peer: Peer) -> None:
         peer.attempts.clear()
@@ -353,7 +353,7 @@ class Play:
             chain = decode_chain(encode_chain(chain))
         relation = peer.live.relation(chain)
         self.counts[f"histories: {relation.name}"] += 1
-        if relation is Relation.UNRELATED and not peer.live.electors:
+        if relation is Relation.UNRELATED and not peer.live.has_begun:
             chain.check(RUN)
         elif relation not in (Relation.AHEAD, Relation.WINS):
             return
@@ -374,7 +374,7 @@ class Play:
     def start(self, peer: Peer, donor: Peer | None) -> None:
         """Start the process of a peer, from a checkpoint, or with the history of another peer."""
         chain = donor.live.chain() if donor is not None else self.chance.choice(peer.checkpoints)
-        peer.lineage = Lineage(RUN, peer.signer.peer_id)
+        peer.lineage = Lineage(RUN, peer.signer.peer_id, self.founding)
         chain.check(RUN)
         peer.live.adopt(chain)
         self._moved(peer)

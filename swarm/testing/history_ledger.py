@@ -54,7 +54,7 @@ class VoteLedger:
             for peer, signature in self.goodbyes.get(proposal.head, {}).items()
             if peer not in votes
         }
-        if proposal.is_break or not is_majority(proposal.contributors, votes):
+        if proposal.is_break or not is_majority(proposal.deciders, votes):
             return
         if not is_quorum(self.electors[proposal.head], votes, gone):
             return

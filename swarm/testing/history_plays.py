@@ -18,6 +18,7 @@ import click
 from averaging.history.certificate import RoundKind, goodbye_statement, is_quorum
 from averaging.history.lineage import Relation
 from swarm.core.errors import PeerError
+from swarm.core.identity import Signer
 from swarm.testing.histories import (
     HEAL_S,
     MESSAGES_MAX,
@@ -26,7 +27,6 @@ from swarm.testing.histories import (
     Peer,
     Play,
     PlayConfig,
-    StatementSigner,
     check_bounds,
 )
 from swarm.testing.history_ledger import BrokenPromiseError
@@ -39,7 +39,7 @@ EXCHANGES: Final = 4  # of votes and histories until everybody knows what somebo
 class RandomPlay:
     """Takes random steps in a play."""
 
-    def __init__(self, config: PlayConfig, make_signer: Callable[[int], StatementSigner]) -> None:
+    def __init__(self, config: PlayConfig, make_signer: Callable[[int], Signer]) -> None:
         self.play = Play(config, make_signer)
         self.chance = self.play.chance
         usual: list[tuple[float, Callable[[], None]]] = [
@@ -431,13 +431,21 @@ def _is_together(play: Play) -> bool:
 @click.option("--newcomers", default=1, show_default=True, type=click.IntRange(0, 8))
 @click.option("--steps", default=2000, show_default=True, help="Of each play.")
 @click.option("--liar", is_flag=True, help="One of the electors lies.")
-def main(seed: int, plays: int, electors: int, newcomers: int, steps: int, liar: bool) -> None:
+@click.option("--owned", is_flag=True, help="The run has an owner, who is the first elector.")
+def main(seed: int, plays: int, electors: int, newcomers: int, steps: int, liar: bool, owned: bool) -> None:
     """Play peers that keep one history under faults, with real signatures. When a promise is broken, print
     the command that replays the play and exit with code 1.
     """
     counts: Counter[str] = Counter()
     for number in range(seed, seed + plays):
-        config = PlayConfig(seed=number, electors=electors, newcomers=newcomers, steps=steps, has_liar=liar)
+        config = PlayConfig(
+            seed=number,
+            electors=electors,
+            newcomers=newcomers,
+            steps=steps,
+            has_liar=liar,
+            is_owned=owned,
+        )
         try:
             counts += RandomPlay(config, SeededIdentity).run()
         except BrokenPromiseError as error:
@@ -451,7 +459,8 @@ def replay_line(config: PlayConfig) -> str:
     """Return the command that replays a play."""
     return (
         f"python -m swarm.testing.history_plays --seed {config.seed} --electors {config.electors} "
-        f"--newcomers {config.newcomers} --steps {config.steps}{' --liar' if config.has_liar else ''}"
+        f"--newcomers {config.newcomers} --steps {config.steps}"
+        f"{' --liar' if config.has_liar else ''}{' --owned' if config.is_owned else ''}"
     )
 
 

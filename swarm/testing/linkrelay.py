@@ -38,6 +38,9 @@ _READS_MAX = 32  # packets of one device before the next device is read
 _QUEUE_BYTES_MIN = 64 << 10  # one bundle fits
 _TCP = 6
 _BUNDLE_S = 0.001
+_MTU = 1500  # bytes of an IP packet
+_CONGESTION = "cubic"  # TCP's congestion control: the usual default
+_SEED = 1  # of random losses
 
 
 @dataclass(slots=True)
@@ -188,9 +191,7 @@ def answer(message: Any) -> None:
     sys.stdout.flush()
 
 
-def make_peer(
-    host: str, mtu: int, congestion: str, up_bytes_per_s: float, *, bundles: bool
-) -> tuple[int, int]:
+def make_peer(host: str, up_bytes_per_s: float, *, bundles: bool) -> tuple[int, int]:
     """Create a namespace with its device, and return both descriptors. This process is in that namespace
     afterwards.
     """
@@ -210,18 +211,16 @@ def make_peer(
     commands = [
         "link set lo up",
         f"address add {host}/24 dev {DEVICE}",
-        f"link set {DEVICE} mtu {mtu} txqueuelen 4000 up",
+        f"link set {DEVICE} mtu {_MTU} txqueuelen 4000 up",
     ]
     # a bundle is what the link carries in a millisecond, even if many connections share it, because each
     # packet costs this process 20 µs
-    segments = min(max(int(up_bytes_per_s * _BUNDLE_S / mtu), 2), 32)
+    segments = min(max(int(up_bytes_per_s * _BUNDLE_S / _MTU), 2), 32)
     Path("/proc/sys/net/ipv4/tcp_min_tso_segs").write_text(str(segments))
-    if (
-        congestion
-    ):  # per route: the default of a namespace may only be one that the machine allows to all users
-        commands.append(
-            f"route replace {host.rpartition('.')[0]}.0/24 dev {DEVICE} src {host} congctl {congestion}"
-        )
+    # per route: the default of a namespace may only be one that the machine allows to all users
+    commands.append(
+        f"route replace {host.rpartition('.')[0]}.0/24 dev {DEVICE} src {host} congctl {_CONGESTION}"
+    )
     for command in commands:
         done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -242,15 +241,7 @@ def main() -> None:
     made = []
     try:
         for host, up_bytes_per_s in zip(settings["hosts"], settings["up_bytes_per_s"], strict=True):
-            made.append(
-                make_peer(
-                    host,
-                    settings["mtu"],
-                    settings["congestion"],
-                    up_bytes_per_s,
-                    bundles=not any(settings["loss"]),
-                )
-            )
+            made.append(make_peer(host, up_bytes_per_s, bundles=not any(settings["loss"])))
     except OSError as error:
         answer({"problem": str(error)})
         return
@@ -258,7 +249,7 @@ def main() -> None:
     model = LinkModel(
         *(settings[name] for name in ("up_bytes_per_s", "down_bytes_per_s", "delay_s", "queue_s"))
     )
-    Relay([device for _, device in made], model, settings["loss"], settings["seed"]).run()
+    Relay([device for _, device in made], model, settings["loss"], _SEED).run()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from swarm.core.errors import SwarmError, UsageError
@@ -108,22 +107,15 @@ def why_not() -> str | None:
 class Links:
     """Emulated links of `links`, one per peer, as a context manager. Leaving it ends the emulation; processes
     that are still inside keep their namespace without a connection.
-
-    `congestion` is TCP's congestion control ("cubic" is the usual default; "" is this machine's), `mtu` the
-    bytes of an IP packet. Raises LinksFailed when the emulation cannot start.
+    Raises LinksFailed when the emulation cannot start.
     """
 
-    def __init__(
-        self, links: Sequence[Link], *, congestion: str = "cubic", mtu: int = 1500, seed: int = 1
-    ) -> None:
+    def __init__(self, links: Sequence[Link]) -> None:
         if not 2 <= len(links) <= PEERS_MAX:
             raise UsageError(f"links are between 2 to {PEERS_MAX} peers, not {len(links)}")
         self.links = tuple(links)
         self._settings = {
             "hosts": [self.host(place) for place in range(len(links))],
-            "congestion": congestion,
-            "mtu": mtu,
-            "seed": seed,
             **{name: [getattr(link, name) for link in links] for name in Link.__slots__},
         }
         self._namespaces: list[int] = []
@@ -169,9 +161,7 @@ class Links:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _read_reply(self, timeout_s: float) -> Any:

@@ -16,7 +16,7 @@ import gc
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +27,14 @@ from swarm.testing.checkers import CheckLimits, ConnectedSwarm, Ledger, Survival
 from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.faults import FaultConfig, Faults
 from swarm.testing.network import LinkConfig, SimulatedNetwork
-from swarm.testing.training_scenarios import TRAINING, TrainingFailed, TrainingScenario, run_training
+from swarm.testing.training_scenarios import (
+    TRAINING,
+    ScenarioFigures,
+    TrainingFailed,
+    TrainingScenario,
+    run_training,
+    run_trainings,
+)
 from swarm.testing.virtual_loop import run_virtual
 from swarm.testing.workload import OperationCounts, WorkConfig, Workload
 
@@ -35,6 +42,7 @@ Print = Callable[[str], None]
 _WATCH_S = 20.0  # interval of the checks of every storage and table
 _HEAL_POLL_S = 5.0
 _TABLES_MAX = 10_000
+_SEEDS_SHOWN = 20  # between two lines about the progress of many seeds
 
 # kinds of faults in each scenario
 SCENARIOS: dict[str, tuple[str, ...]] = {
@@ -250,40 +258,56 @@ class _Run:
 @click.option(
     "--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second."
 )
-def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: float) -> None:
+@click.option("--seeds", default=1, show_default=True, help="Trainings: this many seeds, on all cores.")
+def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: float, seeds: int) -> None:
     """Run a simulated swarm under faults. When a promise is broken, print the command that replays the run
     and exit with code 1.
     """
+    if scenario == TRAINING and seeds > 1:
+        _train_all([TrainingScenario(seed=seed + n, peers=peers, hours=hours) for n in range(seeds)])
+        return
     if scenario == TRAINING:
         _train(TrainingScenario(seed=seed, peers=peers, hours=hours))
         return
     config = ScenarioConfig(
         seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s
     )
-    click.echo(f"replay: {config.replay}")
     # peers warn about clocks that the scenario itself has set wrong
     logging.getLogger("swarm.dht").setLevel(logging.ERROR)
+    _print_report(config.replay, lambda print_line: run_scenario(config, print_line=print_line))
+
+
+def _train(scenario: TrainingScenario) -> None:
+    """Run the scenario `training` for the command line."""
+    logging.getLogger("averaging").setLevel(logging.ERROR)  # each fault is a warning of many peers
+    logging.getLogger("swarm").setLevel(logging.ERROR)
+    _print_report(scenario.replay, lambda print_line: run_training(scenario, print_line=print_line))
+
+
+def _print_report(replay: str, run: Callable[[Print], Report | ScenarioFigures]) -> None:
+    """Run a scenario and print its report, or why it failed and end with status 1."""
+    click.echo(f"replay: {replay}")
     try:
-        report = run_scenario(config, print_line=lambda text: click.echo(text, err=True))
-    except ScenarioFailed as failure:
+        report = run(lambda text: click.echo(text, err=True))
+    except (ScenarioFailed, TrainingFailed) as failure:
         click.echo(str(failure))
         raise SystemExit(1) from None
     for line in report.lines():
         click.echo(line)
 
 
-def _train(scenario: TrainingScenario) -> None:
-    """Run the scenario `training` for the command line."""
-    click.echo(f"replay: {scenario.replay}")
-    logging.getLogger("averaging").setLevel(logging.ERROR)  # each fault is a warning of many peers
-    logging.getLogger("swarm").setLevel(logging.ERROR)
-    try:
-        figures = run_training(scenario, print_line=lambda text: click.echo(text, err=True))
-    except TrainingFailed as failure:
-        click.echo(str(failure))
-        raise SystemExit(1) from None
-    for line in figures.lines():
-        click.echo(line)
+def _train_all(scenarios: Sequence[TrainingScenario]) -> None:
+    """Run trainings of several seeds, and print the failures."""
+    failed = 0
+    for number, (scenario, failure) in enumerate(run_trainings(scenarios), 1):
+        if failure:
+            failed += 1
+            click.echo(f"seed {scenario.seed}: {failure}")
+        if number % _SEEDS_SHOWN == 0:
+            click.echo(f"{number} of {len(scenarios)} seeds, {failed} failed", err=True)
+    click.echo(f"{len(scenarios)} trainings of {scenarios[0].peers} peers: {failed} failed")
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -368,7 +368,7 @@ class VoteStates:
         return self._certifiable[sent]
 
     def _is_valid(self, attempt: int, voters: set[PeerId], gone: list[int]) -> bool:
-        if not is_majority(self.proposals[attempt].contributors, voters):
+        if not is_majority(self.proposals[attempt].deciders, voters):
             return False
         return any(
             is_quorum(self.electors, voters, {self.ids[peer] for peer in known})

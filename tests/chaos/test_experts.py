@@ -73,18 +73,10 @@ def serving(*arguments: str) -> Iterator[Served]:
 
 
 def test_ctrl_c_saves_withdraws_and_ends_and_the_next_start_resumes(tmp_path: Path) -> None:
+    options = ("--experts", "ffn.[0:3].[0:3]", "--num-experts", "2", "--optimizer", "sgd")
     checkpoint = ("--checkpoint", str(tmp_path / "experts"))
     with swarm.Node(listen="127.0.0.1:0") as node:
-        with serving(
-            node.addresses[0],
-            "--experts",
-            "ffn.[0:3].[0:3]",
-            "--num-experts",
-            "2",
-            "--optimizer",
-            "sgd",
-            *checkpoint,
-        ) as served:
+        with serving(node.addresses[0], *options, *checkpoint) as served:
             first = served.hear("serving")
             assert len(first["experts"]) == 2
             remote = swarm.RemoteExpert(node, first["experts"][0])
@@ -98,16 +90,7 @@ def test_ctrl_c_saves_withdraws_and_ends_and_the_next_start_resumes(tmp_path: Pa
             return await Directory(node.dht.service).branches([ExpertUid.parse_prefix("ffn")], timeout_s=5.0)
 
         assert not next(iter(node.network.run(found(), 6.0).values())).coordinates
-        with serving(
-            node.addresses[0],
-            "--experts",
-            "ffn.[0:3].[0:3]",
-            "--num-experts",
-            "2",
-            "--optimizer",
-            "sgd",
-            *checkpoint,
-        ) as served:
+        with serving(node.addresses[0], *options, *checkpoint) as served:
             second = served.hear("serving")
             assert second["experts"] == first["experts"] == second["resumed"]
 

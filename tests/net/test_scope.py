@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from swarm.core.ids import Address, Contact
-from swarm.net.scope import Scope, Surroundings, host_of, prefix_of, scope_of
+from swarm.net.scope import Scope, Surroundings, endpoint_of, prefix_of, scope_of
 from swarm.testing.identities import SeededIdentity
 
 PEER, OTHER, ENTRY = (SeededIdentity(name).peer_id for name in ("peer", "other", "entry"))
@@ -112,7 +112,7 @@ def test_a_prefix_is_what_one_person_has() -> None:
 
 
 def test_the_other_end_of_a_connection_is_read_as_grpc_names_it() -> None:
-    assert host_of("ipv4:192.0.2.1:4000") == "192.0.2.1"
-    assert host_of("ipv6:%5B2001:db8::1%5D:4000") == "2001:db8::1"
-    assert host_of("ipv6:%5B::ffff:192.0.2.1%5D:4000") == "192.0.2.1"
-    assert host_of("unix:/tmp/x") == "unix:/tmp/x"
+    assert endpoint_of("ipv4:192.0.2.1:4000") == ("192.0.2.1", 4000)
+    assert endpoint_of("ipv6:%5B2001:db8::1%5D:4000") == ("2001:db8::1", 4000)
+    assert endpoint_of("ipv6:%5B::ffff:192.0.2.1%5D:4000") == ("192.0.2.1", 4000)
+    assert endpoint_of("unix:/tmp/x") == ("unix:/tmp/x", 0)

@@ -28,7 +28,7 @@ from swarm.compression import find
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
-from swarm.testing.rounds import all_reduce_of
+from swarm.testing.rounds import run_round
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.reduce_pb2 import AccountReply, AccountRequest
 
@@ -72,26 +72,10 @@ def hold(
     group = Group(
         group_id=random.Random(seed).randbytes(32), members=tuple(members), codec=codec, gathered=(b"",) * 4
     )
-    services = [all_reduce_of(peer) for peer in peers]
     generator = torch.Generator().manual_seed(seed)
     vectors = [torch.randn(NUMEL, generator=generator) for _ in peers]
     config = RoundConfig(chunk_bytes=8192, audit=share, aggregation=aggregation)
-
-    async def main() -> list[RoundOutcome]:
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    service.run(group, vector, deadline_s=peer.clock.monotonic_s() + 60.0, config=config)
-                )
-                for service, vector, peer in zip(services, vectors, peers, strict=True)
-            ]
-        for service in services:
-            service.close()
-        await network.close()
-        assert not network.errors
-        return [task.result() for task in running]
-
-    return Held(peers, run_virtual(main()))
+    return Held(peers, run_virtual(run_round(network, group, vectors, timeout_s=60.0, config=config)))
 
 
 @pytest.mark.parametrize(

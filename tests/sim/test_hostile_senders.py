@@ -4,7 +4,6 @@ simulated.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from averaging.reduction.framing import pack, unpack
 from averaging.reduction.robust import Aggregation
 from swarm.net.rpc import Stream
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
-from swarm.testing.rounds import all_reduce_of
+from swarm.testing.rounds import run_round
 from swarm.testing.virtual_loop import run_virtual
 
 PEERS = 8
@@ -49,23 +48,8 @@ def round_of(
         gathered=(b"",) * len(peers),
     )
     config = RoundConfig(chunk_bytes=8192, aggregation=aggregation)
-    services = [all_reduce_of(peer) for peer in peers]
-
-    async def main() -> dict[SimulatedPeer, RoundOutcome]:
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    service.run(group, vector, deadline_s=peer.clock.monotonic_s() + 30.0, config=config)
-                )
-                for service, vector, peer in zip(services, vectors, peers, strict=True)
-            ]
-        for service in services:
-            service.close()
-        await network.close()
-        assert not network.errors
-        return {peer: task.result() for peer, task in zip(peers, running, strict=True)}
-
-    return run_virtual(main())
+    outcomes = run_virtual(run_round(network, group, vectors, timeout_s=30.0, config=config))
+    return dict(zip(peers, outcomes, strict=True))
 
 
 def draw(count: int) -> list[torch.Tensor]:

@@ -10,12 +10,13 @@ import random
 import pytest
 import torch
 
+from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.speed import UNKNOWN_BYTES_PER_S
 from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork
-from swarm.testing.rounds import all_reduce_of
+from swarm.testing.rounds import run_round
 from swarm.testing.uplink import Uplink
 from swarm.testing.virtual_loop import run_virtual
 
@@ -34,7 +35,6 @@ class Scene:
             peer.uplink = Uplink(12.5e6)
         self.slow = self.peers[3]
         self.slow.uplink = Uplink(up_bytes_per_s)
-        self.services = [all_reduce_of(peer) for peer in self.peers]
         members = [
             Member(
                 contact=peer.contact,
@@ -56,19 +56,10 @@ class Scene:
         async def main() -> tuple[list[RoundOutcome], float]:
             loop = asyncio.get_running_loop()
             began_s = loop.time()
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(
-                        service.run(self.group, vector, deadline_s=peer.clock.monotonic_s() + deadline_s)
-                    )
-                    for service, vector, peer in zip(self.services, self.vectors, self.peers, strict=True)
-                ]
-            took_s = loop.time() - began_s
-            for service in self.services:
-                service.close()
-            await self.network.close()
-            assert not self.network.errors
-            return [task.result() for task in running], took_s
+            outcomes = await run_round(
+                self.network, self.group, self.vectors, timeout_s=deadline_s, config=RoundConfig()
+            )
+            return outcomes, loop.time() - began_s
 
         return run_virtual(main())
 

@@ -22,7 +22,7 @@ from swarm.dht.logic.records import FORGED, Record, signed
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import key_to_wire, record_to_wire
 from swarm.net import certificate as tls
-from swarm.net import room
+from swarm.net import connections, room
 from swarm.net.calls import CALLS_NAME
 from swarm.net.contacts import contact_to_wire
 from swarm.node import Node
@@ -120,7 +120,7 @@ async def is_served(node: Node) -> None:
 def test_a_message_of_256_finds_for_a_large_key_neither_freezes_a_peer_nor_fills_its_memory(
     node: Node,
 ) -> None:
-    node.network.run(fill(node, KEY, 31, bytes(64 << 10)), 10)
+    node.network.run(fill(node, KEY, 15, bytes(64 << 10)), 10)
     find = DhtFindRequest(sender=SENDER, queries=[DhtFindQuery(key=key_to_wire(KEY))]).SerializeToString()
     calls = [Call(number=number, method=FIND.name, request=find) for number in range(256)]
 
@@ -217,5 +217,34 @@ def test_a_request_that_does_not_arrive_ends_when_others_wait(
             request = DhtStoreRequest(sender=SENDER).SerializeToString()
             await channel.unary_unary(STORE.name)(request, timeout=30)
             assert await waiting[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(scenario)
+
+
+def test_connections_without_a_call_take_little_memory_and_lose_it_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "UNKNOWN_GRACE_S", 0.1)
+    idle_max = connections.UNKNOWN_PER_PREFIX_MAX
+
+    async def scenario() -> None:
+        address, before_bytes = node.contact.addresses[0], memory_bytes()
+        held = [await asyncio.open_connection("127.0.0.1", address.port) for _ in range(4 * idle_max)]
+        try:
+            ends = [asyncio.create_task(reader.read()) for reader, _ in held]
+            ended = 0
+            async with asyncio.timeout(30):
+                while ended < 3 * idle_max:  # the node closes them
+                    await asyncio.wait(
+                        [end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED
+                    )
+                    ended = sum(end.done() for end in ends)
+            assert memory_bytes() - before_bytes < len(held) * (64 << 10)
+            await is_served(node)
+            assert not all(end.done() for end in ends)
+        finally:
+            for _, writer in held:
+                writer.transport.abort()
+            await asyncio.gather(*ends, return_exceptions=True)
 
     run(scenario)

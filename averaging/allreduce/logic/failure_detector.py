@@ -11,7 +11,7 @@ otherwise the reducer that serves it, and cannot call back, would declare it fai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 _FADING = 0.9  # decay of recent observations, per sign of life or tick
@@ -40,6 +40,8 @@ TIMEOUT_S_MAX = 10.0  # upper limit of the time to answer; a slower peer delays 
 class _Peer:
     heard_s: float  # on the clock of `_awake_s`
     calls: bool  # we send heartbeats and it answers; otherwise it sends them
+    # neither of the two waits for values of the other, only for its vote
+    distant: bool = False
     outstanding: bool = False
     known: bool = False  # it was heard
     sent_s: float = 0.0  # when we last sent it something
@@ -52,12 +54,20 @@ class _Peer:
 
 class FailureDetector:
     """The state of all members, by place in the group. `ours`: members that get heartbeats from this one.
-    `theirs`: members that send heartbeats to this one, and are only probed when they are silent.
+    `theirs`: members that send heartbeats to this one, and are only probed when they are silent. `distant`:
+    those of both that exchange no values with this one; they get fewer heartbeats from the beginning, also
+    when they are slow, because the members that need their values watch them.
     """
 
-    def __init__(self, ours: Iterable[int], theirs: Iterable[int], now_s: float) -> None:
-        self._peers = {place: _Peer(0.0, True) for place in ours} | {
-            place: _Peer(0.0, False) for place in theirs
+    def __init__(
+        self,
+        ours: Iterable[int],
+        theirs: Iterable[int],
+        now_s: float,
+        distant: Collection[int] = (),
+    ) -> None:
+        self._peers = {place: _Peer(0.0, True, place in distant) for place in ours} | {
+            place: _Peer(0.0, False, place in distant) for place in theirs
         }
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
@@ -127,10 +137,10 @@ class FailureDetector:
         return heartbeats, dead
 
     def _rests(self, peer: _Peer) -> bool:
-        """Return whether the member has answered, or sent heartbeats, promptly, so that it gets fewer
-        heartbeats.
+        """Return whether the member gets fewer heartbeats: it exchanges no values with this one, or it has
+        answered, or sent heartbeats, promptly.
         """
-        return peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S
+        return peer.distant or peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S
 
     def _quiet_s(self, peer: _Peer) -> float:
         """Return how long this member or this process has been silent to the other. A member that only sends

@@ -47,11 +47,12 @@ class Membership:
 
     def __init__(self, setup: RoundSetup) -> None:
         self._setup = setup
-        own = setup.own
+        own, reducers = setup.own, setup.plan.reducers
         self.detector = FailureDetector(
             [place for place in setup.members if setup.calls(own, place)],
             [place for place in setup.members if setup.calls(place, own)],
             setup.begun_s,
+            distant=() if own in reducers else set(setup.members).difference(reducers),
         )
         self.failed: dict[int, str] = {}  # in sentences
         self._running: set[int] = set()  # members that have said that they run the round

@@ -13,7 +13,9 @@ from swarm.core.ids import Contact, PeerId
 
 GROUP_ID_BYTES = 32
 GROUP_MEMBERS_MAX = 256
-GATHERED_BYTES_MAX = 16 << 10  # per member: a round's metadata is a few numbers and names, not a payload
+# Per member: a round's metadata is a few numbers and names, not a payload. That of all members fits into one
+# unary message.
+GATHERED_BYTES_MAX = 7 << 10
 # samples of one round: far above any honest claim, far below the point where float32 sums of weights overflow
 WEIGHT_MAX = 1e12
 

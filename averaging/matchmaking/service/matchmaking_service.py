@@ -5,9 +5,10 @@ to the state machine, and performs its effects.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -259,14 +260,9 @@ class GroupService:
             except SwarmError:
                 self.cells.mark_lost(contact.peer_id)
 
-        others = [
-            holder.contact
-            # those with another schema last: strangers may have written many records
-            for holder in sorted(holders.values(), key=lambda one: one.schema != self._schema.digest)
-            if holder.contact.peer_id != own.peer_id and holder.contact.addresses
-        ]
+        is_member = functools.partial(self._exchange.standing.is_member, run=self.name.run)
         async with asyncio.TaskGroup() as tasks:
-            for contact in others[:QUERIED_PEERS_MAX]:
+            for contact in introduced(holders.values(), own.peer_id, self._schema.digest, is_member):
                 tasks.create_task(introduce(contact))
 
     def round_over(
@@ -430,3 +426,14 @@ class GroupService:
     def _report_holders(self, holders: Mapping[PeerId, Holder]) -> None:
         self.machine.on_holders(holders, self._clock.monotonic_s())
         self._changed.notify()
+
+
+def introduced(
+    holders: Iterable[Holder], own: PeerId, schema: bytes, is_member: Callable[[PeerId], bool]
+) -> list[Contact]:
+    """Return the peers to which this one introduces itself: members first, then those with the same tensors,
+    because strangers may have written any number of records.
+    """
+    ranked = sorted(holders, key=lambda one: (not is_member(one.contact.peer_id), one.schema != schema))
+    others = [one.contact for one in ranked if one.contact.peer_id != own and one.contact.addresses]
+    return others[:QUERIED_PEERS_MAX]

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO
 from swarm.run.events import Event, Failed, Listening, Notice
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rich.console import RenderableType
 
 _TEXT_MAX = 2000
@@ -74,9 +72,7 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def emit(self, event: Event) -> None:

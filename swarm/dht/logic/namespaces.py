@@ -31,6 +31,7 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._registered: dict[tuple[str, str], NamespaceRules] = {}
+        self._changes = 0
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
         """Add rules for a namespace. They replace rules registered for the same namespace and `rules.name`,
@@ -40,6 +41,12 @@ class Namespaces:
         if (namespace, rules.name) not in self._registered and len(self._registered) >= _RULES_MAX:
             raise UsageError(f"at most {_RULES_MAX} rules can be registered")
         self._registered[namespace, rules.name] = rules
+        self._changes += 1
+
+    @property
+    def changes(self) -> int:
+        """Return how often rules were registered so far."""
+        return self._changes
 
     def rules(self, key: Key) -> list[NamespaceRules]:
         """Return every rule that matches a key."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import msgpack
 
 from swarm.core.errors import UsageError
-from swarm.core.identity import verify
+from swarm.core.identity import Signer, verify
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.blobs import Blob, blob_message, blob_of, is_blob_key
 
@@ -35,15 +35,6 @@ _CONTAINERS = (list, dict)  # the types that msgpack decodes to, apart from scal
 _BINARY_FORMATS = (b"\xc4", b"\xc5", b"\xc6")  # first byte of a byte string in msgpack
 
 Value: TypeAlias = Any  # None, bool, int, float, str, bytes, and lists and maps of these
-
-
-class RecordSigner(Protocol):
-    """The signing identity of a writer: `swarm.core.identity.Identity`, or a seeded one in tests."""
-
-    @property
-    def peer_id(self) -> PeerId: ...
-
-    def sign(self, message: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +59,7 @@ class Record:
     @property
     def run(self) -> str | None:
         """Return the id of the run whose namespace the key is in, None in other namespaces."""
-        namespace = self.key.namespace
-        return namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(namespace) else None
+        return run_of(self.key)
 
     @property
     def version(self) -> tuple[int, bytes]:
@@ -131,7 +121,7 @@ def signing_bytes(record: Record) -> bytes:
     )
 
 
-def signed(record: Record, signer: RecordSigner) -> Record:
+def signed(record: Record, signer: Signer) -> Record:
     return replace(record, signature=signer.sign(signing_bytes(record)))
 
 
@@ -205,6 +195,11 @@ def _is_nested_at_most(value: Value, depth_max: int) -> bool:
     return not any(containers)
 
 
+def run_of(key: Key) -> str | None:
+    """Return the id of the run whose namespace a key is in, None in other namespaces."""
+    return key.namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(key.namespace) else None
+
+
 def is_run_namespace(namespace: str) -> bool:
     return namespace.startswith(_RUN_PREFIX) and len(namespace) > len(_RUN_PREFIX)
 
@@ -222,19 +217,26 @@ def namespace_refusal(record: Record) -> str | None:
 
 
 class Rules(Protocol):
-    """Additional rules that `RecordValidator` applies: `swarm.dht.logic.namespaces.Namespaces`."""
+    """Additional rules that `RecordValidator` applies: `swarm.dht.logic.namespaces.Namespaces`. `changes`
+    counts the changes of the rules so far; until the next one they judge the same record alike.
+    """
+
+    @property
+    def changes(self) -> int: ...
 
     def refusal(self, record: Record) -> str | None: ...
 
 
 class RecordValidator:
-    """Check records. Verified signatures are cached, because readers get each record from several
-    replicas.
+    """Check records. Verified signatures are cached, and so are records whose value and rules were checked,
+    because readers get each record from several replicas.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
         self._rules = rules
         self._verified: OrderedDict[bytes, bool] = OrderedDict()
+        # digests of accepted records, with `Rules.changes` when they were
+        self._accepted: OrderedDict[bytes, int] = OrderedDict()
 
     def refusal(self, record: Record, now_us: int) -> str | None:
         """Return why the record is not acceptable now, or None. Its value is decoded after its signature was
@@ -258,12 +260,24 @@ class RecordValidator:
             return f"it was issued {ahead_s:.0f} s in the future: one of the two clocks is wrong"
         if record.expiration_us <= now_us:
             return f"it expired {(now_us - record.expiration_us) / 1e6:.0f} s ago"
-        return (
+        if len(record.signature) != _SIGNATURE_BYTES:
+            return namespace_refusal(record) or f"a signature has {_SIGNATURE_BYTES} bytes"
+        message = signing_bytes(record)
+        digest = hashlib.sha256(message + record.signature).digest()
+        changes = self._rules.changes if self._rules is not None else 0
+        if self._accepted.get(digest) == changes:
+            return None  # the rest depends on nothing but the record and the rules
+        refusal = (
             namespace_refusal(record)
-            or self._signature_refusal(record)
+            or self._verify(record, message)
             or self._value_refusal(record)
             or self._rules_refusal(record)
         )
+        if refusal is None:
+            self._accepted[digest] = changes
+            if len(self._accepted) > _VERIFIED_MAX:
+                self._accepted.popitem(last=False)
+        return refusal
 
     def _rules_refusal(self, record: Record) -> str | None:
         return self._rules.refusal(record) if self._rules is not None else None
@@ -305,11 +319,6 @@ class RecordValidator:
         except UsageError as error:
             return str(error)
         return None
-
-    def _signature_refusal(self, record: Record) -> str | None:
-        if len(record.signature) != _SIGNATURE_BYTES:
-            return f"a signature has {_SIGNATURE_BYTES} bytes"
-        return self._verify(record, signing_bytes(record))
 
     def _verify(self, record: Record, message: bytes) -> str | None:
         digest = hashlib.sha256(message + record.signature).digest()

@@ -30,14 +30,15 @@ class Quotas:
     """Quotas of one replica. Strangers together get half of a key and half of all where members are known."""
 
     entries_per_key_max: int = 4096  # this many peers can announce themselves under one key
-    bytes_per_key_max: int = 2 << 20  # a whole key must fit into one reply
+    bytes_per_key_max: int = 1 << 20  # a whole key must fit into one reply
     entries_per_writer_and_key_max: int = 1024  # unless a rule of the namespace says otherwise
     entries_per_writer_max: int = 4096  # over all keys
     bytes_per_writer_max: int = 8 << 20
-    bytes_max: int = 128 << 20  # all records, as `Record.size_bytes` counts
+    # all records, as `Record.size_bytes` counts; in memory they take almost twice as much
+    bytes_max: int = 48 << 20
     # Part of it for records of keys that this peer is no replica of: the most that a flood from anywhere can
     # take.
-    bytes_far_max: int = 32 << 20
+    bytes_far_max: int = 16 << 20
 
 
 PRODUCTION_QUOTAS = Quotas()

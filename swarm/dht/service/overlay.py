@@ -17,13 +17,20 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmEr
 from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
 from swarm.core.presets import Timings
 from swarm.dht.logic.clock_offset import ClockOffset
-from swarm.dht.logic.constants import REPLICAS, STABLE_AFTER_S, SUSPECT_S, SUSPECT_S_MAX, SUSPECTS_MAX
+from swarm.dht.logic.constants import (
+    KNOWN_ALL_MAX,
+    REPLICAS,
+    STABLE_AFTER_S,
+    SUSPECT_S,
+    SUSPECT_S_MAX,
+    SUSPECTS_MAX,
+)
 from swarm.dht.logic.lookup import Lookup, LookupBreadth, LookupDone
 from swarm.dht.logic.routing import NEAR_COUNT, RoutingTable
 from swarm.dht.service.wire import known_to_wire
 from swarm.net.contacts import contact_from_wire, contact_to_wire, contacts_from_wire
 from swarm.net.peerbook import PeerBook
-from swarm.net.rpc import Caller, Method, RequestT
+from swarm.net.rpc import UNARY_BYTES_MAX, Caller, Method, RequestT
 from swarm.runtime.supervise import Supervisor
 from swarm.wire.dht_pb2 import (
     DhtFindReply,
@@ -50,7 +57,7 @@ FIND = Method(
     request=DhtFindRequest,
     reply=DhtFindReply,
     request_bytes_max=64 << 10,
-    reply_bytes_max=4 << 20,
+    reply_bytes_max=UNARY_BYTES_MAX,
 )
 STORE = Method(
     name="/swarm.Dht/Store",
@@ -243,8 +250,10 @@ class Overlay:
 
     @property
     def knows_all(self) -> bool:
-        """Return whether this peer probably knows all peers: no bucket of its table has ever been full."""
-        return len(self.table) < self.bucket_max
+        """Return whether this peer probably knows all peers: in a large swarm a table soon has more. When it
+        is wrong, a search still ends at the nearest peers, and stores at some more on its way.
+        """
+        return len(self.table) < KNOWN_ALL_MAX
 
     def replicas(self, dht_id: int) -> list[Contact]:
         """Return the peers that should hold a key, as far as this peer knows: nearest first, itself included
@@ -271,6 +280,12 @@ class Overlay:
 
     def is_suspect(self, peer_id: PeerId) -> bool:
         return self.suspects.avoided(peer_id, self.clock.monotonic_s())
+
+    def find_contact(self, peer_id: PeerId) -> Contact | None:
+        """Return how to call a peer; None where that is not known, or it has failed lately."""
+        if self.is_suspect(peer_id):
+            return None
+        return self.table.contact(peer_id) or self.book.contact(peer_id)
 
     def _check_callable(self, contact: Contact) -> bool:
         """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether

@@ -100,6 +100,7 @@ class Upkeep:
             if answered:
                 reached.append(contact)
                 if len(reached) == 1:
+                    self._neighbours_looked_up_s = self._overlay.clock.monotonic_s()
                     await self.find(self._overlay.own_id_number)
 
         async with asyncio.TaskGroup() as group:

@@ -170,7 +170,7 @@ def test_all_members_count_a_group_alike_whomever_they_take_for_a_stranger(seed:
 
 def test_electors_and_auxiliary_members_reduce_and_strangers_do_not() -> None:
     group = with_standing(group_of({1: 1.0, 2: 1.0, 8: 1.0, 9: 0.0}, auxiliary=(9,)), precedence((1, 2)))
-    shares = shares_of(group.members, group.reducers)
+    shares = shares_of(group.members, 1 << 30, group.reducers)
     assert [share > 0.0 for share in shares] == [True, True, False, True]
     assert sum(shares) == pytest.approx(1.0)
 
@@ -179,7 +179,7 @@ def test_strangers_reduce_where_no_elector_can_be_dialed() -> None:
     group = group_of({1: 1.0, 8: 1.0})
     client = replace(group.members[0], contact=contact(1, dialable=False), bandwidth=0.0)
     group = with_standing(replace(group, members=(client, group.members[1])), precedence((1,)))
-    assert shares_of(group.members, group.reducers) == [0.0, 1.0]
+    assert shares_of(group.members, 1 << 30, group.reducers) == [0.0, 1.0]
 
 
 def test_a_group_without_contributing_electors_is_as_it_was() -> None:

@@ -1,0 +1,128 @@
+"""How many connections callers may hold open: the surplus of strangers is closed.
+
+A connection costs memory before its caller is known. gRPC counts connections, but not whose they are, so the
+sockets of the server are listed once a second. A caller that has made no call yet is not known, and honest
+callers make one at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from swarm.core.ids import PeerId
+from swarm.core.standing import PeerStanding
+from swarm.net.scope import prefix_of
+from swarm.runtime.sockets import Endpoint, open_sockets, shut_down
+
+CONNECTIONS_MAX = 1024  # no more are accepted; strangers get half of them where members are known
+# of callers that have not made a call: 86 KiB each once they have proven their PeerID by TLS, 47 KiB before
+UNKNOWN_MAX = 96
+UNKNOWN_PER_PREFIX_MAX = 64
+UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine could not serve in time
+_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A connection that somebody holds. `peer_id` is None while its caller is not known."""
+
+    endpoint: Endpoint
+    since_s: float
+    peer_id: PeerId | None
+
+    @property
+    def prefix(self) -> str:
+        return prefix_of(self.endpoint[0])
+
+
+def surplus(held: Iterable[Held], standing: PeerStanding, now_s: float) -> list[Held]:
+    """Return the connections to close, so that limits hold again.
+
+    Callers that are not known after `UNKNOWN_GRACE_S` lose the oldest first: who wanted to call has. Of known
+    strangers those that came last go, from the address prefixes that hold most. Members keep all.
+    """
+    unknown, strangers = [], []
+    for one in sorted(held, key=lambda one: one.since_s):
+        if one.peer_id is None:
+            if now_s - one.since_s >= UNKNOWN_GRACE_S:
+                unknown.append(one)
+        elif not standing.is_member(one.peer_id):
+            strangers.append(one)
+    strangers_max = CONNECTIONS_MAX // 2 if standing.has_members() else CONNECTIONS_MAX
+    unknown.reverse()  # `_beyond` keeps the first ones
+    return [
+        *_beyond(unknown, UNKNOWN_PER_PREFIX_MAX, UNKNOWN_MAX),
+        *_beyond(strangers, strangers_max // 2, strangers_max),
+    ]
+
+
+def _beyond(connections: list[Held], per_prefix_max: int, total_max: int) -> list[Held]:
+    """Return what is beyond the limits, of an order in which the first ones are kept. Below the limit of all,
+    every prefix keeps its share.
+    """
+    counts = Counter(one.prefix for one in connections)
+    share = min(per_prefix_max, _fair_share(counts.values(), total_max))
+    seen: Counter[str] = Counter()
+    found = []
+    for one in connections:
+        seen[one.prefix] += 1
+        if seen[one.prefix] > share:
+            found.append(one)
+    return found
+
+
+def _fair_share(counts: Iterable[int], total_max: int) -> int:
+    """Return the largest limit for each under which all together are within `total_max`; at least one."""
+    left, share = total_max, total_max
+    ascending = sorted(counts)
+    for place, count in enumerate(ascending):
+        share = left // (len(ascending) - place)
+        if count > share:
+            return max(share, 1)
+        left -= count
+    return max(share, total_max)
+
+
+class Connections:
+    """The connections of one server, by the other end. It belongs to the network thread."""
+
+    def __init__(self, standing: PeerStanding, port: Callable[[], int | None]) -> None:
+        """`port` returns the port of the server, None while it does not listen."""
+        self._standing, self._port = standing, port
+        self._since_s: dict[Endpoint, float] = {}
+        self._callers: dict[Endpoint, PeerId] = {}
+
+    def on_called(self, peer_id: PeerId, endpoint: Endpoint) -> None:
+        """Record who calls from an endpoint."""
+        if len(self._callers) < 2 * CONNECTIONS_MAX or endpoint in self._callers:
+            self._callers[endpoint] = peer_id
+
+    async def run(self) -> None:
+        """Close the surplus once a second, until cancelled."""
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            self.close_surplus(asyncio.get_running_loop().time())
+
+    def close_surplus(self, now_s: float) -> int:
+        """Close what is beyond the limits at this time, and return how many connections that were."""
+        port = self._port()
+        if port is None:
+            return 0
+        open_now = {
+            one.remote: one for one in open_sockets() if one.remote is not None and one.local[1] == port
+        }
+        self._since_s = {endpoint: self._since_s.get(endpoint, now_s) for endpoint in open_now}
+        self._callers = {
+            endpoint: peer_id for endpoint, peer_id in self._callers.items() if endpoint in open_now
+        }
+        held = [
+            Held(endpoint, since_s, self._callers.get(endpoint))
+            for endpoint, since_s in self._since_s.items()
+        ]
+        closed = surplus(held, self._standing, now_s)
+        for one in closed:
+            shut_down(open_now[one.endpoint])
+        return len(closed)

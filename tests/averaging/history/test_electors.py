@@ -1,0 +1,255 @@
+"""How peers become electors: by certified work, and only so many in an hour; and what a thousand free
+identities get of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from averaging.history.certificate import Certificate, genesis
+from averaging.history.chain import beginning
+from averaging.history.electors import (
+    ALWAYS,
+    CANDIDATES_MAX,
+    ELECTORS_MAX,
+    FOUNDING_MAX,
+    HOUR_S,
+    ROUNDS_NEEDED,
+    GrowthClock,
+    Known,
+    Register,
+    electors_after,
+)
+from averaging.history.encoding import (
+    ROOT_BYTES_MAX,
+    decode_chain,
+    decode_root,
+    encode_chain,
+    encode_root,
+    root_text,
+)
+from averaging.history.lineage import Lineage, Relation
+from averaging.history.tally import is_supported
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
+from swarm.core.standing import Founding
+from tests.averaging.history.peers import PEERS, RUN, certificate, identity, proposal, upon, vote
+
+OWNER, A, B, C, D, E = PEERS[:6]
+SETTLED = Register(at_once=0)
+OWNED, INVITED = Founding(OWNER), Founding(OWNER, is_invited=True)
+CROWD = [identity(1000 + number).peer_id for number in range(200)]
+
+
+def rounds(
+    electors: Sequence[PeerId], register: Register, *groups: Sequence[PeerId]
+) -> tuple[tuple[PeerId, ...], Register]:
+    """Return electors and register after rounds of these contributors."""
+    found = tuple(electors), register
+    for group in groups:
+        found = electors_after(*found, group)
+    return found
+
+
+def test_a_newcomer_becomes_an_elector_with_its_third_certified_round() -> None:
+    for count in range(1, ROUNDS_NEEDED):
+        assert rounds([A], SETTLED, *[[A, B]] * count)[0] == (A,)
+    electors, register = rounds([A], SETTLED, *[[A, B]] * ROUNDS_NEEDED)
+    assert electors == (A, B)
+    assert register == Register(at_once=0, seats=0)
+
+
+def test_in_an_hour_a_quarter_more_become_electors_and_the_most_diligent_first() -> None:
+    electors, register = rounds([A], SETTLED, [A, D], [A, D], [A, D, B, C], [A, D, B], *[[A, D, C, B]] * 3)
+    assert electors == (A, D), "no further seat in this hour"
+    electors, register = electors_after(electors, register, [A, D, C, B], new_hour=True)
+    assert (electors, register.seats) == ((A, D, B), 0), "B has more rounds than C"
+    many = CROWD[:16]
+    electors, register = rounds(many, Register(at_once=0, seats=0), *[[*many, B, C, D]] * 5)
+    assert electors == tuple(many)
+    electors, register = electors_after(electors, register, [*many, B, C], new_hour=True)
+    assert (len(electors), register.seats) == (18, 2)
+    electors, register = electors_after(electors, register, [*many, B, C, D])
+    assert (len(electors), register.seats) == (19, 1)
+
+
+def test_contributors_of_an_invited_run_are_electors_at_once_and_of_others_while_it_is_founded() -> None:
+    start = beginning(RUN, INVITED)
+    assert (start.electors, start.root_register.at_once) == ((), ALWAYS)
+    assert rounds(start.electors, start.root_register, *[[A]] * 50, [A, *CROWD])[0] == (A, *CROWD[:63])
+    start = beginning(RUN, Founding())
+    early = rounds(start.electors, start.root_register, *[[A]] * (FOUNDING_MAX - 1), [A, B])
+    late = rounds(start.electors, start.root_register, *[[A]] * FOUNDING_MAX, [A, B])
+    assert (early[0], late[0]) == ((A, B), (A,))
+
+
+def test_the_owner_is_the_first_elector_of_an_open_run() -> None:
+    history = Lineage(RUN, OWNER, OWNED)
+    assert history.electors == (OWNER,)
+    with pytest.raises(PeerError, match="no quorum"):
+        certificate(upon(history, [A]), [A]).check(history.electors, history.register)
+    certificate(upon(history, [OWNER, A]), [OWNER, A]).check(history.electors, history.register)
+
+
+def test_a_stranger_with_a_longer_chain_does_not_win_against_the_line_of_the_owner() -> None:
+    """Any identity can make a chain from the beginning of a run, as long as it likes."""
+    honest, stranger, newcomer = (Lineage(RUN, one, OWNED) for one in (A, B, C))
+    honest.extend(certificate(upon(honest, [OWNER, A]), [OWNER, A]))
+    stranger.extend(certificate(upon(stranger, [B], is_break=True), [B]))
+    for _ in range(4):
+        stranger.extend(certificate(upon(stranger, [B]), [B]))
+    assert honest.relation(stranger.chain()) is Relation.LOSES
+    assert stranger.relation(honest.chain()) is Relation.WINS
+    assert newcomer.relation(honest.chain()) is Relation.AHEAD
+    first = certificate(proposal(genesis(RUN), (), [B]), [B])  # as if the run had no owner
+    with pytest.raises(PeerError):
+        honest.relation(
+            Lineage(RUN, B).chain().__class__(head=genesis(RUN), electors=(), certificates=(first,))
+        )
+
+
+def test_a_library_process_that_knows_only_the_id_of_a_run_follows_the_line_of_its_owner() -> None:
+    owner, library = Lineage(RUN, OWNER, OWNED), Lineage(RUN, A)
+    owner.extend(certificate(upon(owner, [OWNER]), [OWNER]))
+    assert library.relation(owner.chain()) is Relation.AHEAD
+    library.adopt(owner.chain())
+    owner.extend(certificate(upon(owner, [OWNER, A]), [OWNER, A]))
+    assert library.relation(owner.chain(library.heads())) is Relation.AHEAD
+    assert library.electors == (OWNER,)
+
+
+def test_an_elector_that_misses_a_round_returns_with_its_next_contribution_and_takes_no_seat() -> None:
+    full = Register(at_once=0, seats=0)
+    electors, register = rounds([A, B, C], full, [A, C], [A, C, D])
+    assert electors == (A, C)
+    assert rounds(electors, register, [A, B, C])[0] == (A, C, B)
+    # also when it was away while others came and went
+    away = [[A, C, *CROWD[start : start + 62]] for start in range(0, 124, 62)]
+    assert rounds(electors, register, *away, [A, B, C])[0] == (A, C, B)
+
+
+def test_electors_that_had_nothing_to_contribute_but_voted_stay() -> None:
+    assert rounds([A, B], SETTLED, [C, D])[0] == (A, B)
+
+
+@pytest.mark.parametrize(
+    ("electors", "known", "contributors", "heirs"),
+    [
+        ((A, B), (), [B, C], (B,)),  # an elector is among them
+        ((A,), (Known(B, 0, True), Known(C, 2)), [C, B, D], (B,)),
+        ((A,), (Known(C, 1),), [D, C, E], (C,)),
+        ((A,), (), [D, C], (D, C)),
+    ],
+    ids=["electors", "former electors", "peers with certified rounds", "all"],
+)
+def test_after_a_break_the_contributors_inherit_that_the_history_knows_best(
+    electors: Sequence[PeerId],
+    known: tuple[Known, ...],
+    contributors: Sequence[PeerId],
+    heirs: tuple[PeerId, ...],
+) -> None:
+    register = Register(at_once=0, seats=1, known=known)
+    assert electors_after(electors, register, contributors, is_break=True)[0] == heirs
+
+
+def test_identities_that_contribute_once_displace_no_newcomer_that_goes_on() -> None:
+    found = rounds([A], SETTLED, [A, B])
+    for start in range(0, 180, 60):
+        found = electors_after(*found, [A, B, *CROWD[start : start + 60]], is_break=True)
+    assert found[1].rounds_of(B) == 4
+    assert len(found[1].known) == CANDIDATES_MAX
+
+
+def test_no_number_of_newcomers_in_a_group_keeps_its_electors_from_committing() -> None:
+    history = Lineage(RUN, OWNER, OWNED)
+    about = upon(history, [*PEERS[1:8], OWNER])
+    certificate(about, [OWNER]).check(history.electors, history.register)
+    votes = [vote(OWNER, about, b"x" * 32)]
+    assert is_supported(about, b"x" * 32, votes)
+    assert not is_supported(about, b"x" * 32, [vote(one, about, b"x" * 32) for one in PEERS[1:8]])
+
+
+@pytest.mark.parametrize("change", ["electors", "known", "seats", "early hour", "hour of a minority"])
+def test_a_certificate_with_other_electors_than_the_rule_says_is_refused(change: str) -> None:
+    known = tuple(Known(one, 5) for one in (D, E))
+    register = Register(at_once=0, seats=0, known=known)
+    electors = (A, B, C)
+    forged = {
+        "electors": proposal(genesis(RUN), (*electors, D), [A, B, C, D], register=register),
+        "known": proposal(genesis(RUN), electors, [A, B, C, D], register=Register(at_once=0, seats=0)),
+        "seats": proposal(genesis(RUN), electors, [A, B, C, D], register=Register(at_once=0, seats=2)),
+        "early hour": proposal(
+            genesis(RUN), electors, [A, B, C, D], register=register, new_hour=True, is_break=True
+        ),
+        "hour of a minority": proposal(genesis(RUN), electors, [A, D, E], register=register, new_hour=True),
+    }[change]
+    with pytest.raises(PeerError, match="other electors"):
+        certificate(forged, [A, B, C, D, E]).check(electors, register)
+
+
+def test_a_clock_grants_an_hour_once_it_has_passed_and_refuses_one_that_comes_too_early() -> None:
+    clock = GrowthClock()
+    assert not clock.is_over(1000.0)
+    assert not clock.is_too_early(1001.0, outside=False), "it may have started late"
+    assert clock.is_too_early(1001.0, outside=True)
+    assert clock.is_over(1000.0 + HOUR_S)
+    clock.begin(is_sure=True)
+    assert not clock.is_over(5000.0)
+    assert clock.is_too_early(5001.0, outside=False)
+    assert not clock.is_too_early(4990.0 + HOUR_S, outside=True), "clocks differ by a little"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_lists_stay_bounded_and_electors_unique_whatever_contributes(data: st.DataObject) -> None:
+    pool = [*PEERS, *CROWD[:120]]
+    register = data.draw(st.sampled_from([SETTLED, Register(), Register(at_once=ALWAYS)]))
+    found: tuple[tuple[PeerId, ...], Register] = (tuple(PEERS[:3]), register)
+    for _ in range(data.draw(st.integers(1, 12))):
+        size = data.draw(st.integers(1, 100))
+        group = data.draw(st.permutations(pool))[:size]
+        is_break = data.draw(st.booleans())
+        hour = not (is_break or found[1].at_once) and data.draw(st.booleans())
+        before, seats = set(found[0]), found[1].seats
+        formerly = {one.peer for one in found[1].known if one.was_elector}
+        next_electors, next_register = electors_after(*found, group, is_break=is_break, new_hour=hour)
+        assert 0 < len(next_electors) <= ELECTORS_MAX
+        assert len(set(next_electors)) == len(next_electors)
+        assert not {one.peer for one in next_register.known} & set(next_electors)
+        if not found[1].at_once and (before & set(group) or not is_break):
+            new = set(next_electors) - before - formerly
+            assert len(new) <= (max(1, len(before) // 4) if hour else seats)
+        found = next_electors, next_register
+
+
+def full_history() -> Lineage:
+    """Return a history whose register is as large as it can be."""
+    known = [Known(one, 127, index < ELECTORS_MAX) for index, one in enumerate(CROWD[64:192])]
+    history = Lineage(RUN, CROWD[0], OWNED)
+    register = Register(at_once=0, seats=16, known=tuple(known))
+    about = proposal(history.head, CROWD[:64], [CROWD[0]], register=register)
+    signed = Certificate(proposal=about, result=b"r" * 32, votes={CROWD[0]: bytes(64)}, goodbyes={})
+    history.extend(signed)
+    return history
+
+
+def test_the_largest_root_fits_into_a_state_and_chains_keep_their_registers() -> None:
+    history = full_history()
+    assert len(root_text(history.chain((history.head,)))) <= 2 * ROOT_BYTES_MAX
+    assert decode_chain(encode_chain(history.chain())) == history.chain()
+    root = history.chain((history.head,))
+    assert decode_root(encode_root(root)) == root
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(0, 1, b"x" * 32), (0, 1, b"x" * 33 * 129), (-1, 1, b""), (0, 65, b""), (0, True, b""), (0, 1, None)],
+)
+def test_values_that_are_no_register_are_refused(values: tuple[object, ...]) -> None:
+    root = encode_root(beginning(RUN, OWNED))
+    with pytest.raises(PeerError):
+        decode_root([*root[:5], *values])

@@ -1,0 +1,87 @@
+"""The connections of strangers are bounded by address prefix and in all; members keep theirs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from swarm.core.ids import PeerId
+from swarm.core.standing import PeerStanding
+from swarm.net.connections import (
+    CONNECTIONS_MAX,
+    UNKNOWN_GRACE_S,
+    UNKNOWN_MAX,
+    UNKNOWN_PER_PREFIX_MAX,
+    Held,
+    surplus,
+)
+from swarm.testing.identities import SeededIdentity
+
+MEMBER, STRANGER = (SeededIdentity(name).peer_id for name in ("member", "stranger"))
+NOW_S = 100.0
+
+
+def standing(*members: PeerId) -> PeerStanding:
+    known = PeerStanding()
+    known.add_members("run", members)
+    return known
+
+
+def held(count: int, prefix: int, peer_id: PeerId | None, since_s: float = 0.0) -> list[Held]:
+    return [
+        Held((f"198.51.{prefix}.{number % 250}", 1024 + number), since_s + number / 1e6, peer_id)
+        for number in range(count)
+    ]
+
+
+def test_callers_that_make_no_call_are_bounded_and_the_oldest_go_first() -> None:
+    idle = held(500, 1, None)
+    closed = surplus(idle, standing(), NOW_S)
+    assert closed == list(reversed(idle[: 500 - UNKNOWN_PER_PREFIX_MAX]))
+    many = [one for prefix in range(20) for one in held(50, prefix, None)]
+    left = Counter(one.prefix for one in many) - Counter(
+        one.prefix for one in surplus(many, standing(), NOW_S)
+    )
+    assert left.total() <= UNKNOWN_MAX
+    assert min(left.values()) == UNKNOWN_MAX // 20
+
+
+def test_a_caller_has_time_to_make_its_first_call() -> None:
+    fresh = held(500, 1, None, since_s=NOW_S - UNKNOWN_GRACE_S / 2)
+    assert surplus(fresh, standing(), NOW_S) == []
+
+
+def test_strangers_of_one_address_prefix_have_a_quarter_where_members_are_known() -> None:
+    many = held(CONNECTIONS_MAX, 1, STRANGER)
+    closed = surplus([*many, *held(10, 2, STRANGER)], standing(MEMBER), NOW_S)
+    assert closed == many[CONNECTIONS_MAX // 4 :]
+    assert surplus(many, standing(), NOW_S) == many[CONNECTIONS_MAX // 2 :]
+
+
+def test_members_keep_their_connections_beside_strangers_of_the_same_address() -> None:
+    members = held(CONNECTIONS_MAX, 1, MEMBER)
+    strangers = held(300, 1, STRANGER, since_s=1.0)
+    closed = surplus([*members, *strangers], standing(MEMBER), NOW_S)
+    assert closed == strangers[CONNECTIONS_MAX // 4 :]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_left_is_within_the_limits_and_nothing_else_was_closed(seed: int) -> None:
+    rng, known = random.Random(seed), standing(MEMBER)
+    found: list[Held] = []
+    for prefix in range(rng.randint(1, 30)):
+        found += held(rng.randint(0, 400), prefix, rng.choice([None, STRANGER, MEMBER]))
+    closed = set(surplus(found, known, NOW_S))
+    for peer_id, per_prefix_max, total_max in (
+        (None, UNKNOWN_PER_PREFIX_MAX, UNKNOWN_MAX),
+        (STRANGER, CONNECTIONS_MAX // 4, CONNECTIONS_MAX // 2),
+    ):
+        all_of = Counter(one.prefix for one in found if one.peer_id == peer_id)
+        left = Counter(one.prefix for one in found if one.peer_id == peer_id and one not in closed)
+        assert left.total() <= total_max
+        assert max(left.values(), default=0) <= per_prefix_max
+        if all_of.total() <= total_max and max(all_of.values(), default=0) <= per_prefix_max:
+            assert left == all_of
+    assert not any(one.peer_id == MEMBER for one in closed)
