@@ -231,8 +231,8 @@ class RunHistory:
         return may
 
     def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> None:
-        """Count the grace on for a peer that found no quorum when it looked for one. In modes with local steps
-        the trainer looks at the end of its epochs only. Parameters as in `seek_quorum`.
+        """Count the grace on for a peer that found no quorum when it looked for one. In modes with local
+        steps the trainer looks at the end of its epochs only. Parameters as in `seek_quorum`.
         """
         present = set(present)
         with self._lock:
