@@ -54,7 +54,8 @@ class ReducerLoad:
 def shares_of(members: Sequence[Member], size_bytes: int) -> list[float]:
     """Return the shares of a group's members of a vector with `size_bytes` encoded bytes, computed from the
     bandwidths that they announced. When the vector is too small for all of them, those that could take the
-    largest shares reduce; of equals, the earlier in group order.
+    largest shares reduce; of equals, the earlier in group order. Members without a weight that are no
+    auxiliary peers are on their way into the run, and reduce only where the others are too few.
     """
     loads = [
         ReducerLoad(
@@ -67,8 +68,11 @@ def shares_of(members: Sequence[Member], size_bytes: int) -> list[float]:
         )
         for member in members
     ]
-    found = shares(loads)
     reducers_max = max(REDUCERS_ALWAYS, size_bytes // SHARD_BYTES_MIN)
+    staying = [load.reduces and (load.contributes or not load.receives) for load in loads]
+    if len(loads) > reducers_max and sum(staying) >= reducers_max:
+        loads = [replace(load, reduces=stays) for load, stays in zip(loads, staying, strict=True)]
+    found = shares(loads)
     if sum(share > 0.0 for share in found) <= reducers_max:
         return found
     chosen = sorted(range(len(loads)), key=lambda place: (-found[place], place))[:reducers_max]
