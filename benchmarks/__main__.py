@@ -16,7 +16,7 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import churn, quick, report, simulated_dht
+from benchmarks import attacks, churn, quick, report, simulated_dht
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine
 from benchmarks.interleaving import Plan
@@ -51,7 +51,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     is_flag=True,
     help="Small sizes, ours and the bare transport only, results checked, nothing kept: under a minute. "
     "With --only simulated: all but the swarm of 10,000 peers. With --only churn: three peers, twenty "
-    "seconds.",
+    "seconds. With --only attacks: four floods.",
 )
 @click.option(
     "--figure",
@@ -162,6 +162,8 @@ def _quickly(only: tuple[str, ...], say: Callable[[str], None]) -> Iterable[list
     # without the swarm of 10,000 peers, which takes gigabytes and most of the time
     if only == ("simulated",):
         return simulated_dht.rows(say, simulated_dht.Plan(sizes=simulated_dht.SMALL))
+    if only == ("attacks",):
+        return [attacks.rows(say, attacks.QUICK)]
     return [churn.rows(say, churn.QUICK) if only == ("churn",) else quick.rows(say)]
 
 

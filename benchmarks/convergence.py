@@ -249,7 +249,10 @@ class Section:
     def train_alone(self, name: str, seed: int) -> Outcome:
         start, began_s = self._from(seed), time.monotonic()
         outcome = Outcome(setup=name, seed=seed, settings=self._scale.settings)
-        on_evaluation = lambda step, loss, sent: outcome.curve.append((step, loss, sent))  # noqa: E731
+
+        def on_evaluation(step: int, loss: float, sent: float) -> None:
+            outcome.curve.append((step, loss, sent))
+
         four_peers.train_alone(
             self._data, start, self._scale, seed, peers=_ALONE[name], on_evaluation=on_evaluation
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from averaging.optim.modes.settings import ModeName
 from averaging.optim.optimizer import Optimizer
 from averaging.optim.reports import StepReport
 from benchmarks.results import Aim, Row, Series
@@ -24,7 +25,7 @@ from swarm.testing.cuts import Cuts
 
 SIZES = ((1, 1), (1, 2), (2, 2))  # peers on the two sides
 CUTS_S = (3.0, 6.0, 15.0, 60.0)
-MODES = ("gradients", "diloco", "local")
+MODES: tuple[ModeName, ...] = ("gradients", "diloco", "local")
 STEP_S = 0.05
 EPOCHS_BEFORE = 4
 EPOCHS_AFTER = 3
@@ -39,7 +40,7 @@ class Trainer:
     """One peer that trains in a thread of its own, from `start` to `close`."""
 
     node: Node
-    mode: str
+    mode: ModeName
     reports: list[StepReport] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -53,7 +54,7 @@ class Trainer:
             run="cuts",
             target_batch_size=TARGET,
             batch_size_per_step=BATCH,
-            mode=self.mode,  # type: ignore[arg-type]
+            mode=self.mode,
         )
         self._executor = ThreadPoolExecutor(1)
         self._training = self._executor.submit(self._train)
@@ -93,7 +94,7 @@ class Outcome:
     epochs_given_up: int  # by the peers of the other side, the most of any
 
 
-def measure(mode: str, sizes: tuple[int, int], cut_s: float, *, both_ways: bool = True) -> Outcome:
+def measure(mode: ModeName, sizes: tuple[int, int], cut_s: float, *, both_ways: bool = True) -> Outcome:
     """Cut a swarm into two sides for `cut_s`. Raise the error of a trainer that failed."""
     with ExitStack() as stack:
         nodes = [stack.enter_context(Node(listen="127.0.0.1:0"))]

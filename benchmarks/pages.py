@@ -49,7 +49,9 @@ TITLES = {
         "Many peers",
         "Training through the grid in simulated swarms larger than a group; virtual time.",
     ),
+    "electors": ("Electors", "Free identities in an open run: how many become electors; virtual time."),
     "monitor": ("Monitor", "What watching a run costs."),
+    "attacks": ("Attacks", "A node flooded by strangers, and a run beside crowds of them; real sockets."),
     "hostile": ("Hostile peers", "Loss under attack, and the cost of robust aggregation."),
 }
 

@@ -129,7 +129,9 @@ ORDER = (
         "cuda",
         "simulated",
         "grid",
+        "electors",
         "monitor",
+        "attacks",
         "hostile",
     ),
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import (
     allreduce,
+    attacks,
     churn,
     codecs,
     convergence,
@@ -27,6 +28,7 @@ from benchmarks import (
     peer_failures,
     simulated_dht,
     simulated_groups,
+    simulated_growth,
     simulated_monitoring,
     simulated_progress,
     simulated_rounds,
@@ -109,9 +111,11 @@ SECTIONS = {
     ),
     "simulated": Section(rows=_simulated),
     "grid": Section(rows=lambda request: simulated_training.rows(request.setting.say)),
+    "electors": Section(rows=lambda request: simulated_growth.rows(request.setting.say)),
     "progress": Section(rows=lambda request: simulated_progress.rows(request.setting.say)),
     "monitor": Section(rows=lambda request: simulated_monitoring.rows(request.setting.say)),
     "hostile": Section(rows=_once(lambda request: hostile.rows(request.setting.say))),
+    "attacks": Section(rows=_once(lambda request: attacks.rows(request.setting.say))),
     "codecs": Section(
         rows=_once(lambda request: codecs.rows(request.setting.say, request.setting.hivemind)), compared=True
     ),

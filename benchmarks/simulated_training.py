@@ -30,6 +30,7 @@ class Swarm:
 SWARMS = (
     Swarm(peers=100, group_size=16, epochs=4),
     Swarm(peers=256, group_size=16, epochs=2),
+    Swarm(peers=1000, group_size=16, epochs=2),
 )
 
 

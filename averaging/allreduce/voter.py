@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from averaging.history.certificate import Proposal, Vote, vote_statement
 from averaging.history.round_lineage import RoundLineage
-from averaging.reduction.audit import Signer
+from swarm.core.identity import Signer
 from swarm.core.ids import Contact, PeerId
 
 

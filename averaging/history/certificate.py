@@ -9,7 +9,7 @@ check the certificate that extends it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
@@ -178,12 +178,12 @@ class Certificate:
     votes: Mapping[PeerId, bytes]  # signatures of those that voted for this result
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors that left, and are not counted
 
-    @property
-    def head(self) -> bytes:
-        """Return the head after this round: the hash of what was decided, which includes the previous head.
-        It does not depend on which of the votes were collected.
-        """
-        return blake3(_HEAD + self.proposal.digest() + self.result).digest()
+    # The head after this round: the hash of what was decided, which includes the previous head. It does not
+    # depend on which of the votes were collected. Made once: each report of another peer is compared with it.
+    head: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head", blake3(_HEAD + self.proposal.digest() + self.result).digest())
 
     def check(self, electors: Sequence[PeerId], register: Register) -> None:
         """Raise PeerError unless this certificate is valid after a head with these electors and this

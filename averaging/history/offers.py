@@ -7,7 +7,7 @@ An identity costs nothing, so neither the longest history nor the one that most 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,9 +30,13 @@ class _Offer:
 class Offers:
     """Histories of other peers between which voices decide, and who has one."""
 
-    def __init__(self, introducers: Sequence[PeerId] = ()) -> None:
-        """`introducers`: the peers that the user named to enter the swarm, in their order."""
-        self.introducers = tuple(introducers)
+    def __init__(
+        self, introducers: Sequence[PeerId] = (), named: Callable[[], Sequence[PeerId]] = tuple
+    ) -> None:
+        """`introducers`: the peers that the user named to enter the swarm, in their order. `named` returns
+        the members of the run that these have named to this peer.
+        """
+        self.introducers, self._named = tuple(introducers), named
         self._offers: OrderedDict[PeerId, _Offer] = OrderedDict()
 
     def asked_first(self, lineage: Lineage) -> Sequence[PeerId]:
@@ -40,7 +44,7 @@ class Offers:
         of a peer that found no quorum.
         """
         if not lineage.has_begun:
-            return (*lineage.electors, *self.introducers)
+            return (*lineage.electors, *self.introducers, *self._named())
         return (*lineage.electors, *self.introducers) if lineage.is_waiting else ()
 
     def takes(self, relation: Relation, lineage: Lineage, chain: Chain, contact: Contact) -> bool:
@@ -87,7 +91,8 @@ class Offers:
 
     def _voices(self, lineage: Lineage, heads: Mapping[PeerId, bytes]) -> Sequence[PeerId]:
         """Return the peers that have a voice: the live electors of this peer's own head; without any, the
-        introducers that take part in the run; for a newcomer whose introducers do not, everybody.
+        introducers that take part in the run; for a newcomer whose introducers do not, the members that they
+        have named; without any, everybody.
         """
         nobody = genesis(lineage.run)
         live = [peer for peer in {**heads, **self._offers} if self._head_of(peer, heads) not in (b"", nobody)]
@@ -95,7 +100,9 @@ class Offers:
             present = [peer for peer in group if peer in live and peer != lineage.own]
             if present:
                 return present
-        return () if lineage.has_begun else live
+        if lineage.has_begun:
+            return ()
+        return [peer for peer in self._named() if peer in live and peer != lineage.own] or live
 
     def _head_of(self, peer: PeerId, heads: Mapping[PeerId, bytes]) -> bytes:
         """Return the head that a peer is for: of the history that it has shown, else the reported one."""

@@ -150,8 +150,7 @@ class EpochCloser:
                 _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
             waited = True
             if self.is_behind():
-                reason = f"the swarm completed epoch {self._state.epoch} without this peer"
-                return CloseOutcome(stepped=False, behind=True, reason=reason, rounds_failed=failed)
+                return self._missed(failed)
             if self._traits.keeps_progress and not history.waits_briefly:
                 return CloseOutcome(stepped=False, reason=history.quorum_text(), rounds_failed=failed)
             self._tracker.wait_refresh(_QUORUM_POLL_S)
@@ -171,8 +170,7 @@ class EpochCloser:
                 self._waits_to_begin_s = now_s
                 _log.warning("epoch %d is full, and not closed: %s", epoch, obstacle)
             if self.is_behind():
-                reason = f"the swarm completed epoch {epoch} without this peer"
-                return CloseOutcome(stepped=False, behind=True, reason=reason, rounds_failed=failed)
+                return self._missed(failed)
             if now_s - self._waits_to_begin_s >= self._load_timeout_s:
                 _log.warning("beginning the run after %g s, although %s", self._load_timeout_s, obstacle)
                 return None
@@ -209,9 +207,13 @@ class EpochCloser:
             return self.step_alone(result, failed)
         self._probe()
         if result.reason == "passed" or self.is_behind():
-            reason = f"the swarm completed epoch {epoch} without this peer"
-            return CloseOutcome(stepped=False, behind=True, reason=reason, round=result, rounds_failed=failed)
+            return self._missed(failed, result)
         return None
+
+    def _missed(self, failed: int, result: RoundResult | None = None) -> CloseOutcome:
+        """Return the outcome of an attempt that ends because the others closed this epoch."""
+        reason = f"the swarm completed epoch {self._state.epoch} without this peer"
+        return CloseOutcome(stepped=False, behind=True, reason=reason, round=result, rounds_failed=failed)
 
     def _advance(self, metadata: list[object], members: Sequence[PeerId], began_ago_s: float = 0.0) -> None:
         now_s = self._clock.monotonic_s()

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from averaging.reduction.partition import Chunk, Plan
-from swarm.core.ids import PeerId
+from swarm.core.identity import Signer
 
 if TYPE_CHECKING:
     import random
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 SIGNATURE_BYTES = 64
 _CONTEXT = b"swarm averaging chunk\0"  # a signature of anything else never passes for one of a contribution
 _CHUNKS_SPARE = 4
-
-
-class Signer(Protocol):
-    """The part of `swarm.core.identity.Identity` that audits and votes need."""
-
-    peer_id: PeerId
-
-    def sign(self, message: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)

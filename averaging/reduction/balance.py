@@ -17,11 +17,12 @@ everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from averaging.matchmaking.logic.group import Member, can_dial
 from swarm.core.errors import UsageError
+from swarm.core.ids import PeerId
 
 _ROUNDING = 1e-9  # of an amount: the time of the whole vector times the speed may be a little less
 _HALVINGS = 200  # until two neighbouring floats are left
@@ -31,10 +32,10 @@ _SLOWER = 1.5  # bandwidths down to the median over this count as the median: me
 # sent more: where all links are alike, a member that was mistaken for a fast one becomes the bottleneck, the
 # others' sends wait for it, and next time they look slower still.
 _FASTER = 2.0
-# Every reducer exchanges a stream with every other member: n reducers among n members cost n * n streams, each
-# about a millisecond of processor time on both ends. A group of up to REDUCERS_ALWAYS members shares any vector
-# among all of them; a larger one only as far as shards have SHARD_BYTES_MIN. Smaller: rounds of many members
-# over a small vector cost more than their bytes; larger: fast links stay idle.
+# Every reducer exchanges a stream with every other member: n reducers among n members cost n * n streams,
+# each about a millisecond of processor time on both ends. A group of up to REDUCERS_ALWAYS members shares any
+# vector among all of them; a larger one only as far as shards have SHARD_BYTES_MIN. Smaller: rounds of many
+# members over a small vector cost more than their bytes; larger: fast links stay idle.
 SHARD_BYTES_MIN = 64 << 10
 REDUCERS_ALWAYS = 8
 
@@ -51,11 +52,14 @@ class ReducerLoad:
     is_set: bool = False  # its user has set the bandwidth; False: it was measured
 
 
-def shares_of(members: Sequence[Member], size_bytes: int) -> list[float]:
+def shares_of(
+    members: Sequence[Member], size_bytes: int, reducers: Collection[PeerId] | None = None
+) -> list[float]:
     """Return the shares of a group's members of a vector with `size_bytes` encoded bytes, computed from the
     bandwidths that they announced. When the vector is too small for all of them, those that could take the
     largest shares reduce; of equals, the earlier in group order. Members without a weight that are no
-    auxiliary peers are on their way into the run, and reduce only where the others are too few.
+    auxiliary peers are on their way into the run, and reduce only where the others are too few. `reducers`:
+    those that may have a share; None: all that can be dialed.
     """
     loads = [
         ReducerLoad(
@@ -63,7 +67,7 @@ def shares_of(members: Sequence[Member], size_bytes: int) -> list[float]:
             down=member.bandwidth,
             contributes=member.weight > 0.0,
             receives=not member.auxiliary,
-            reduces=can_dial(member),
+            reduces=can_dial(member) and (reducers is None or member.peer_id in reducers),
             is_set=member.bandwidth_is_set,
         )
         for member in members

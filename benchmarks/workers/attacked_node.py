@@ -1,4 +1,4 @@
-"""A node that trains alone in a run while strangers flood it: it measures its own event loop and memory."""
+"""A node that trains in a run while strangers flood it: it measures its own event loop and memory."""
 
 from __future__ import annotations
 
@@ -88,17 +88,21 @@ def main() -> None:
     channel = WorkerChannel()
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.zeros(PARAMETERS))]
+    is_first = channel.configuration["rank"] == 0
+    bootstrap = [] if is_first else [channel.published("address")]
     with (
-        swarm.Node(listen="127.0.0.1:0", identity=Identity.generate()) as node,
+        swarm.Node(bootstrap, listen="127.0.0.1:0", identity=Identity.generate()) as node,
         swarm.Optimizer(
             torch.optim.SGD(parameters, lr=1e-3),
             node=node,
             run=RUN,
-            target_batch_size=16,
+            target_batch_size=channel.configuration["target"],
             batch_size_per_step=1,
         ) as optimizer,
     ):
-        node.network.run(fill(node), 30.0)
+        if is_first:
+            node.network.run(fill(node), 30.0)
+            channel.publish("address", node.addresses[0])
         watch = LoopWatch()
         node.network.submit(watch.run())
         while optimizer.epoch < 2:

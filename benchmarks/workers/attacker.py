@@ -16,12 +16,14 @@ from pathlib import Path
 import grpc
 import msgpack
 
-from averaging.optim.exchange import CHUNKS, OPEN
+from averaging.optim.exchange import CHUNKS, OPEN, REPORT
+from averaging.optim.progress.claims import claim_of
+from averaging.optim.progress.logic.reports import ProgressReport
 from benchmarks.worker_channel import WorkerChannel
 from benchmarks.workers.attacked_node import LARGE_KEY, LONG_KEY, RUN
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact, Key
+from swarm.core.ids import Contact, Key, open_run_id
 from swarm.dht.logic.records import Record, signed
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import key_to_wire, record_to_wire
@@ -93,7 +95,7 @@ def _context(identity: Identity) -> ssl.SSLContext:
 
 
 async def _repeat(seconds: float, one: Callable[[int], Awaitable[int]], side_by_side: int) -> int:
-    """Repeat `one` for a time, so many of them at once. Return the sum of what they return."""
+    """Repeat `one` for a time, `side_by_side` of them at once. Return the sum of what they return."""
     deadline_s, total = time.monotonic() + seconds, 0
 
     async def worker(number: int) -> None:
@@ -271,17 +273,55 @@ async def leases(target: Target, seconds: float) -> int:
 
     async def one(_number: int) -> int:
         async with target.channel(Identity.generate()) as channel:
-            request = state_pb2.OpenRequest(run=RUN).SerializeToString()
+            request = state_pb2.OpenRequest(run=open_run_id(RUN)).SerializeToString()
             raw = await channel.unary_unary(OPEN.name)(request, timeout=_CALL_S)
             lease = state_pb2.OpenReply.FromString(raw).lease
             stream = channel.stream_stream(CHUNKS.name)()
-            await stream.write(state_pb2.ChunksRequest(run=RUN, lease=lease, indices=[0]).SerializeToString())
+            await stream.write(
+                state_pb2.ChunksRequest(run=open_run_id(RUN), lease=lease, indices=[0]).SerializeToString()
+            )
             await stream.read()
             await asyncio.sleep(3.0)
             stream.cancel()
         return 1
 
     return await _repeat(seconds, one, CONNECTIONS)
+
+
+async def crowd(target: Target, seconds: float, identities: int) -> int:
+    """Take part in the run of the node as many identities: each reports a later epoch, stores records of
+    progress and of a state that it does not have, and takes a place for a download.
+    """
+    run_id, made, now_s = open_run_id(RUN), [Identity.generate() for _ in range(identities)], time.time()
+    claim = ProgressReport(epoch=1 << 20, samples=1 << 20, rate=1e6, at_s=now_s, since_s=now_s - 1.0)
+    report = state_pb2.ReportRequest(run=run_id, claim=claim_of(claim), full=True).SerializeToString()
+    lease = state_pb2.OpenRequest(run=run_id, reserve=True).SerializeToString()
+    at = [f"/ip4/{target.host}/tcp/{target.port}/tls/http"]
+    state = {"epoch": 1 << 20, "canonical": True, "digest": bytes(32), "addresses": at, "bytes": 1}
+    values = {"progress": {**claim.encode(), "addresses": at}, "donors": state}
+
+    async def one(_number: int) -> int:
+        identity = random.choice(made)
+        records = []
+        for name, value in values.items():
+            record = Record(
+                key=Key(f"run.{run_id}", name),
+                subkey=str(identity.peer_id),
+                value=msgpack.packb(value),
+                issued_at_us=int(time.time() * 1e6),
+                expiration_us=int(time.time() * 1e6) + 60_000_000,
+                writer=identity.peer_id,
+            )
+            records.append(record_to_wire(signed(record, identity)))
+        store = DhtStoreRequest(sender=_sender(identity), records=records).SerializeToString()
+        async with target.channel(identity) as channel:
+            for method, request in ((STORE, store), (REPORT, report), (OPEN, lease)):
+                with contextlib.suppress(grpc.aio.AioRpcError):  # a refusal ends only this call
+                    await channel.unary_unary(method.name)(request, timeout=_CALL_S)
+            await asyncio.sleep(0.5)
+        return 1
+
+    return await _repeat(seconds, one, min(identities, CONNECTIONS))
 
 
 async def garbage(target: Target, seconds: float) -> int:
@@ -348,7 +388,9 @@ def main() -> None:
     target = Target(channel.configuration["address"])
     while True:
         order = channel.receive()
-        count = asyncio.run(FLOODS[order["do"]](target, order["seconds"]))
+        seconds, identities = order["seconds"], order.get("identities", 0)
+        flood = crowd(target, seconds, identities) if identities else FLOODS[order["do"]](target, seconds)
+        count = asyncio.run(flood)
         channel.send("flooded", count=count)
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -104,7 +104,7 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     default=None,
     help="Nobody trains for a while; members stay and keep the state.",
 )
-@click.option("--end/--reopen", "ended", default=None, help="The run is over for everybody.")
+@click.option("--end/--reopen", "ended", default=None, help="End the run for everybody, or open it again.")
 @click.option(
     "--ban",
     metavar="PEERID",
@@ -121,9 +121,7 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it.",
 )
 @options.as_json
-def change(
-    run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: object
-) -> int:
+def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: Any) -> int:
     """Change a run that you own: publishes the next version of its signed specification, which its members
     follow within seconds.
 
@@ -140,7 +138,7 @@ def change(
     from swarm.dht.logic.blobs import version_text
     from swarm.run.changes import Change, differences, sign_change
 
-    wanted = Change(**changes)  # type: ignore[arg-type]
+    wanted = Change(**changes)
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
     with temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
         known = node.network.run(directory.find(run), 30.0)

@@ -59,7 +59,7 @@ def swarm() -> None:
     \b
       swarm demo                            watch four peers train a model on this machine
       swarm start examples/bytelm.toml      create a run; prints the command with which others join
-      swarm join ADDRESS                    volunteer for it
+      swarm join INVITE                     volunteer for it
       swarm serve --experts 'ffn.[0:4]'     host experts that others call
-      swarm monitor ADDRESS                 watch it
+      swarm monitor INVITE                  watch it
     """

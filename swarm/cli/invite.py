@@ -34,21 +34,25 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 @click.command(context_settings=options.CONTEXT)
 @click.argument("run", metavar="RUN")
 @click.option(
-    "--for", "peer", metavar="PEERID", default=None, help="Only this peer can use it. [default: who has it]"
+    "--for",
+    "peer",
+    metavar="PEERID",
+    default=None,
+    help="Only this peer can use it. [default: anybody who has it]",
 )
 @click.option(
     "--uses",
     type=click.IntRange(1, USES_MAX),
     default=1,
     show_default=True,
-    help="How many peers may take part by it, those included that they invite.",
+    help="How many peers may join with it, including those that they invite.",
 )
 @click.option(
     "--expires",
     metavar="TIME",
     default="30d",
     show_default=True,
-    help="When it ends, for those as well that joined by it: 12h, 7d.",
+    help="How long it is valid, also for the peers that joined with it: 12h, 7d.",
 )
 @click.option(
     "--role",
@@ -108,13 +112,13 @@ def starting_invite(owner: Identity, specification: RunSpecification) -> Invite:
 
     run = RunIdentity(owner.peer_id, specification.name, specification.recovery_peer)
     for known in SpecificationStore(specifications_folder()).all():
-        if (known.founder, known.name) == (run.founder, run.name):
+        if known.name == run.name and owner.peer_id in (known.founder, known.owner):
             run = _identity_of(known)  # a run that goes on has the recovery key that it began with
     return make_invite(run, owner, (), _START_TERMS, now_s=time.time())
 
 
 def _identity_of(signed: SignedSpecification) -> RunIdentity:
-    return RunIdentity(signed.founder, signed.name, signed.specification.recovery_peer)
+    return RunIdentity(signed.founder, signed.name, signed.specification.recovery_peer, signed.handover)
 
 
 def stored_run(run: str) -> SignedSpecification:
@@ -154,7 +158,7 @@ def owners_entries(run: str, given: Sequence[str], owner: Identity, own: PeerId)
         signed = stored_run(run)
     except SwarmError:
         return entries
-    if signed.founder != owner.peer_id or signed.specification.members != "invited":
+    if signed.owner != owner.peer_id or signed.specification.members != "invited":
         return entries
     terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_COMMAND_S, peer=own)
     own_invite = make_invite(_identity_of(signed), owner, (), terms, now_s=time.time())

@@ -32,11 +32,14 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
     created with --recovery-key. It keeps its settings, but is neither paused nor ended, and nobody is banned;
     `swarm start RUN.toml --identity FILE` restores what else was changed.
 
+    In a run for invited peers, the invites by which its present members joined stay valid, and no others of
+    the old owner. The new owner makes new ones with `swarm invite`.
+
     Without --from the run is reached through a volunteer of this user on this machine; if there is none, the
     new owner is written down here and `swarm start` publishes it.
 
     \b
-    Before, when the run was created, with a key on a stick that is kept in a drawer:
+    When the run is created, with a key on a USB stick that is kept offline:
       swarm identity --create --identity ~/usb/recovery.identity
       swarm start RUN.toml --recovery-key ~/usb/recovery.identity
 
@@ -47,6 +50,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
       swarm recover bytelm --recovery-key ~/usb/recovery.identity --identity ~/owner2.identity
     """
     from swarm.dht.logic.blobs import version_text
+    from swarm.run.membership import first_subjects, load_capability
     from swarm.run.recovery import recover as sign_recovery
 
     key = Identity.read(recovery)
@@ -54,13 +58,17 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
     asked = following = 0
     if addresses or any(one.matches(run) for one in Control(control_folder()).running()):
         with temporary_node(RunAddress(run=run, addresses=addresses)) as (node, directory):
-            signed = sign_recovery(node.network.run(directory.find(run), 30.0), key, owner)
+            known = node.network.run(directory.find(run), 30.0)
+            confirmed = node.network.run(first_subjects(node), 30.0)
+            signed = sign_recovery(known, key, owner, confirmed)
             asked, following = tell_members(node, directory, signed)
         told = f"{following} of {asked} members that were asked follow it; they forward it to the others"
     else:
         from swarm.run.specification_store import SpecificationStore
 
-        signed = sign_recovery(stored_run(run), key, owner)
+        known = stored_run(run)
+        held = load_capability(specifications_folder(), known.run_id, owner.peer_id)
+        signed = sign_recovery(known, key, owner, {grant.subject for grant in held[:1]})
         SpecificationStore(specifications_folder()).save(signed)
         told = "nobody was told, since nothing trains it here: `swarm start` with this identity publishes it"
     print_result(

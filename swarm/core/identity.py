@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 from pathlib import Path
+from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -27,6 +28,15 @@ _SIGNATURE_BYTES = 64
 _FILE_BYTES_MAX = 1024
 # Protobuf: field 1 (type) varint 1 (Ed25519), field 2 (data) of a one-byte length.
 _ENCODED_PREFIX = bytes.fromhex("080112")
+
+
+class Signer(Protocol):
+    """The key that signs for a peer: an `Identity`, or a seeded one in tests."""
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    def sign(self, message: bytes) -> bytes: ...
 
 
 class Identity:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from swarm.core.errors import NotInvited
 from swarm.core.ids import PeerId
-from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_grants
+from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_rooted
 
 # What a caller needs for the methods of a service; methods that are not listed here take any member.
 NEEDED_ROLES: dict[str, frozenset[Role]] = {
@@ -39,8 +39,12 @@ class _Uses:
 class Admission:
     """The peers that this process has admitted to one run."""
 
-    def __init__(self, run_id: str, owner: PeerId) -> None:
-        self.run_id, self.owner = run_id, owner
+    def __init__(self, run_id: str, owner: PeerId, founder: PeerId | None = None) -> None:
+        """`founder`: the first owner, if another one has the run now (`follow_owner`)."""
+        self.run_id, self.owner, self._founder = run_id, owner, founder or owner
+        # the peers and invites of the founder whose capabilities the present owner has confirmed; None: all,
+        # as far as this process knows
+        self._confirmed: frozenset[PeerId] | None = None
         self.revoked: frozenset[PeerId] = frozenset()
         self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
         # by holder, of whom the owner is one without a capability
@@ -65,7 +69,7 @@ class Admission:
         if not grants:
             raise NotInvited(self._sentence("a peer joins with an invite (swarm1…)"))
         try:
-            standing = check_grants(self.run_id, self.owner, grants, now_s)
+            standing = check_rooted(self.run_id, self._roots_of(grants), grants, now_s)
         except NotInvited as error:
             raise NotInvited(self._sentence(str(error))) from None
         last = grants[-1]
@@ -95,6 +99,39 @@ class Admission:
             del self._standings[peer]
             return frozenset()
         return standing.roles
+
+    def follow_owner(self, owner: PeerId, confirmed: Iterable[PeerId]) -> None:
+        """Take the run's present owner, whom its recovery key has named, from its specification. Of the
+        founder's capabilities only those count that the new owner has confirmed: the founder's key may be
+        stolen, and a grant can be given any date.
+        """
+        self._confirmed = frozenset(confirmed) if owner != self._founder else None
+        if owner != self.owner:
+            self._standings.pop(self.owner, None)
+            self.owner = owner
+        self._standings[owner] = _OWNERS_RIGHTS
+        for holder, one in list(self._standings.items()):
+            if one.grants:
+                try:
+                    check_rooted(self.run_id, self._roots_of(one.grants), one.grants, one.signed_s)
+                except NotInvited:
+                    self._forget(holder)
+                    self.removed |= {holder}
+        if owner != self._founder:
+            self.removed |= {self._founder} - self._standings.keys()
+        self.removed -= {owner}
+
+    @property
+    def first_subjects(self) -> frozenset[PeerId]:
+        """Return the peers and invites with which the admitted capabilities begin."""
+        return frozenset(one.grants[0].subject for one in self._standings.values() if one.grants)
+
+    def _roots_of(self, grants: Grants) -> list[PeerId]:
+        """Return the owners whose signature a capability may begin with."""
+        if self.owner == self._founder:
+            return [self.owner]
+        confirmed = self._confirmed is None or grants[0].subject in self._confirmed
+        return [self.owner, self._founder] if confirmed else [self.owner]
 
     def revoke(self, peers: Iterable[PeerId]) -> None:
         """Replace the list of revoked peers and invites, and forget the peers that they concern."""

@@ -106,6 +106,19 @@ def bear(run_id: str, grants: Grants, key: Identity, holder: PeerId, now_s: floa
     return (*grants, issue(run_id, key, own))
 
 
+def check_rooted(run_id: str, owners: Iterable[PeerId], grants: Grants, now_s: float) -> Rights:
+    """Check a chain of grants whose first one is of any of these owners, the present one first. Raises
+    NotInvited with the reason that holds for the last of them.
+    """
+    reason = NotInvited("the run has no owner")
+    for owner in owners:
+        try:
+            return check_grants(run_id, owner, grants, now_s)
+        except NotInvited as error:
+            reason = error
+    raise reason
+
+
 def check_grants(run_id: str, owner: PeerId, grants: Grants, now_s: float) -> Rights:
     """Check a chain of grants and return what it allows to its last subject.
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
-from swarm.dht.logic.blobs import run_id_of
+from swarm.dht.logic.blobs import Handover, run_id_of
 from swarm.membership.capability import (
     CAPABILITY_BYTES_MAX,
     USES_MAX,
@@ -28,7 +28,7 @@ from swarm.membership.capability import (
     Rights,
     Role,
     bear,
-    check_grants,
+    check_rooted,
     decode,
     encode,
     issue,
@@ -50,10 +50,21 @@ class RunIdentity:
     founder: PeerId
     name: str
     recovery: PeerId | None = None  # the run's recovery key, if it has one
+    handover: Handover | None = None  # by which its present owner got the run; None: the founder has it
 
     @property
     def run_id(self) -> str:
         return run_id_of(self.founder, self.name, self.recovery)
+
+    @property
+    def owner(self) -> PeerId:
+        """The present owner, as far as is known."""
+        return self.handover.owner if self.handover is not None else self.founder
+
+    @property
+    def owners(self) -> tuple[PeerId, ...]:
+        """The owners with whose signature a capability may begin, the present one first."""
+        return tuple(dict.fromkeys((self.owner, self.founder)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +78,8 @@ class Invite:
 
     @property
     def owner(self) -> PeerId:
-        """The founder of the run, with whose signature every capability begins."""
-        return self.run.founder
+        """The owner of the run, as far as the invite's issuer knew."""
+        return self.run.owner
 
     @property
     def name(self) -> str:
@@ -98,7 +109,7 @@ class Invite:
         else:
             raise UsageError(f"this invite is for peer {self.subject}, and this peer is {holder}")
         try:
-            check_grants(self.run_id, self.owner, grants, now_s)
+            check_rooted(self.run_id, self.run.owners, grants, now_s)
         except PeerError as error:
             raise UsageError(f"this invite to {self.name} cannot be used: {error}") from error
         return grants
@@ -112,8 +123,10 @@ class Invite:
         """Return the invite as one word, `swarm1…`."""
         contacts = [[contact.peer_id.public_key, contact.published] for contact in self.contacts]
         recovery = self.run.recovery.public_key if self.run.recovery is not None else b""
-        founder, grants = self.owner.public_key, encode(self.grants)
+        founder, grants = self.run.founder.public_key, encode(self.grants)
         fields = [_FORMAT, founder, self.name, recovery, contacts, grants, self.key]
+        if self.run.handover is not None:
+            fields.append(self.run.handover.encode())
         packed: bytes = msgpack.packb(fields)
         return PREFIX + base58.b58encode(packed + _checksum(packed)).decode()
 
@@ -122,7 +135,7 @@ class Invite:
         """Decode an invite. Raises UsageError when it is damaged or malformed. Signatures are not checked."""
         try:
             raw = _decoded(text.strip())
-            format_, founder, name, recovery, contacts, grants, key = msgpack.unpackb(
+            format_, founder, name, recovery, contacts, grants, key, *handover = msgpack.unpackb(
                 raw, max_map_len=0, max_array_len=CONTACTS_MAX, max_bin_len=CAPABILITY_BYTES_MAX
             )
             if format_ != _FORMAT:
@@ -130,7 +143,7 @@ class Invite:
             if not isinstance(name, str) or not isinstance(key, bytes) or len(key) not in (0, _KEY_BYTES):
                 raise ValueError("a field has another type")
             invite = cls(
-                run=RunIdentity(PeerId(founder), name, PeerId(recovery) if recovery else None),
+                run=_identity(PeerId(founder), name, PeerId(recovery) if recovery else None, *handover),
                 contacts=tuple(_contact(*item) for item in contacts),
                 grants=decode(grants),
                 key=key,
@@ -197,11 +210,11 @@ def make_invite(run: RunIdentity, issuer: Identity, held: Grants, terms: Terms, 
         raise UsageError(f"an invite has 1 to {USES_MAX} uses, not {terms.uses}")
     if not 0 < terms.lifetime_s <= _EXPIRES_S_MAX:
         raise UsageError("an invite lives for more than nothing and at most ten years")
-    owner, run_id = run.founder, run.run_id
+    owner, run_id = run.owner, run.run_id
     expires_s = int(now_s + terms.lifetime_s)
     uses = terms.uses
     if issuer.peer_id != owner:
-        standing = _own_standing(run_id, owner, held, now_s, issuer.peer_id)
+        standing = _own_standing(run, held, now_s, issuer.peer_id)
         uses = min(uses, standing.grants[-1].uses)
         expires_s = min(expires_s, int(standing.expires_s))
     key = Identity.generate() if terms.peer is None else None
@@ -215,21 +228,26 @@ def make_invite(run: RunIdentity, issuer: Identity, held: Grants, terms: Terms, 
     )
     grants = (*(() if issuer.peer_id == owner else held), issue(run_id, issuer, grant))
     try:
-        check_grants(run_id, owner, grants, now_s)
+        check_rooted(run_id, run.owners, grants, now_s)
     except PeerError as error:
         raise UsageError(f"this identity cannot give that invite to {run.name}: {error}") from error
     private = key.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption()) if key else b""
     return Invite(run=run, contacts=(), grants=grants, key=private)
 
 
-def _own_standing(run_id: str, owner: PeerId, held: Grants, now_s: float, issuer: PeerId) -> Rights:
+def _own_standing(run: RunIdentity, held: Grants, now_s: float, issuer: PeerId) -> Rights:
     try:
-        standing = check_grants(run_id, owner, held, now_s)
+        standing = check_rooted(run.run_id, run.owners, held, now_s)
     except PeerError as error:
         raise UsageError(f"this identity cannot invite: {error}") from error
     if standing.grants[-1].subject != issuer:
         raise UsageError(f"the capability that is kept here belongs to {standing.grants[-1].subject}")
     return standing
+
+
+def _identity(founder: PeerId, name: str, recovery: PeerId | None, handover: object = None) -> RunIdentity:
+    checked = Handover.decode(handover, founder, run_id_of(founder, name, recovery), recovery)
+    return RunIdentity(founder, name, recovery, checked)
 
 
 def _contact(peer: bytes, addresses: list[str]) -> Contact:

@@ -67,6 +67,7 @@ class Collector:
     remembered: Callable[[], Sequence[Contact]]  # all peers that this machine ever met
     specification: Callable[[], Awaitable[RunView | None]] | None = None  # None: a run without one
     experts: Callable[[], Awaitable[tuple[ExpertView, ...]]] | None = None
+    members: Callable[[], Awaitable[None]] | None = None  # learns who the members are
     after: Callable[[], Awaitable[None]] | None = None
     polls: int = 0  # that were answered
     donors: tuple[Contact, ...] = ()  # peers that offer the run's state, as of the last poll
@@ -75,6 +76,7 @@ class Collector:
     _entry_asked_s: float = float("-inf")
     _run_asked_s: float = float("-inf")
     _experts_asked_s: float = float("-inf")
+    _members_asked_s: float = float("-inf")
     _experts: tuple[ExpertView, ...] = ()
 
     async def run(self) -> None:
@@ -198,7 +200,7 @@ class Collector:
         self._entry_answers = any(task.result() for task in tasks)
 
     async def _refresh(self) -> None:
-        """Read the specification and the experts, if they are due."""
+        """Read the specification, the experts and the members, if they are due."""
         now_s = self.clock.monotonic_s()
         try:
             if self.experts is not None and now_s - self._experts_asked_s >= _EXPERTS_INTERVAL_S:
@@ -209,6 +211,9 @@ class Collector:
                 newer = await self.specification()
                 if newer is not None and newer.version > self.model.run.version:
                     self.model.on_run(newer, self.clock.swarm_s())
+            if self.members is not None and now_s - self._members_asked_s >= _RUN_INTERVAL_S:
+                self._members_asked_s = now_s
+                await self.members()
         except SwarmError as error:
             _log.info(
                 "the specification of run %s, or its experts, were not read: %s", self.model.run.run_id, error

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sqlite3
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from averaging.optim.exchange import fetch_chain
 from swarm.core.errors import NetworkError, NotInvited, SwarmError, UsageError
 from swarm.core.ids import Contact, open_run_id
 from swarm.membership.invite import Entrance
@@ -33,6 +35,8 @@ from swarm.run.task import make_task
 if TYPE_CHECKING:
     from moe.protocol.declarations import Directory
     from swarm.monitor.saving import StateSavingConfig
+
+_log = logging.getLogger(__name__)
 
 _WAIT_S = 0.25
 _JOIN_S = 6.0
@@ -79,7 +83,7 @@ class Watch:
             self.history = self._open_history(run.run_id)
             events = EventLog()
             events.restore(self.history.events())
-            self.model = Model(run, events=events)
+            self.model = Model(run, events=events, standing=self.node.standing)
             service = self.node.dht.service
             self.collector = Collector(
                 dht=service,
@@ -90,6 +94,7 @@ class Watch:
                 remembered=lambda: [peer.contact for peer in self.node.book.known()],
                 specification=self._specification if run.version else None,
                 experts=self._experts,
+                members=self._members,
                 after=self._after,
             )
             self.node.network.run(self._start(), _CALL_S)
@@ -211,6 +216,29 @@ class Watch:
         if self._grids is None:
             self._grids = Directory(self.node.dht.service)
         return await experts_of(self._grids, self.config.grids)
+
+    async def _members(self) -> None:
+        """Take the members of the run from the histories of the peers by which the user entered; nobody
+        else's word makes a member. Entry peers that take no part in the run name none.
+        """
+        if self._signed is not None:
+            self.node.standing.add_members(self.run.run_id, [self._signed.owner])
+        for contact in self.collector.entry:
+            try:
+                chain = await fetch_chain(self.node.channels, self.run.run_id, contact, [])
+                await asyncio.get_running_loop().run_in_executor(None, chain.check, self.run.run_id)
+            except SwarmError as error:
+                _log.debug("no members of run %s from %s: %s", self.run.run_id, contact.peer_id.short, error)
+                continue
+            self.node.standing.add_members(
+                self.run.run_id,
+                [*chain.electors]
+                + [
+                    peer
+                    for one in chain.certificates
+                    for peer in (*one.proposal.electors, *one.proposal.contributors)
+                ],
+            )
 
     async def _specification(self) -> RunView | None:
         self._signed = await self._directory.specification(self.run.run_id)

@@ -1,7 +1,8 @@
 """How many connections callers may hold open: the surplus of strangers is closed.
 
-A connection costs memory before its caller is known. gRPC counts connections, but not whose they are. So the sockets of the server are listed once a second. A caller that has made no call yet
-is not known, and honest callers make one at once.
+A connection costs memory before its caller is known. gRPC counts connections, but not whose they are, so the
+sockets of the server are listed once a second. A caller that has made no call yet is not known, and honest
+callers make one at once.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RunMembership:
         self.invite = invite
         self.own = own
         self.capability = invite.capability_of(own, now_s())
-        self.admission = Admission(invite.run_id, invite.owner)
+        self.admission = Admission(invite.run_id, invite.owner, invite.run.founder)
         # without those that turn out to be members: what these may do follows from their capability alone
         self._entry_points = set(entry_points)
         self._now_s = now_s

@@ -31,9 +31,9 @@ MESSAGE_BYTES_MAX = (4 << 20) + (64 << 10)  # of a stream
 # Finishing the stream must differ from breaking it: the caller's end sends an empty message.
 END_OF_STREAM = b""
 
-# Reading a whole message at a time saves a caller processor time of a bulk stream, for 70 kB more per connection.
-# A server does not: strangers would choose how many connections it pays for. Larger HTTP/2 frames, windows and write buffers than gRPC's defaults gained nothing or
-# cost time (docs/decisions/0001).
+# Reading a whole message at a time saves a caller processor time of a bulk stream, for 70 kB more per
+# connection. A server does not: strangers would choose how many connections it pays for. Larger frames of
+# HTTP/2, windows and write buffers than gRPC's defaults gained nothing or cost time (docs/decisions/0001).
 BULK_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),

@@ -184,5 +184,14 @@ def differences(before: SignedSpecification, after: SignedSpecification) -> list
 
 def restart_needed(old: RunSpecification, new: RunSpecification) -> bool:
     """Return whether a setting changed that peers take up only after a restart."""
-    followed = ("target_batch_size", "paused", "ended", "end", "banned", "revoked", "description")
+    followed = (
+        "target_batch_size",
+        "paused",
+        "ended",
+        "end",
+        "banned",
+        "revoked",
+        "confirmed",
+        "description",
+    )
     return new.model_copy(update={key: getattr(old, key) for key in followed}) != old

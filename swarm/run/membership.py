@@ -17,6 +17,7 @@ from swarm.core.ids import PeerId
 from swarm.membership.capability import CAPABILITY_BYTES_MAX, Grants, Role, decode, encode
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
+from swarm.run.estimate import read_members
 from swarm.run.specification import SignedSpecification
 
 if TYPE_CHECKING:
@@ -87,8 +88,24 @@ def excluded_peers(signed: SignedSpecification, membership: RunMembership | None
     banned = signed.specification.banned_peers
     if membership is None:
         return banned
+    membership.admission.follow_owner(signed.owner, signed.specification.confirmed_peers)
     membership.admission.revoke(signed.specification.revoked_peers)
     return banned | membership.admission.removed
+
+
+async def first_subjects(node: Node) -> frozenset[PeerId]:
+    """Meet the members of the run that the node was invited to, and return the peers and invites with which
+    their capabilities begin, this node's own included. Without an invite there are none.
+    """
+    membership = node.membership
+    if membership is None:
+        return frozenset()
+    contacts = await read_members(node.dht.service, membership.run_id)
+    async with asyncio.TaskGroup() as group:
+        for contact in contacts:
+            group.create_task(node.dht.service.ping(contact))
+    own = {grant.subject for grant in membership.capability[:1]}
+    return membership.admission.first_subjects | own
 
 
 def follow_run(node: Node) -> None:

@@ -8,18 +8,23 @@ sign, so members follow the new owner whatever a thief has signed or will sign.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.dht.logic.blobs import HANDOVERS_MAX, VERSION_MAX, Handover, handover_message
-from swarm.run.specification import SignedSpecification, sign
+from swarm.run.specification import CONFIRMED_MAX, SignedSpecification, sign
 
 
-def recover(known: SignedSpecification, recovery: Identity, owner: Identity) -> SignedSpecification:
+def recover(
+    known: SignedSpecification, recovery: Identity, owner: Identity, confirmed: Collection[PeerId] = ()
+) -> SignedSpecification:
     """Sign the first version of a new owner.
 
     It has the settings of the version that is known, but the run is neither paused nor ended, and nobody is
-    banned, since these may be the thief's orders.
+    banned, since these may be the thief's orders. `confirmed`: peers and invites of the founder whose
+    capabilities stay valid; above the limit of a specification some are left out, and need a new invite.
 
     Raises UsageError if `recovery` is not the run's recovery key, or the new owner is the present one.
     """
@@ -28,7 +33,10 @@ def recover(known: SignedSpecification, recovery: Identity, owner: Identity) -> 
     if after > HANDOVERS_MAX * VERSION_MAX:
         raise UsageError(f"{known.full_name} was recovered {HANDOVERS_MAX} times, and that is the limit")
     signature = recovery.sign(handover_message(known.run_id, owner.peer_id, after))
-    specification = known.specification.model_copy(update={"paused": False, "ended": False, "banned": ()})
+    kept = tuple(sorted(str(peer) for peer in confirmed if peer not in known.specification.revoked_peers))
+    specification = known.specification.model_copy(
+        update={"paused": False, "ended": False, "banned": (), "confirmed": kept[:CONFIRMED_MAX]}
+    )
     return sign(
         specification,
         owner,

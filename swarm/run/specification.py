@@ -38,6 +38,7 @@ SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 K
 TOML_BYTES_MAX = 256 << 10
 BANNED_MAX = 500  # each takes 54 bytes of the specification
 REVOKED_MAX = 300  # likewise
+CONFIRMED_MAX = 100  # likewise
 __all__ = [
     "VERSION_MAX",
     "RunSpecification",
@@ -142,6 +143,8 @@ class RunSpecification(_Table):
     banned: tuple[str, ...] = Field(default=(), max_length=BANNED_MAX)  # PeerIDs that every member avoids
     # holders, issuers and invites (by the PeerID of their key) whose capabilities are valid no more
     revoked: tuple[str, ...] = Field(default=(), max_length=REVOKED_MAX)
+    # set by `swarm recover`: peers and invites of the founder whose capabilities stay valid
+    confirmed: tuple[str, ...] = Field(default=(), max_length=CONFIRMED_MAX)
 
     @field_validator("name")
     @classmethod
@@ -182,7 +185,7 @@ class RunSpecification(_Table):
             )
         return self
 
-    @field_validator("banned", "revoked")
+    @field_validator("banned", "revoked", "confirmed")
     @classmethod
     def _are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
@@ -235,6 +238,11 @@ class RunSpecification(_Table):
     def revoked_peers(self) -> frozenset[PeerId]:
         """The holders, issuers and keys of invites that the owner has revoked."""
         return frozenset(PeerId.parse(text) for text in self.revoked)
+
+    @property
+    def confirmed_peers(self) -> frozenset[PeerId]:
+        """The peers and invites of the founder whose capabilities the present owner has confirmed."""
+        return frozenset(PeerId.parse(text) for text in self.confirmed)
 
     @classmethod
     def from_toml(cls, text: str, where: str) -> RunSpecification:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 from blake3 import blake3
 
@@ -30,6 +30,7 @@ from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from averaging.history.tally import Tally
 from swarm.core.errors import PeerError
+from swarm.core.identity import Signer
 from swarm.core.ids import PeerId
 from swarm.core.standing import NO_SPECIFICATION, Founding
 from swarm.testing.chance import Chance
@@ -41,15 +42,6 @@ ATTEMPTS_MAX: Final = 8  # that a peer of the model follows at once
 MESSAGES_MAX: Final = 24  # under way: beyond, a random one is lost
 CHECKPOINTS_MAX: Final = 3
 HEAL_S: Final = 90  # within which peers without faults have one head again: three times the grace, and more
-
-
-class StatementSigner(Protocol):
-    """The identity that a peer signs with."""
-
-    @property
-    def peer_id(self) -> PeerId: ...
-
-    def sign(self, message: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ class Peer:
     """One peer of the model. Without a lineage its process does not run."""
 
     number: int
-    signer: StatementSigner
+    signer: Signer
     lineage: Lineage | None = None
     attempts: dict[bytes, Attempt] = field(default_factory=dict)  # by the digest of the proposal
     checkpoints: deque[Chain] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_MAX))  # on its disk
@@ -102,7 +94,7 @@ class Peer:
 class Play:
     """Peers, the network between them, and chance."""
 
-    def __init__(self, config: PlayConfig, make_signer: Callable[[int], StatementSigner]) -> None:
+    def __init__(self, config: PlayConfig, make_signer: Callable[[int], Signer]) -> None:
         self.config = config
         self.chance = Chance("histories", config.seed, config.electors, config.newcomers, config.has_liar)
         count = config.electors + config.newcomers

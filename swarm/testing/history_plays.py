@@ -18,6 +18,7 @@ import click
 from averaging.history.certificate import RoundKind, goodbye_statement, is_quorum
 from averaging.history.lineage import Relation
 from swarm.core.errors import PeerError
+from swarm.core.identity import Signer
 from swarm.testing.histories import (
     HEAL_S,
     MESSAGES_MAX,
@@ -26,7 +27,6 @@ from swarm.testing.histories import (
     Peer,
     Play,
     PlayConfig,
-    StatementSigner,
     check_bounds,
 )
 from swarm.testing.history_ledger import BrokenPromiseError
@@ -39,7 +39,7 @@ EXCHANGES: Final = 4  # of votes and histories until everybody knows what somebo
 class RandomPlay:
     """Takes random steps in a play."""
 
-    def __init__(self, config: PlayConfig, make_signer: Callable[[int], StatementSigner]) -> None:
+    def __init__(self, config: PlayConfig, make_signer: Callable[[int], Signer]) -> None:
         self.play = Play(config, make_signer)
         self.chance = self.play.chance
         usual: list[tuple[float, Callable[[], None]]] = [

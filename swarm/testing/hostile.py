@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,7 @@ Contacts = Callable[
 ]  # returns the contacts to send to a peer that searches for a DHT id
 
 _NAMED_MAX = 20
+_SILENT_S = 60.0  # longer than anybody waits
 
 
 class HostilePeer:
@@ -73,6 +75,19 @@ class HostilePeer:
 
     def _named(self, dht_id: int) -> list[WireContact]:
         return [contact_to_wire(contact) for contact in self._contacts(dht_id)]
+
+
+class SilentPeer(HostilePeer):
+    """A peer that answers pings, so that it stays in the tables of others, and nothing else."""
+
+    async def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
+        self.asked += 1
+        await asyncio.sleep(_SILENT_S)
+        return await super()._on_find(caller, request)
+
+    async def _on_store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:
+        await asyncio.sleep(_SILENT_S)
+        return await super()._on_store(caller, request)
 
 
 def only_colluders(everybody: Sequence[SimulatedPeer]) -> Contacts:

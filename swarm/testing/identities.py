@@ -4,17 +4,27 @@ space, in every run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+from collections.abc import Iterator
+from unittest import mock
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from nacl.bindings import crypto_sign_open
 
+from swarm.core import identity
 from swarm.core.ids import PeerId
+
+_SIGNATURES_MAX = 1 << 16  # that are remembered
 
 
 class SeededIdentity:
     """Identity with the interface of `swarm.core.identity.Identity` (`peer_id`, `sign`) and a key that anyone
     can compute: for tests only.
     """
+
+    path = None  # it is not kept on a disk
 
     def __init__(self, seed: int | str) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(
@@ -48,3 +58,11 @@ def stand_in_verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
 
 def _stand_in(peer_id: PeerId, message: bytes) -> bytes:
     return hashlib.sha512(peer_id.public_key + message).digest()
+
+
+@contextlib.contextmanager
+def remembered_signatures() -> Iterator[None]:
+    """Verify each signature once in this process: all peers of a simulated swarm verify the same records."""
+    remembered = functools.lru_cache(_SIGNATURES_MAX)(crypto_sign_open)
+    with mock.patch.object(identity, "crypto_sign_open", remembered):
+        yield

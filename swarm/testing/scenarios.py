@@ -16,7 +16,7 @@ import gc
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from swarm.testing.training_scenarios import (
     TrainingFailed,
     TrainingScenario,
     run_training,
+    run_trainings,
 )
 from swarm.testing.virtual_loop import run_virtual
 from swarm.testing.workload import OperationCounts, WorkConfig, Workload
@@ -41,6 +42,7 @@ Print = Callable[[str], None]
 _WATCH_S = 20.0  # interval of the checks of every storage and table
 _HEAL_POLL_S = 5.0
 _TABLES_MAX = 10_000
+_SEEDS_SHOWN = 20  # between two lines about the progress of many seeds
 
 # kinds of faults in each scenario
 SCENARIOS: dict[str, tuple[str, ...]] = {
@@ -256,10 +258,14 @@ class _Run:
 @click.option(
     "--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second."
 )
-def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: float) -> None:
+@click.option("--seeds", default=1, show_default=True, help="Trainings: this many seeds, on all cores.")
+def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: float, seeds: int) -> None:
     """Run a simulated swarm under faults. When a promise is broken, print the command that replays the run
     and exit with code 1.
     """
+    if scenario == TRAINING and seeds > 1:
+        _train_all([TrainingScenario(seed=seed + n, peers=peers, hours=hours) for n in range(seeds)])
+        return
     if scenario == TRAINING:
         _train(TrainingScenario(seed=seed, peers=peers, hours=hours))
         return
@@ -288,6 +294,20 @@ def _print_report(replay: str, run: Callable[[Print], Report | ScenarioFigures])
         raise SystemExit(1) from None
     for line in report.lines():
         click.echo(line)
+
+
+def _train_all(scenarios: Sequence[TrainingScenario]) -> None:
+    """Run trainings of several seeds, and print the failures."""
+    failed = 0
+    for number, (scenario, failure) in enumerate(run_trainings(scenarios), 1):
+        if failure:
+            failed += 1
+            click.echo(f"seed {scenario.seed}: {failure}")
+        if number % _SEEDS_SHOWN == 0:
+            click.echo(f"{number} of {len(scenarios)} seeds, {failed} failed", err=True)
+    click.echo(f"{len(scenarios)} trainings of {scenarios[0].peers} peers: {failed} failed")
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from averaging.history.certificate import Certificate, genesis, is_quorum
 from averaging.history.chain import Chain, after, beginning
 from averaging.history.encoding import decode_chain
 from averaging.optim.exchange import HISTORY
-from averaging.optim.reports import StepReport
+from averaging.optim.reports import LoadResult, StepReport
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 from swarm.core.standing import NO_SPECIFICATION
@@ -121,6 +121,10 @@ class TrainingChecks:
         self.steps = self.epochs = self.rounds_failed = self.resynchronised = self.given_up = 0
         self.longest_step_s = 0.0
         self.longest_pause_s = 0.0  # of a side with a quorum, beyond the time of an epoch
+        self.misled = 0  # states of liars that honest peers took
+        self.liars: set[PeerId] = set()
+        self.faults_s = -math.inf  # when the last fault ended
+        self._misled: set[TrainingPeer] = set()  # who took a liar's state last
         self._contacts = _Contacts()
         self._carried: dict[TrainingPeer, int] = {}
         self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
@@ -138,7 +142,11 @@ class TrainingChecks:
             self.violations.add(now_s, f"a step of peer {one.index} took {seconds:.1f} s")
         self._check_samples(one, report, now_s)
         self.ledger.read(one, now_s)
-        if report.stepped or (report.resynchronised is not None and report.resynchronised.loaded):
+        loaded = report.resynchronised
+        if loaded is not None and loaded.loaded:
+            self._check_donors(one, loaded, now_s)
+        # a state of local steps is this peer's own again when progress is carried over to what was loaded
+        if report.stepped or (loaded is not None and loaded.loaded and one.config.mode == "gradients"):
             self._check_state(one, now_s)
 
     def _check_samples(self, one: TrainingPeer, report: StepReport, now_s: float) -> None:
@@ -156,9 +164,25 @@ class TrainingChecks:
                 f"({report.reason})",
             )
 
+    def _check_donors(self, one: TrainingPeer, loaded: LoadResult, now_s: float) -> None:
+        """A liar's state is not taken where more than half of the electors are honest and can be asked, which
+        faults may prevent.
+        """
+        self._misled.discard(one)
+        if self.liars.isdisjoint(loaded.donors):
+            return
+        self.misled += 1
+        self._misled.add(one)
+        assert one.optimizer is not None
+        electors = self.ledger.electors(bytes.fromhex(one.optimizer.history_head)) or ()
+        if 2 * len(self.liars.intersection(electors)) < len(electors) and now_s - self.faults_s > _KNOWN_S:
+            self.violations.add(now_s, f"peer {one.index} took the state of a liar without any fault")
+
     def _check_state(self, one: TrainingPeer, now_s: float) -> None:
         """Peers with equal heads have equal parameters, bit for bit."""
         assert one.optimizer is not None
+        if one.lies or one in self._misled:
+            return
         values = one.parameters[0].detach().numpy().tobytes()
         known, first = self._states.setdefault(one.optimizer.history_head, (values, one.index))
         if known != values:
@@ -221,23 +245,25 @@ class TrainingChecks:
             default=None,
         )
 
-    def check_one_history(self, live: Collection[TrainingPeer], now_s: float) -> None:
-        """Check that all live peers have one history, give or take what is being committed now."""
+    def apart(self, live: Collection[TrainingPeer]) -> list[str]:
+        """Return a sentence for each live peer that has another history than the newest head's, or is further
+        behind than what is being committed now.
+        """
         newest = self.newest(live)
         if newest is None:
-            self.violations.add(now_s, "no peer holds a certificate")
-            return
+            return ["no peer holds a certificate"]
+        found = []
         for one in live:
             head = bytes.fromhex(one.optimizer.history_head) if one.optimizer is not None else b""
             behind = self.ledger.distance(head, newest)
             if behind is None or behind > _BEHIND_MAX:
                 where = "on another history" if behind is None else f"{behind} certificates behind"
                 epoch = one.optimizer.epoch if one.optimizer is not None else 0
-                self.violations.add(
-                    now_s,
+                found.append(
                     f"peer {one.index} (head {head.hex()[:8]}, epoch {epoch}) is {where} in a healed swarm, "
-                    f"whose newest head is {newest.hex()[:8]}",
+                    f"whose newest head is {newest.hex()[:8]}"
                 )
+        return found
 
     def has_quorum(self, head: bytes, present: Collection[PeerId]) -> bool:
         """Return whether these peers may decide about a head."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +60,10 @@ class TrainingFaults:
     async def add(self, **how: Any) -> TrainingPeer:
         """Add a peer of a random speed."""
         compute_s = self._chance.uniform(0.7, 1.4)
-        return await self._swarm.add(batch=self._config.batch, compute_s=compute_s, **how)
+        made = await self._swarm.add(batch=self._config.batch, compute_s=compute_s, **how)
+        if made.lies:
+            self._checks.liars.add(made.peer.peer_id)
+        return made
 
     async def run(self, until_s: float) -> None:
         """Draw faults until `until_s`."""
@@ -74,6 +78,7 @@ class TrainingFaults:
     async def begin(self, kind: str) -> None:
         """Begin one fault of a kind of `FAULTS`. Raise ValueError for any other."""
         self.counts[kind] += 1
+        self._checks.faults_s = math.inf
         self._cut = None  # the pauses of its sides are judged while one cut is the only fault
         lasting_s = self._config.lasting_s * (0.1 + 1.9 * self._chance.random())
         if kind in ENDS:
@@ -110,7 +115,7 @@ class TrainingFaults:
             await self._swarm.kill(one)
             if kind in ("restart", "checkpoint"):
                 await asyncio.sleep(min(lasting_s, _DOWN_S_MAX))
-                await self.add(peer=one.peer, checkpoint=checkpoint)
+                await self.add(peer=one.peer, checkpoint=checkpoint, lies=one.lies)
 
     def _disturb_one(self, kind: str, lasting_s: float) -> None:
         one = self._chance.choice(list(self._swarm.live.values()))

@@ -9,20 +9,31 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import logging
+import multiprocessing
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+
+import torch
 
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
+from swarm.testing.identities import remembered_signatures
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_faults import FAULTS, TrainingFaultConfig, TrainingFaults
-from swarm.testing.training_swarm import TrainingConfig, TrainingSwarm
+from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
 from swarm.testing.virtual_loop import run_virtual
 
 TRAINING = "training"
+MODES = ("gradients", "local", "gradients", "diloco")  # by seed
+_LIARS_SHARE = 5  # every fifth peer of every third run lies
+_LIARS_EVERY = 3
+_SEEDS_PER_PROCESS = 20
 _EPOCH_STEPS = 4  # of each peer, when all are there
 _CALM_S = 40.0  # at the beginning
 _WATCH_S = 2.0
@@ -45,6 +56,16 @@ class TrainingScenario:
     kinds: tuple[str, ...] = FAULTS
 
     @property
+    def mode(self) -> str:
+        """Return the mode of the optimizer."""
+        return MODES[self.seed % len(MODES)]
+
+    @property
+    def liars(self) -> int:
+        """Return how many of the peers lie about their progress and their state."""
+        return self.peers // _LIARS_SHARE if self.seed % _LIARS_EVERY == 0 else 0
+
+    @property
     def replay(self) -> str:
         """Return the command that runs the same scenario again."""
         return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={TRAINING}"
@@ -65,6 +86,7 @@ class ScenarioFigures:
     rounds_failed: int = 0
     resynchronised: int = 0
     given_up: int = 0
+    misled: int = 0  # states that a liar gave
     longest_step_s: float = 0.0
     longest_pause_s: float = 0.0  # of a side with a quorum, beyond the time of an epoch
     faults: Counter[str] = field(default_factory=Counter)
@@ -79,7 +101,7 @@ class ScenarioFigures:
             f"certificates {self.epochs} ({self.breaks} breaks, {self.foundings} second foundings), "
             f"steps {self.steps} (the longest {self.longest_step_s:.1f} s)",
             f"failed rounds {self.rounds_failed}, downloads {self.resynchronised}, "
-            f"epochs given up {self.given_up}",
+            f"epochs given up {self.given_up}, states of liars taken {self.misled}",
             f"longest pause with a quorum {self.longest_pause_s:.1f} s and an epoch",
         ]
 
@@ -94,9 +116,12 @@ def run_training(
     """Run one scenario in virtual time. Raise TrainingFailed with the broken promises and the command that
     replays them.
     """
+    gc.collect()
+    gc.freeze()  # present objects stay: the collector need not visit them again
     gc.disable()  # see `_watch`
     try:
-        return run_virtual(_TrainingRun(scenario, print_line).main())
+        with remembered_signatures():
+            return run_virtual(_TrainingRun(scenario, print_line).main())
     except TrainingFailed:
         raise
     except BaseException as error:
@@ -104,6 +129,30 @@ def run_training(
         raise
     finally:
         gc.enable()
+        gc.unfreeze()
+
+
+def run_trainings(scenarios: Sequence[TrainingScenario]) -> Iterator[tuple[TrainingScenario, str]]:
+    """Run scenarios side by side, on all cores. Return each, as it ends, with the text of its failure, or ""
+    when it has broken no promise.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_tasks_per_child=_SEEDS_PER_PROCESS, mp_context=context) as pool:
+        running = {pool.submit(_failure_of, scenario): scenario for scenario in scenarios}
+        for ended in as_completed(running):
+            yield running[ended], ended.result()
+
+
+def _failure_of(scenario: TrainingScenario) -> str:
+    logging.disable(logging.CRITICAL)  # each fault is a warning of many peers
+    torch.set_num_threads(1)
+    try:
+        run_training(scenario)
+    except TrainingFailed as failure:
+        return str(failure)
+    except ExceptionGroup as error:  # of the tasks of a run, with a note that replays it
+        return "\n".join(traceback.format_exception(error))
+    return ""
 
 
 class _TrainingRun:
@@ -132,7 +181,9 @@ class _TrainingRun:
         scenario = self._scenario
         faults = TrainingFaultConfig(kinds=scenario.kinds, peers_max=2 * scenario.peers)
         config = TrainingConfig(
-            target_batch_size=faults.batch * _EPOCH_STEPS * scenario.peers, load_timeout_s=_LOAD_S
+            target_batch_size=faults.batch * _EPOCH_STEPS * scenario.peers,
+            mode=scenario.mode,
+            load_timeout_s=_LOAD_S,
         )
         self._swarm = TrainingSwarm(self._network, config, self._checks.on_step, group)
         self._faults = TrainingFaults(
@@ -141,24 +192,46 @@ class _TrainingRun:
 
     async def _train(self) -> None:
         scenario, loop = self._scenario, asyncio.get_running_loop()
-        for _ in range(scenario.peers):
-            await self._faults.add()
-        await asyncio.sleep(_CALM_S)
+        for number in range(scenario.peers):
+            await self._faults.add(lies=number >= scenario.peers - scenario.liars)
+        await self._until(_CALM_S, self._has_begun)
         end_s = loop.time() + scenario.hours * 3600.0
         while loop.time() < end_s and not self._violations.count:
             await self._faults.run(min(loop.time() + scenario.faults_s, end_s))
             await self._faults.calm()
+            self._checks.faults_s = loop.time()
             self._say("all faults have ended")
-            await asyncio.sleep(_HEAL_S)
-            live = list(self._swarm.live.values())
-            self._checks.check_one_history(live, loop.time())
-            certificates = len(self._checks.ledger.certificates)
-            await asyncio.sleep(_GOES_ON_S)
-            if len(self._checks.ledger.certificates) == certificates:
-                self._violations.add(
-                    loop.time(), f"no epoch was completed within {_GOES_ON_S:g} s without faults"
-                )
-            self._checks.check_sizes(live, loop.time())
+            await self._until(_HEAL_S, lambda: not self._checks.apart(self._live))
+            await self._goes_on()
+            for apart in self._checks.apart(self._live):
+                self._violations.add(loop.time(), apart)
+            self._checks.check_sizes(self._live, loop.time())
+
+    async def _goes_on(self) -> None:
+        """Check that a healed swarm completes an epoch."""
+        loop, certificates = asyncio.get_running_loop(), self._checks.ledger.certificates
+        before = len(certificates)
+        await self._until(_GOES_ON_S, lambda: len(certificates) > before)
+        if len(certificates) == before:
+            self._violations.add(
+                loop.time(), f"no epoch was completed within {_GOES_ON_S:g} s without faults"
+            )
+
+    @property
+    def _live(self) -> list[TrainingPeer]:
+        return list(self._swarm.live.values())
+
+    def _has_begun(self) -> bool:
+        return all(one.optimizer is not None and one.optimizer.epoch > 0 for one in self._live)
+
+    async def _until(self, limit_s: float, holds: Callable[[], bool]) -> None:
+        """Wait until something holds twice, one look after the other, at most `limit_s`."""
+        end_s, held = asyncio.get_running_loop().time() + limit_s, False
+        while asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(min(_WATCH_S, max(end_s - asyncio.get_running_loop().time(), 0.0)))
+            if (now := holds()) and held:
+                return
+            held = now
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -168,7 +241,7 @@ class _TrainingRun:
             # virtual time in every run
             if number % _COLLECT_WATCHES == 0:
                 gc.collect()
-            self._checks.watch(list(self._swarm.live.values()), loop.time())
+            self._checks.watch(self._live, loop.time())
             self._faults.check_pauses()
             for error in self._network.errors:
                 self._violations.add(loop.time(), f"a handler failed: {error!r}")
@@ -191,6 +264,7 @@ class _TrainingRun:
             rounds_failed=checks.rounds_failed,
             resynchronised=checks.resynchronised,
             given_up=checks.given_up,
+            misled=checks.misled,
             longest_step_s=checks.longest_step_s,
             longest_pause_s=checks.longest_pause_s,
             faults=self._faults.counts,

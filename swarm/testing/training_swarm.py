@@ -33,6 +33,7 @@ from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 ServiceT = TypeVar("ServiceT")
 
 RUN = open_run_id("simulated")
+_LATER_EPOCHS_MAX = 4  # that a liar claims
 _JOIN_S = 0.2  # longest wait for the first answer of a peer, as in `swarm.Node`
 _LEAVE_S = 1.0  # for the goodbyes of one service of a peer that leaves
 
@@ -128,6 +129,7 @@ class TrainingPeer:
     given: int = 0  # samples of all steps
     leaving: bool = False
     hangs: bool = False  # its trainer makes no step, while its network answers
+    lies: bool = False  # it claims later epochs, and gives a state that is not that of its head
 
     @property
     def index(self) -> int:
@@ -158,6 +160,8 @@ class TrainingPeer:
                 weights.copy_(self.checkpoint["weights"])
             optimizer.load_state_dict(self.checkpoint["optimizer"])
         pause = self.node.network.waits
+        if self.lies:
+            self._claim_later_epochs(chance)
         while not self.leaving:
             pause.event().wait(self.compute_s * chance.uniform(0.9, 1.1))
             if self.hangs:
@@ -168,8 +172,23 @@ class TrainingPeer:
             self.stepping_since_s = None
             self.given += self.batch
             self.on_step(self, report, loop.time() - began_s)
+            if self.lies:
+                with torch.no_grad():
+                    weights.add_(0.1)
         optimizer.close()
         self.node.network.run(self.node.leave())
+
+    def _claim_later_epochs(self, chance: Chance) -> None:
+        """Let this peer's records of progress name epochs that nobody has reached."""
+        service: Any = self.node.dht.service
+        store = service.store
+
+        async def lying_store(key: Any, value: Any, **options: Any) -> Any:
+            if isinstance(value, dict) and isinstance(value.get("epoch"), int):
+                value = {**value, "epoch": value["epoch"] + chance.below(_LATER_EPOCHS_MAX)}
+            return await store(key, value, **options)
+
+        service.store = lying_store
 
     def save(self) -> dict[str, Any] | None:
         """Return a checkpoint, or None when there is nothing to save yet."""
@@ -206,6 +225,7 @@ class TrainingSwarm:
         compute_s: float = 1.0,
         peer: SimulatedPeer | None = None,
         checkpoint: dict[str, Any] | None = None,
+        lies: bool = False,
     ) -> TrainingPeer:
         """Start a process: of a new peer, or again of one that has ended."""
         if peer is None:
@@ -217,6 +237,7 @@ class TrainingSwarm:
         node = GreenNode(peer, incarnation)
         entries = [other.peer.contact for other in self.live.values()][:3]
         made = TrainingPeer(peer, node, self.config, batch, compute_s, self._on_step, checkpoint=checkpoint)
+        made.lies = lies
         self.live[peer.peer_id] = made
         if entries:
             joining = peer.supervisor.spawn("joining", lambda: node.dht.service.join(entries))

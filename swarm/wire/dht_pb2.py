@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from swarm.wire import peer_pb2 as swarm_dot_wire_dot_peer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14swarm/wire/dht.proto\x12\nswarm.wire\x1a\x15swarm/wire/peer.proto\")\n\x06\x44htKey\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\xcd\x01\n\tDhtRecord\x12\x1f\n\x03key\x18\x01 \x01(\x0b\x32\x12.swarm.wire.DhtKey\x12\x13\n\x06subkey\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05value\x18\x03 \x01(\x0c\x12\x14\n\x0cissued_at_us\x18\x04 \x01(\x03\x12\x15\n\rexpiration_us\x18\x05 \x01(\x03\x12\x0e\n\x06writer\x18\x06 \x01(\x0c\x12\x11\n\tsignature\x18\x07 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x08 \x01(\x08\x12\x0f\n\x07lasting\x18\t \x01(\x08\x42\t\n\x07_subkey\"F\n\x0e\x44htPingRequest\x12#\n\x06sender\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\"E\n\x0c\x44htPingReply\x12\x0f\n\x07time_us\x18\x01 \x01(\x03\x12$\n\x07\x63ontact\x18\x02 \x01(\x0b\x32\x13.swarm.wire.Contact\"K\n\x0c\x44htFindQuery\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x12.swarm.wire.DhtKeyH\x00\x12\x10\n\x06target\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04what\"\x84\x01\n\x0e\x44htFindRequest\x12#\n\x06sender\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12)\n\x07queries\x18\x02 \x03(\x0b\x32\x18.swarm.wire.DhtFindQuery\x12\x13\n\x0bnearest_max\x18\x03 \x01(\r\x12\r\n\x05known\x18\x04 \x01(\x0c\"o\n\rDhtFindResult\x12&\n\x07records\x18\x01 \x03(\x0b\x32\x15.swarm.wire.DhtRecord\x12$\n\x07nearest\x18\x02 \x03(\x0b\x32\x13.swarm.wire.Contact\x12\x10\n\x08left_out\x18\x03 \x01(\x08\"K\n\x0c\x44htFindReply\x12\x0f\n\x07time_us\x18\x01 \x01(\x03\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.swarm.wire.DhtFindResult\"\xa7\x01\n\x0f\x44htStoreRequest\x12#\n\x06sender\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12&\n\x07records\x18\x02 \x03(\x0b\x32\x15.swarm.wire.DhtRecord\x12\x0e\n\x06target\x18\x03 \x01(\x0c\x12\x13\n\x0bnearest_max\x18\x04 \x01(\r\x12\r\n\x05known\x18\x05 \x01(\x0c\x12\x13\n\x0bprevious_us\x18\x06 \x01(\x03\"}\n\rDhtStoreReply\x12\x0f\n\x07time_us\x18\x01 \x01(\x03\x12\x10\n\x08refusals\x18\x02 \x03(\t\x12$\n\x07nearest\x18\x03 \x03(\x0b\x32\x13.swarm.wire.Contact\x12#\n\x04held\x18\x04 \x01(\x0b\x32\x15.swarm.wire.DhtRecord\">\n\nDhtHeldKey\x12\x1f\n\x03key\x18\x01 \x01(\x0b\x32\x12.swarm.wire.DhtKey\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x0c\"\\\n\x0f\x44htHoldsRequest\x12#\n\x06sender\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12$\n\x04keys\x18\x02 \x03(\x0b\x32\x16.swarm.wire.DhtHeldKey\"0\n\rDhtHoldsReply\x12\x0f\n\x07time_us\x18\x01 \x01(\x03\x12\x0e\n\x06wanted\x18\x02 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14swarm/wire/dht.proto\x12\nswarm.wire\x1a\x15swarm/wire/peer.proto\")\n\x06\x44htKey\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\xcd\x01\n\tDhtRecord\x12\x1f\n\x03key\x18\x01 \x01(\x0b\x32\x12.swarm.wire.DhtKey\x12\x13\n\x06subkey\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05value\x18\x03 \x01(\x0c\x12\x14\n\x0cissued_at_us\x18\x04 \x01(\x03\x12\x15\n\rexpiration_us\x18\x05 \x01(\x03\x12\x0e\n\x06writer\x18\x06 \x01(\x0c\x12\x11\n\tsignature\x18\x07 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x08 \x01(\x08\x12\x0f\n\x07lasting\x18\t \x01(\x08\x42\t\n\x07_subkey\"F\n\x0e\x44htPingRequest\x12#\n\x06sender\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\"E\n\x0c\x44htPingReply\x12\x0f\n\x07time_us\x18\x01 \x01(\x03\x12$\n\x07\x63ontact\x18\x02 \x01(\x0b\x32\x13.swarm.wire.Contact\"K\n\x0c\x44htFindQuery\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x12.swarm.wire.DhtKeyH\x00\x12\x10\n\x06target\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04what\"\xa3\x01\n\x0e\x44htFindRequest\x12#\n\x06sender\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12)\n\x07queries\x18\x02 \x03(\x0b\x32\x18.swarm.wire.DhtFindQuery\x12\x13\n\x0bnearest_max\x18\x03 \x01(\r\x12\r\n\x05known\x18\x04 \x01(\x0c\x12\x0f\n\x07members\x18\x05 \x01(\x08\x12\x0c\n\x04have\x18\x06 \x01(\x0c\"\x95\x01\n\rDhtFindResult\x12&\n\x07records\x18\x01 \x03(\x0b\x32\x15.swarm.wire.DhtRecord\x12$\n\x07nearest\x18\x02 \x03(\x0b\x32\x13.swarm.wire.Contact\x12$\n\x07members\x18\x04 \x03(\x0b\x32\x13.swarm.wire.Contact\x12\x10\n\x08left_out\x18\x03 \x01(\x08\"K\n\x0c\x44htFindReply\x12\x0f\n\x07time_us\x18\x01 \x01(\x03\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.swarm.wire.DhtFindResult\"\xa7\x01\n\x0f\x44htStoreRequest\x12#\n\x06sender\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12&\n\x07records\x18\x02 \x03(\x0b\x32\x15.swarm.wire.DhtRecord\x12\x0e\n\x06target\x18\x03 \x01(\x0c\x12\x13\n\x0bnearest_max\x18\x04 \x01(\r\x12\r\n\x05known\x18\x05 \x01(\x0c\x12\x13\n\x0bprevious_us\x18\x06 \x01(\x03\"}\n\rDhtStoreReply\x12\x0f\n\x07time_us\x18\x01 \x01(\x03\x12\x10\n\x08refusals\x18\x02 \x03(\t\x12$\n\x07nearest\x18\x03 \x03(\x0b\x32\x13.swarm.wire.Contact\x12#\n\x04held\x18\x04 \x01(\x0b\x32\x15.swarm.wire.DhtRecord\">\n\nDhtHeldKey\x12\x1f\n\x03key\x18\x01 \x01(\x0b\x32\x12.swarm.wire.DhtKey\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x0c\"\\\n\x0f\x44htHoldsRequest\x12#\n\x06sender\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12$\n\x04keys\x18\x02 \x03(\x0b\x32\x16.swarm.wire.DhtHeldKey\"0\n\rDhtHoldsReply\x12\x0f\n\x07time_us\x18\x01 \x01(\x03\x12\x0e\n\x06wanted\x18\x02 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,19 +43,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DHTFINDQUERY']._serialized_start=453
   _globals['_DHTFINDQUERY']._serialized_end=528
   _globals['_DHTFINDREQUEST']._serialized_start=531
-  _globals['_DHTFINDREQUEST']._serialized_end=663
-  _globals['_DHTFINDRESULT']._serialized_start=665
-  _globals['_DHTFINDRESULT']._serialized_end=776
-  _globals['_DHTFINDREPLY']._serialized_start=778
-  _globals['_DHTFINDREPLY']._serialized_end=853
-  _globals['_DHTSTOREREQUEST']._serialized_start=856
-  _globals['_DHTSTOREREQUEST']._serialized_end=1023
-  _globals['_DHTSTOREREPLY']._serialized_start=1025
-  _globals['_DHTSTOREREPLY']._serialized_end=1150
-  _globals['_DHTHELDKEY']._serialized_start=1152
-  _globals['_DHTHELDKEY']._serialized_end=1214
-  _globals['_DHTHOLDSREQUEST']._serialized_start=1216
-  _globals['_DHTHOLDSREQUEST']._serialized_end=1308
-  _globals['_DHTHOLDSREPLY']._serialized_start=1310
-  _globals['_DHTHOLDSREPLY']._serialized_end=1358
+  _globals['_DHTFINDREQUEST']._serialized_end=694
+  _globals['_DHTFINDRESULT']._serialized_start=697
+  _globals['_DHTFINDRESULT']._serialized_end=846
+  _globals['_DHTFINDREPLY']._serialized_start=848
+  _globals['_DHTFINDREPLY']._serialized_end=923
+  _globals['_DHTSTOREREQUEST']._serialized_start=926
+  _globals['_DHTSTOREREQUEST']._serialized_end=1093
+  _globals['_DHTSTOREREPLY']._serialized_start=1095
+  _globals['_DHTSTOREREPLY']._serialized_end=1220
+  _globals['_DHTHELDKEY']._serialized_start=1222
+  _globals['_DHTHELDKEY']._serialized_end=1284
+  _globals['_DHTHOLDSREQUEST']._serialized_start=1286
+  _globals['_DHTHOLDSREQUEST']._serialized_end=1378
+  _globals['_DHTHOLDSREPLY']._serialized_start=1380
+  _globals['_DHTHOLDSREPLY']._serialized_end=1428
 # @@protoc_insertion_point(module_scope)

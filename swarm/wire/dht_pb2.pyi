@@ -62,26 +62,32 @@ class DhtFindQuery(_message.Message):
     def __init__(self, key: _Optional[_Union[DhtKey, _Mapping]] = ..., target: _Optional[bytes] = ...) -> None: ...
 
 class DhtFindRequest(_message.Message):
-    __slots__ = ("sender", "queries", "nearest_max", "known")
+    __slots__ = ("sender", "queries", "nearest_max", "known", "members", "have")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     NEAREST_MAX_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
     sender: _peer_pb2.Contact
     queries: _containers.RepeatedCompositeFieldContainer[DhtFindQuery]
     nearest_max: int
     known: bytes
-    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., queries: _Optional[_Iterable[_Union[DhtFindQuery, _Mapping]]] = ..., nearest_max: _Optional[int] = ..., known: _Optional[bytes] = ...) -> None: ...
+    members: bool
+    have: bytes
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., queries: _Optional[_Iterable[_Union[DhtFindQuery, _Mapping]]] = ..., nearest_max: _Optional[int] = ..., known: _Optional[bytes] = ..., members: _Optional[bool] = ..., have: _Optional[bytes] = ...) -> None: ...
 
 class DhtFindResult(_message.Message):
-    __slots__ = ("records", "nearest", "left_out")
+    __slots__ = ("records", "nearest", "members", "left_out")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     NEAREST_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[DhtRecord]
     nearest: _containers.RepeatedCompositeFieldContainer[_peer_pb2.Contact]
+    members: _containers.RepeatedCompositeFieldContainer[_peer_pb2.Contact]
     left_out: bool
-    def __init__(self, records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., nearest: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ..., left_out: _Optional[bool] = ...) -> None: ...
+    def __init__(self, records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., nearest: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ..., members: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ..., left_out: _Optional[bool] = ...) -> None: ...
 
 class DhtFindReply(_message.Message):
     __slots__ = ("time_us", "results")

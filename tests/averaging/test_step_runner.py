@@ -33,7 +33,7 @@ class Groups:
     async def find(self, **_: Any) -> Group:
         return Group(group_id=bytes(32), members=(MEMBER,), codec="float32", gathered=(b"",))
 
-    def round_over(self, *, committed: bool, left_out: frozenset[PeerId], accused: dict[PeerId, str]) -> None:
+    def round_over(self, *, committed: bool, **_: Any) -> None:
         self.overs.append(committed)
 
 
@@ -92,7 +92,8 @@ def test_a_step_says_whether_a_group_counts_on_this_peer() -> None:
             seen.append(runner.in_round)
             return RoundOutcome.broken("this peer ran out of memory", out_of_memory=True)
 
-        runner = StepRunner(groups, SimpleNamespace(run=run_round, gathered_prefix_bytes=0), SystemClock(), 0.0)
+        strategy = SimpleNamespace(run=run_round, gathered_prefix_bytes=0)
+        runner = StepRunner(groups, strategy, SystemClock(), 0.0)
         seen.append(runner.in_round)
         await runner.run(
             MEMBER, RoundOptions(weight=1.0, round_key="1", gathered=b"", timeout_s=30.0, history=None)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from swarm.core.errors import NotInvited
+from swarm.core.errors import NotInvited, UsageError
 from swarm.core.identity import Identity
+from swarm.dht.logic.blobs import VERSION_MAX, Handover, handover_message
 from swarm.membership.admission import Admission
-from swarm.membership.capability import Grants, roles_of
-from tests.membership.members import DAY_S, NOW_S, InvitedRun, identity
+from swarm.membership.capability import ROLES, Grants, roles_of
+from swarm.membership.invite import Invite, RunIdentity, Terms, make_invite
+from tests.membership.members import DAY_S, NAME, NOW_S, InvitedRun, identity
 
 JOIN, STATE, REPORT, EXPERT = (
     "/swarm.Groups/Join",
@@ -130,3 +133,73 @@ def test_the_uses_of_a_holder_are_shared_by_all_that_it_invites() -> None:
     ]
     assert outcome == [True, True, False, False]
     assert admitted(admission, guests[0], invites[0].capability_of(guests[0].peer_id, NOW_S + 60), NOW_S + 60)
+
+
+class RecoveredRun:
+    """A run whose founder's key is stolen, and that its recovery key has given to another owner."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.founder, self.recovery, self.owner = (identity(rng) for _ in range(3))
+        self.before = RunIdentity(self.founder.peer_id, NAME, self.recovery.peer_id)
+        after = VERSION_MAX
+        message = handover_message(self.before.run_id, self.owner.peer_id, after)
+        handover = Handover(self.founder.peer_id, self.owner.peer_id, after, self.recovery.sign(message))
+        self.now = replace(self.before, handover=handover)
+
+    def invite(self, run: RunIdentity, issuer: Identity, *, now_s: float = NOW_S) -> Invite:
+        terms = Terms(roles=ROLES, uses=9, lifetime_s=9 * DAY_S)
+        return make_invite(run, issuer, (), terms, now_s=now_s)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_recovery_the_new_owner_invites_and_a_thief_of_the_founders_key_does_not(seed: int) -> None:
+    run, rng = RecoveredRun(seed), random.Random(seed + 100)
+    early, late, guest, friend = (identity(rng) for _ in range(4))
+    earlier = run.invite(run.before, run.founder)
+    stolen = run.invite(run.before, run.founder, now_s=NOW_S - DAY_S)  # a thief gives it any date
+    newer = run.invite(run.now, run.owner)
+    admission = Admission(run.before.run_id, run.founder.peer_id)
+    assert admitted(admission, early, earlier.capability_of(early.peer_id, NOW_S))
+    assert admitted(admission, late, stolen.capability_of(late.peer_id, NOW_S))
+    assert not admitted(admission, guest, newer.capability_of(guest.peer_id, NOW_S)), "not heard of yet"
+    admission.follow_owner(run.owner.peer_id, [earlier.subject])
+    assert admission.refusal(run.owner.peer_id, JOIN, NOW_S) == ""
+    assert admission.refusal(early.peer_id, JOIN, NOW_S) == ""
+    assert admitted(admission, guest, newer.capability_of(guest.peer_id, NOW_S))
+    assert admitted(admission, friend, earlier.capability_of(friend.peer_id, NOW_S))
+    assert admission.refusal(late.peer_id, JOIN, NOW_S) != ""
+    assert not admitted(admission, late, stolen.capability_of(late.peer_id, NOW_S))
+    assert admission.refusal(run.founder.peer_id, STATE, NOW_S) != "", "the thief has this key"
+    assert not admitted(admission, run.founder, ())
+    assert {late.peer_id, run.founder.peer_id} <= admission.removed
+
+
+def test_a_process_that_a_new_owner_invited_admits_members_before_it_has_the_specification() -> None:
+    run, rng = RecoveredRun(7), random.Random(107)
+    early, guest = identity(rng), identity(rng)
+    earlier = run.invite(run.before, run.founder)
+    invite = Invite.parse(run.invite(run.now, run.owner).text())
+    assert invite.run == run.now
+    assert invite.owner == run.owner.peer_id
+    admission = Admission(invite.run_id, invite.owner, invite.run.founder)
+    assert admitted(admission, guest, invite.capability_of(guest.peer_id, NOW_S))
+    assert admitted(admission, early, earlier.capability_of(early.peer_id, NOW_S))
+    admission.follow_owner(run.owner.peer_id, [])
+    assert admission.refusal(early.peer_id, STATE, NOW_S) != ""
+    assert admission.refusal(guest.peer_id, STATE, NOW_S) == ""
+
+
+def test_an_invite_whose_handover_the_recovery_key_did_not_sign_is_refused() -> None:
+    run = RecoveredRun(8)
+    assert run.now.handover is not None
+    forged = replace(run.now.handover, signature=run.founder.sign(b"mine"))
+    invite = run.invite(replace(run.now, handover=forged), run.owner)
+    with pytest.raises(UsageError, match="not signed by the run's recovery key"):
+        Invite.parse(invite.text())
+
+
+def test_the_founder_cannot_invite_to_a_run_that_another_owner_has() -> None:
+    run = RecoveredRun(9)
+    with pytest.raises(UsageError, match="cannot invite"):
+        run.invite(run.now, run.founder)

@@ -22,7 +22,7 @@ def replica_stats(seed: int = 0, **how: Any) -> ReplicaStats:
 
 
 class TestHedgedCall:
-    def call(self, order: str, after_s: float = 0.2, budget: HedgeBudget | None = None) -> HedgedCall:
+    def call(self, order: str, after_s: float = 0.2, budget: HedgeBudget | None = None) -> HedgedCall[str]:
         return HedgedCall(order, after_s, budget or HedgeBudget(share_max=0.5, budget_max=1.0))
 
     def test_a_second_replica_is_asked_only_when_the_first_is_slow(self) -> None:

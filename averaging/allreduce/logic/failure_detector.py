@@ -147,7 +147,7 @@ class FailureDetector:
         """Return whether the member gets fewer heartbeats: it exchanges no values with this one, or it has
         answered, or sent heartbeats, promptly.
         """
-        return peer.distant or peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S
+        return peer.distant or (peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S)
 
     def _quiet_s(self, peer: _Peer) -> float:
         """Return how long this member or this process has been silent to the other. A member that only sends

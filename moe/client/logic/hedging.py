@@ -8,7 +8,10 @@ forward passes are hedged: they change nothing, so asking twice is harmless. Pur
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+Replica = TypeVar("Replica")  # the name of a replica: hashable
 
 # least delay before a second request. Too small: a busy machine's hiccups cause more work
 DELAY_S_MIN = 0.05
@@ -48,14 +51,14 @@ class HedgeBudget:
         return True
 
 
-class HedgedCall:
+class HedgedCall(Generic[Replica]):
     """One call. Replicas are hashable names, best first. `poll` says which to ask now. The call is over when
     `winner` is set, or no replica is left.
     """
 
     def __init__(
         self,
-        order: Sequence[Hashable],
+        order: Sequence[Replica],
         hedge_after_s: float,
         budget: HedgeBudget,
         attempts_max: int = ATTEMPTS_MAX,
@@ -63,13 +66,13 @@ class HedgedCall:
         self._left = list(order[:attempts_max])
         self._hedge_after_s = hedge_after_s
         self._budget = budget
-        self._asked: list[Hashable] = []  # and neither answered nor failed
+        self._asked: list[Replica] = []  # and neither answered nor failed
         self._hedge_at_s: float | None = None
-        self.winner: Hashable | None = None
+        self.winner: Replica | None = None
         self.hedged = False
         budget.add_call()
 
-    def poll(self, now_s: float) -> list[Hashable]:
+    def poll(self, now_s: float) -> list[Replica]:
         """Return the replicas to ask now."""
         if self.over or not self._left:
             return []
@@ -87,12 +90,12 @@ class HedgedCall:
         """Return the time at which to poll again if nothing happens before; None when there is none."""
         return None if self.over or not self._left else self._hedge_at_s
 
-    def answered(self, replica: Hashable) -> None:
+    def answered(self, replica: Replica) -> None:
         """Record a replica's answer; the first one wins."""
         if self.winner is None and replica in self._asked:
             self.winner = replica
 
-    def failed(self, replica: Hashable) -> None:
+    def failed(self, replica: Replica) -> None:
         """Record a replica's failure."""
         if replica in self._asked:
             self._asked.remove(replica)
@@ -102,7 +105,7 @@ class HedgedCall:
         """Return whether a replica has answered, or none is left."""
         return self.winner is not None or not (self._asked or self._left)
 
-    def _ask(self) -> Hashable:
+    def _ask(self) -> Replica:
         replica = self._left.pop(0)
         self._asked.append(replica)
         return replica

@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -173,14 +173,14 @@ class ReplicaCalls:
             call.attempts_max,
         )
         error: SwarmError = DeadlineExceeded(f"no replica of {call.uid} answered in time")
-        running: dict[asyncio.Task[ForwardReply | SwarmError], Hashable] = {}
-        asked_s: dict[Hashable, float] = {}
+        running: dict[asyncio.Task[ForwardReply | SwarmError], PeerId] = {}
+        asked_s: dict[PeerId, float] = {}
         async with asyncio.TaskGroup() as tasks:
             try:
                 while not hedged.over and (now_s := self.clock.monotonic_s()) < deadline_s:
                     for peer in hedged.poll(now_s):
                         asked_s[peer] = now_s
-                        replica = by_peer[peer]  # type: ignore[index]
+                        replica = by_peer[peer]
                         # counted here, so that simultaneous calls spread over replicas
                         self.stats.begin(replica.peer_id)
                         task = tasks.create_task(self._attempt(call, replica, deadline_s, codecs))
@@ -202,13 +202,13 @@ class ReplicaCalls:
                 now_s, winner = self.clock.monotonic_s(), hedged.winner
                 for task, peer in running.items():
                     if task.cancel() and winner is not None and asked_s[peer] < asked_s[winner]:
-                        self.stats.overtaken(str(call.uid), peer, now_s)  # type: ignore[arg-type]
+                        self.stats.overtaken(str(call.uid), peer, now_s)
                     # it had at least half of the available time
                     elif winner is None and asked_s[peer] < (begun_s + now_s) / 2.0:
-                        self.stats.failed(str(call.uid), peer, now_s, _TOO_SLOW)  # type: ignore[arg-type]
+                        self.stats.failed(str(call.uid), peer, now_s, _TOO_SLOW)
         if hedged.winner is None:
             raise error
-        return ForwardResult(call.uid, by_peer[hedged.winner], reply)  # type: ignore[index]
+        return ForwardResult(call.uid, by_peer[hedged.winner], reply)
 
     async def backward(
         self, result: ForwardResult, tensors: GradientPass, *, deadline_s: float, codecs: WireCodecs

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.text import Text
 
@@ -15,7 +16,7 @@ from swarm.cli.render.text import size, sparkline
 from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RoundView, plain
 from swarm.run.events import Event, Notice
 
-SORTS: dict[str, tuple[Callable[[PeerView], object], str]] = {
+SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
     "samples/s": (lambda peer: (not peer.fresh, -peer.samples_per_s), "pace"),
     "name": (lambda peer: (not peer.fresh, (peer.name or peer.short).lower()), "name"),
     "epoch": (lambda peer: (not peer.fresh, -peer.epoch), "epoch"),
@@ -175,7 +176,7 @@ def render_screen(
 ) -> list[Text]:
     """Return at most `rows` lines of at most `columns` columns."""
     lines = [*_head(view, columns), *_numbers(view, trends, columns), Text("")]
-    peers = sorted(view.peers, key=SORTS[state.sort][0])  # type: ignore[arg-type]
+    peers = sorted(view.peers, key=SORTS[state.sort][0])
     state.chosen = min(state.chosen, max(0, len(peers) - 1))
     free = rows - len(lines) - 1  # the last line shows the keys
     if state.details and peers:
@@ -213,6 +214,8 @@ def _head(view: MonitorView, columns: int) -> list[Text]:
     title.append(f"  {view.peers_live} peer{'' if view.peers_live == 1 else 's'}")
     if view.peers_quiet:
         title.append(f", {view.peers_quiet} silent", style="yellow")
+    if view.strangers:
+        title.append(f", {view.strangers} stranger{'' if view.strangers == 1 else 's'}", style="dim")
     about = [run.description, f"{run.parameters:,} parameters" if run.parameters else "", run.mode, run.codec]
     text = view.link.text or " · ".join(filter(None, about))
     return [title, Text(f" {text}", style="yellow" if view.link.text else "dim")]

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import msgpack
 
 from swarm.core.errors import UsageError
-from swarm.core.identity import verify
+from swarm.core.identity import Signer, verify
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.blobs import Blob, blob_message, blob_of, is_blob_key
 
@@ -35,15 +35,6 @@ _CONTAINERS = (list, dict)  # the types that msgpack decodes to, apart from scal
 _BINARY_FORMATS = (b"\xc4", b"\xc5", b"\xc6")  # first byte of a byte string in msgpack
 
 Value: TypeAlias = Any  # None, bool, int, float, str, bytes, and lists and maps of these
-
-
-class RecordSigner(Protocol):
-    """The signing identity of a writer: `swarm.core.identity.Identity`, or a seeded one in tests."""
-
-    @property
-    def peer_id(self) -> PeerId: ...
-
-    def sign(self, message: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +59,7 @@ class Record:
     @property
     def run(self) -> str | None:
         """Return the id of the run whose namespace the key is in, None in other namespaces."""
-        namespace = self.key.namespace
-        return namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(namespace) else None
+        return run_of(self.key)
 
     @property
     def version(self) -> tuple[int, bytes]:
@@ -131,7 +121,7 @@ def signing_bytes(record: Record) -> bytes:
     )
 
 
-def signed(record: Record, signer: RecordSigner) -> Record:
+def signed(record: Record, signer: Signer) -> Record:
     return replace(record, signature=signer.sign(signing_bytes(record)))
 
 
@@ -203,6 +193,11 @@ def _is_nested_at_most(value: Value, depth_max: int) -> bool:
             if type(part) in _CONTAINERS
         ]
     return not any(containers)
+
+
+def run_of(key: Key) -> str | None:
+    """Return the id of the run whose namespace a key is in, None in other namespaces."""
+    return key.namespace.removeprefix(_RUN_PREFIX) if is_run_namespace(key.namespace) else None
 
 
 def is_run_namespace(namespace: str) -> bool:

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
+from swarm.core.identity import Signer
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.core.notify import wait_until_set
 from swarm.core.presets import WAN, Timings
 from swarm.core.standing import PeerStanding
 from swarm.dht.logic.cache import ReadCache
+from swarm.dht.logic.companions import Companions
 from swarm.dht.logic.constants import BULK_KEYS_MAX, CACHED_BYTES_MAX, CACHED_MAX
 from swarm.dht.logic.issued import IssuedRecords
 from swarm.dht.logic.namespaces import Namespaces
@@ -27,7 +29,6 @@ from swarm.dht.logic.records import (
     TTL_MAX_US,
     Entry,
     Record,
-    RecordSigner,
     RecordValidator,
     Value,
     encode_value,
@@ -83,7 +84,7 @@ class DhtService:
     # This peer as others should call it, evaluated on every use; without addresses it stores nothing for
     # others.
     own: Callable[[], Contact]
-    identity: RecordSigner
+    identity: Signer
     caller: Caller
     handlers: Handlers
     book: PeerBook
@@ -103,6 +104,8 @@ class DhtService:
             self.supervisor,
             self.timings,
         )
+        # beside the replicas, whom the records of runs are written to and read from
+        self.companions = Companions(self.peer_id, self.standing, self.overlay.find_contact)
         self.namespaces = Namespaces()
         self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max, self.standing)
         self._validator = RecordValidator(self.namespaces)
@@ -111,11 +114,23 @@ class DhtService:
         self._issued = IssuedRecords(self.peer_id, self.overlay.now_us)
         self._written = WrittenReplicas()
         self._replica = ReplicaStore(
-            self.overlay, self.storage, self._validator, self.replication, self._cache, self._issued
+            self.overlay,
+            self.storage,
+            self._validator,
+            self.replication,
+            self._cache,
+            self._issued,
+            self.companions,
         )
         self._replica.serve(self.handlers)
         self.reader = Reader(
-            self.overlay, self.storage, self._replica, self.replication, self._cache, self.supervisor
+            self.overlay,
+            self.storage,
+            self._replica,
+            self.replication,
+            self._cache,
+            self.supervisor,
+            self.companions,
         )
         self.upkeep = Upkeep(self.overlay, self.replication, self.supervisor, self.rng)
         self._joins = 0
@@ -133,6 +148,8 @@ class DhtService:
         peer is known, and occasionally after that.
         """
         self._joins += 1
+        if not remembered:
+            self.companions.add_introducers(contacts)
         try:
             await self.upkeep.join(contacts, remembered=remembered)
         finally:
@@ -389,7 +406,8 @@ class DhtService:
     async def _store(self, record: Record, timeout_s: float) -> StoreResult:
         self.reader.invalidate(record.key)
         previous_us = 0 if record.is_blob else self._issued.previous_us(record)
-        write = PendingWrite(self.overlay, record, self._written, previous_us)
+        companions = self.companions.holders(record.key)
+        write = PendingWrite(self.overlay, record, self._written, companions, previous_us)
         verdicts = write.verdicts
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
@@ -398,7 +416,7 @@ class DhtService:
         except TimeoutError:
             # Newcomers get it from here, which is better than from nowhere.
             write.is_own_replica = write.is_own_replica or not verdicts.held
-        if write.is_own_replica and self.own().addresses:
+        if (write.is_own_replica or self.companions.is_holder(record.key)) and self.own().addresses:
             verdicts.note(self.peer_id, self._replica.store_record(record, direct=True))
         await self._replica.validate(write.held)  # which notices records that another process has issued
         return verdicts.result

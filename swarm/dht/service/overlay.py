@@ -281,6 +281,12 @@ class Overlay:
     def is_suspect(self, peer_id: PeerId) -> bool:
         return self.suspects.avoided(peer_id, self.clock.monotonic_s())
 
+    def find_contact(self, peer_id: PeerId) -> Contact | None:
+        """Return how to call a peer; None where that is not known, or it has failed lately."""
+        if self.is_suspect(peer_id):
+            return None
+        return self.table.contact(peer_id) or self.book.contact(peer_id)
+
     def _check_callable(self, contact: Contact) -> bool:
         """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether
         a ping was started.

@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swarm.core.errors import DeadlineExceeded, NetworkError
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.cache import CachedAnswer, ReadCache
+from swarm.dht.logic.companions import Companions
 from swarm.dht.logic.constants import (
+    ENTRIES_PER_SUMMARY_MAX,
     LOCAL_READ_TTL_S,
     PARALLEL,
     REPLICAS,
     SEARCH_JOIN_WINDOW_S,
 )
-from swarm.dht.logic.records import Owner, Record
+from swarm.dht.logic.records import Owner, Record, run_of
 from swarm.dht.logic.storage import Storage, latest_by_owner
+from swarm.dht.logic.summary import summary
 from swarm.dht.service.overlay import FIND, Overlay
 from swarm.dht.service.replica import ReplicaStore
 from swarm.dht.service.replication import Replication
@@ -114,12 +118,14 @@ class Reader:
         replication: Replication,
         cache: ReadCache,
         supervisor: Supervisor,
+        companions: Companions,
     ) -> None:
         self._overlay = overlay
         self._storage = storage
         self._replica = replica
         self._replication = replication
         self._supervisor = supervisor
+        self._companions = companions
         self.cache = cache
         self.running: dict[tuple[Key, bool], RecordSearch] = {}
 
@@ -155,6 +161,8 @@ class Reader:
         search = self.begin(key)
         search.latest = dict(answer.latest)
         search.merge(self._storage.records(key, overlay.now_us))
+        if max_age_s is None and self._companions.is_due(key, search.latest, now_s, overlay.now_us):
+            return None  # writers that were misled about the replicas have not written here
         return search
 
     async def read(
@@ -261,8 +269,72 @@ class Reader:
         return len(held) > REPLICAS // 2 and bool(held[0]) and all(one == held[0] for one in held)
 
     async def _search(self, search: RecordSearch, exhaustive: bool) -> None:
-        """Ask the replicas and merge their records. Ends by `search_timeout_s`, even if readers would wait
-        longer.
+        """Ask the replicas, and companions where that is due, and merge their records. Ends by
+        `search_timeout_s`, even if readers would wait longer.
+        """
+        overlay, key = self._overlay, search.key
+        try:
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(self._ask_replicas(search, exhaustive))
+                if run_of(key) is not None:
+                    await asyncio.wait([asking], timeout=overlay.timings.dht_stall_s)
+                    if await self._ask_companions(search) and not asking.done():
+                        search.merge(self._storage.records(key, overlay.now_us))
+                        search.end()  # peers that claim to be near the key do not answer
+        finally:
+            search.merge(self._storage.records(key, overlay.now_us))
+            if self.running.get((key, exhaustive)) is search:
+                del self.running[key, exhaustive]
+            search.end()
+
+    async def _ask_companions(self, search: RecordSearch) -> bool:
+        """Ask members of a run for what the replicas lack, if that is due. Return whether one answered."""
+        overlay, key, companions = self._overlay, search.key, self._companions
+        asked = {overlay.own_id, *search.versions_by_peer}
+        now_s = overlay.clock.monotonic_s()
+        due = companions.to_ask(key, search.latest, search.versions_by_peer, now_s, overlay.now_us)
+        has_answered = False
+        while due:  # those that were named are asked next, and nobody whom these name
+            asked.update(contact.peer_id for contact in due)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._ask_companion(search, contact)) for contact in due]
+            named = [contact for task in tasks for contact in task.result() or ()]
+            has_answered |= any(task.result() is not None for task in tasks)
+            due = [contact for contact in dict.fromkeys(named) if contact.peer_id not in asked]
+        return has_answered
+
+    async def _ask_companion(self, search: RecordSearch, contact: Contact) -> list[Contact] | None:
+        """Merge the records of a key that a member has and this peer lacks. Return the members that it names;
+        None when it does not answer.
+        """
+        overlay, key = self._overlay, search.key
+        have = summary(key, itertools.islice(search.latest.values(), ENTRIES_PER_SUMMARY_MAX))
+        request = DhtFindRequest(
+            sender=overlay.sender,
+            queries=[DhtFindQuery(key=key_to_wire(key))],
+            nearest_max=1,
+            members=True,
+            have=have,
+        )
+        search.asked += 1
+        reply = await overlay.ask(contact, FIND, request)
+        if reply is None or len(reply.results) != 1:
+            return None
+        try:
+            members = overlay.contacts_from_answer(reply.results[0].members)
+        except PeerError:
+            overlay.on_failure(contact.peer_id, broke_protocol=True)
+            return None
+        validated = await self._replica.validate(reply.results[0].records)
+        records = [one for one in validated if isinstance(one, Record) and one.key == key]
+        search.merge(records)
+        search.answers += 1
+        owners = {record.owner: record.expiration_us for record in records}
+        self._companions.on_answer(key, owners, overlay.clock.monotonic_s(), overlay.now_us)
+        return self._companions.on_named(key, contact.peer_id, members)
+
+    async def _ask_replicas(self, search: RecordSearch, exhaustive: bool) -> None:
+        """Ask the replicas and merge their records.
 
         A majority is asked first: it contains at least one holder of any record that most replicas hold. The
         others are asked only if the majority disagrees or holds nothing.
@@ -298,8 +370,3 @@ class Reader:
                 self.finish(search, nearest)
         except TimeoutError:
             search.timed_out = True
-        finally:
-            search.merge(self._storage.records(key, overlay.now_us))
-            if self.running.get((key, exhaustive)) is search:
-                del self.running[key, exhaustive]
-            search.end()

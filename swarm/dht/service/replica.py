@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from swarm.core.errors import PeerError
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.cache import CachedAnswer, ReadCache
+from swarm.dht.logic.companions import Companions
 from swarm.dht.logic.constants import (
     ENTRIES_PER_SUMMARY_MAX,
     KEYS_PER_SUMMARY_MAX,
@@ -18,9 +19,9 @@ from swarm.dht.logic.constants import (
     RECORDS_PER_CALL_MAX,
 )
 from swarm.dht.logic.issued import IssuedRecords
-from swarm.dht.logic.records import FORGED, Record, RecordValidator
+from swarm.dht.logic.records import FORGED, Record, RecordValidator, run_of
 from swarm.dht.logic.storage import Storage
-from swarm.dht.logic.summary import ENTRY_BYTES
+from swarm.dht.logic.summary import ENTRY_BYTES, summary
 from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE, Overlay
 from swarm.dht.service.replication import Replication
 from swarm.dht.service.wire import (
@@ -76,6 +77,7 @@ class ReplicaStore:
         replication: Replication,
         cache: ReadCache,
         issued: IssuedRecords,
+        companions: Companions,
     ) -> None:
         self._overlay = overlay
         self._issued = issued
@@ -83,6 +85,7 @@ class ReplicaStore:
         self._validator = validator
         self._replication = replication
         self._cache = cache
+        self._companions = companions
 
     def serve(self, handlers: Handlers) -> None:
         """Register the handlers of the DHT's calls."""
@@ -99,7 +102,8 @@ class ReplicaStore:
             return "a client peer holds nothing for others"
         dht_id, first = record.key.dht_id, record.key not in self._storage
         is_replica = self._overlay.is_replica(dht_id)
-        refusal = self._storage.store(record, self._overlay.now_us, far=not is_replica) or ""
+        far = not (is_replica or self._companions.is_holder(record.key))
+        refusal = self._storage.store(record, self._overlay.now_us, far=far) or ""
         if first and direct and is_replica and not refusal:
             self._cache_empty_answer(record.key)
         return refusal
@@ -193,6 +197,8 @@ class ReplicaStore:
             raise PeerError(
                 f"a call may ask at most {QUERIES_PER_CALL_MAX} queries, not {len(request.queries)}"
             )
+        if len(request.have) > ENTRIES_PER_SUMMARY_MAX * ENTRY_BYTES:
+            raise PeerError(f"a call may name at most {ENTRIES_PER_SUMMARY_MAX} records that the caller has")
         asked = {query.SerializeToString(deterministic=True) for query in request.queries}
         if len(asked) < len(request.queries):
             raise PeerError("a call asks the same query twice")
@@ -209,9 +215,21 @@ class ReplicaStore:
             return DhtFindResult(nearest=self._nearest(target, caller, count_max, request.known)), []
         key = key_from_wire(query.key)
         nearest = self._nearest(key.dht_id, caller, count_max, request.known)
+        members = self._members_for(key, caller) if request.members else []
         if self._storage.usage(key).size_bytes > free_bytes:
-            return DhtFindResult(nearest=nearest, left_out=True), []
-        return DhtFindResult(nearest=nearest), self._storage.records(key, self._overlay.now_us)
+            return DhtFindResult(nearest=nearest, members=members, left_out=True), []
+        records = self._storage.records(key, self._overlay.now_us)
+        if request.have:
+            have = {request.have[at : at + ENTRY_BYTES] for at in range(0, len(request.have), ENTRY_BYTES)}
+            records = [record for record in records if summary(key, [record]) not in have]
+        return DhtFindResult(nearest=nearest, members=members), records
+
+    def _members_for(self, key: Key, caller: PeerId) -> list[WireContact]:
+        """Return members of a run to name to a caller, who takes part in the run from now on."""
+        now_s, run = self._overlay.clock.monotonic_s(), run_of(key)
+        if run is not None:
+            self._companions.on_question(run, caller, now_s)
+        return [contact_to_wire(one) for one in self._companions.members_for(key, caller, now_s)]
 
     async def _on_store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:
         time_us = self._overlay.raw_us

@@ -78,9 +78,20 @@ class PendingWrite:
     has written under the same key a moment ago; otherwise a search and one round.
     """
 
-    def __init__(self, overlay: Overlay, record: Record, replicas: WrittenReplicas, previous_us: int) -> None:
-        """`previous_us`: when this peer issued this entry last before; 0 for a record that is not its own."""
+    def __init__(
+        self,
+        overlay: Overlay,
+        record: Record,
+        replicas: WrittenReplicas,
+        companions: Sequence[Contact],
+        previous_us: int,
+    ) -> None:
+        """`companions`: peers that hold it beside the replicas. `previous_us`: when this peer issued this
+        entry last before; 0 for a record that is not its own.
+        """
         self._overlay = overlay
+        self._companions = companions
+        self._at_companions: dict[PeerId, asyncio.Task[Sequence[Contact] | None]] = {}
         self._record = record
         self._replicas = replicas
         self._previous_us = previous_us
@@ -92,24 +103,40 @@ class PendingWrite:
 
     async def run(self) -> None:
         """Run until every replica has answered or failed."""
+        async with asyncio.TaskGroup() as group:
+            for contact in self._companions:
+                task = group.create_task(self._store_or_mark_failed(contact))
+                self._at_companions[contact.peer_id] = task
+            await self._store_at_replicas()
+
+    async def _store_at_replicas(self) -> None:
         overlay, target = self._overlay, self._record.key.dht_id
         near = [one for one in self._replicas.of(self._record.key) if not overlay.is_suspect(one.peer_id)]
         lookup = overlay.lookup(target, wanted=REPLICAS, parallel=REPLICAS, near=near)
         # A peer that knows the replicas asks them first, and the question stores the record. Their answers
         # name closer peers that have come since.
-        nearest = await overlay.search(lookup, self._store_at if overlay.knows_all or near else self._find_at)
+        nearest = await overlay.search(
+            lookup, self._store_once if overlay.knows_all or near else self._find_at
+        )
         self._replicas.note(self._record.key, nearest)
         self.is_own_replica = any(contact.peer_id == overlay.own_id for contact in nearest)
         async with asyncio.TaskGroup() as group:
             for contact in nearest:
-                if contact.peer_id != overlay.own_id and contact.peer_id not in self.verdicts:
+                stored = contact.peer_id in self._at_companions or contact.peer_id in self.verdicts
+                if contact.peer_id != overlay.own_id and not stored:
                     group.create_task(self._store_or_mark_failed(contact))
 
-    async def _store_or_mark_failed(self, contact: Contact) -> None:
+    async def _store_or_mark_failed(self, contact: Contact) -> Sequence[Contact] | None:
         try:
-            await self._store_at(contact)
+            return await self._store_at(contact)
         except PeerError:
             self._overlay.on_failure(contact.peer_id, broke_protocol=True)
+            return None
+
+    async def _store_once(self, contact: Contact) -> Sequence[Contact] | None:
+        """Store the record at a peer, unless that is under way because it is a companion."""
+        task = self._at_companions.get(contact.peer_id)
+        return await asyncio.shield(task) if task is not None else await self._store_at(contact)
 
     async def _store_at(self, contact: Contact) -> Sequence[Contact] | None:
         overlay, record = self._overlay, self._record

@@ -1,4 +1,4 @@
-"""Log of events as sentences. It is bounded, and no single peer can fill it."""
+"""Log of events as sentences. It is bounded; no single peer can fill it, nor can strangers together."""
 
 from __future__ import annotations
 
@@ -7,26 +7,39 @@ from collections import deque
 from swarm.monitor.logic.view import MonitorEvent
 
 _PER_PEER_MAX = 6  # events about one peer within a minute
+_PER_STRANGERS_MAX = 12  # events about peers that are no members, all together, within a minute
 _MINUTE_S = 60.0
 _TEXT_CHARACTERS_MAX = 300
+_STRANGERS = "strangers"  # is no PeerID
 
 
 class EventLog:
     """The latest events. `take` returns each new event once, for a caller that stores them."""
 
     def __init__(self, events_max: int = 300, first_number: int = 1) -> None:
-        self._events: deque[MonitorEvent] = deque(maxlen=events_max)
+        self._events_max = events_max
+        self._events: deque[MonitorEvent] = deque()
+        self._of_strangers: deque[int] = deque()  # numbers of events in the log
         self._next = first_number
         self._recent: deque[tuple[float, str]] = deque(maxlen=4096)
         self._new: list[MonitorEvent] = []
 
-    def add(self, at_s: float, kind: str, level: str, text: str, peer_id: str = "") -> None:
-        """Add an event at swarm time `at_s`, unless its peer has had too many within the last minute."""
+    def add(
+        self, at_s: float, kind: str, level: str, text: str, peer_id: str = "", *, stranger: bool = False
+    ) -> None:
+        """Add an event at swarm time `at_s`, unless its peer, or a `stranger` with all others, has had too
+        many within the last minute.
+        """
         while self._recent and self._recent[0][0] < at_s - _MINUTE_S:
             self._recent.popleft()
         if peer_id and sum(1 for _, peer in self._recent if peer == peer_id) >= _PER_PEER_MAX:
             return
+        if stranger and sum(1 for _, peer in self._recent if peer == _STRANGERS) >= _PER_STRANGERS_MAX:
+            return
         self._recent.append((at_s, peer_id))
+        if stranger:
+            self._recent.append((at_s, _STRANGERS))
+            self._of_strangers.append(self._next)
         event = MonitorEvent(
             number=self._next,
             at_s=at_s,
@@ -38,11 +51,24 @@ class EventLog:
         self._next += 1
         self._events.append(event)
         self._new.append(event)
+        self._bound()
 
     def restore(self, events: list[MonitorEvent]) -> None:
         """Put the events of an earlier process before the present ones."""
         self._events.extendleft(reversed(events))
+        self._bound()
         self._next = max([self._next, *(event.number + 1 for event in events)])
+
+    def _bound(self) -> None:
+        """Drop the oldest events: of strangers first, while they have more than half of the log."""
+        while len(self._events) > self._events_max:
+            if len(self._of_strangers) > self._events_max // 2:
+                oldest = self._of_strangers.popleft()
+                self._events.remove(next(one for one in self._events if one.number == oldest))
+            else:
+                number = self._events.popleft().number
+                if self._of_strangers and self._of_strangers[0] == number:
+                    self._of_strangers.popleft()
 
     @property
     def latest(self) -> tuple[MonitorEvent, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from averaging.optim.progress.logic.reports import ProgressTotal
 from swarm.core.ids import PeerId
+from swarm.core.standing import PeerStanding
 from swarm.dht.logic.blobs import version_text
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog
@@ -23,7 +24,8 @@ from swarm.monitor.logic.view import ExpertView, LinkView, MonitorView, OwnView,
 
 _TOTAL_S = 15.0  # a total older than this is ignored
 _FIRST_NAMED_MAX = 3  # peers that the first snapshot names one by one
-_PEERS_MAX = 5000
+_NAMED_MAX = 20  # the same for a later one
+PEERS_MAX = 5000
 _QUIET_PERIODS = 3.0  # renewals that a peer may miss before its values are stale
 _QUIET_S_MIN = 8.0
 _PERIOD_S_MAX = 30.0  # upper bound of the renewal period that a peer may claim
@@ -52,11 +54,16 @@ class Snapshot:
 class Model:
     """One run, as this monitor sees it."""
 
-    def __init__(self, run: RunView, events: EventLog | None = None) -> None:
+    def __init__(
+        self, run: RunView, events: EventLog | None = None, standing: PeerStanding | None = None
+    ) -> None:
+        """`standing` tells members of the run from strangers. Where no member is known, all count alike."""
         self.run = run
+        self._standing = standing or PeerStanding()
         self.events = events or EventLog()
         self.checkpoint = ""
         self._peers: dict[PeerId, TrackedPeer] = {}
+        self._strangers = 0  # of these, as of the last snapshot
         self._rounds = RoundTable()
         self._lines = KnownLines()
         self._unreported: dict[RoundKey, float] = {}  # new rounds without a failure event yet, and since when
@@ -79,19 +86,22 @@ class Model:
         first = self._snapshot is None
         self._snapshot, self._snapshot_s = snapshot, now_s
         arrived = []
+        self._strangers = sum(map(self._is_stranger, self._peers))
         for peer, records in snapshot.peers.items():
             if peer not in self._peers or self._peers[peer].gone_s is not None:
                 if self._is_old_record(peer, records):
                     continue
-                if peer not in self._peers and len(self._peers) >= _PEERS_MAX:
+                if peer not in self._peers and not self._has_room(peer):
                     continue
+                self._strangers += peer not in self._peers and self._is_stranger(peer)
                 self._peers[peer] = TrackedPeer(records, now_s)
                 arrived.append(peer)
             self._update(peer, records, now_s)
         for peer, known in self._peers.items():
             if peer not in snapshot.peers and known.gone_s is None:
                 self._on_missing(peer, known, now_s)
-        self._epoch = swarm_epoch([known.pace[1] for known in self._live(now_s).values()]) or self._epoch
+        live = self._counted(self._live(now_s))
+        self._epoch = swarm_epoch([known.pace[1] for known in live.values()]) or self._epoch
         self._arrivals(arrived, first, now_s)
         self._mark_quiet(now_s)
         self._report_breaks(first, now_s)
@@ -146,7 +156,8 @@ class Model:
         """Return the view at this moment. Ages are included, so that the same snapshot gives another view
         later.
         """
-        live = self._live(now_s)
+        all_live = self._live(now_s)
+        live = self._counted(all_live)
         claimed = {peer: known.pace[0] for peer, known in live.items()}
         rates = capped(claimed, _RATE_RATIO_MAX)
         published = [known.records.metrics for known in live.values() if known.records.metrics is not None]
@@ -163,7 +174,8 @@ class Model:
                 peer,
                 now_s,
                 PeerAssessment(
-                    fresh=peer in live,
+                    fresh=peer in all_live,
+                    stranger=self._is_stranger(peer),
                     behind=known.pace[1] + _BEHIND_EPOCHS <= self._epoch,
                     capped=rates.get(peer, 0.0) < claimed.get(peer, 0.0),
                     accused_by=accusers.get(str(peer), 0),
@@ -186,12 +198,18 @@ class Model:
             drift=median(one.drift for one in published),
             bytes_per_s=sum(capped({peer: known.up_per_s for peer, known in live.items()}, 10.0).values()),
             peers_live=len(live),
-            peers_quiet=sum(peer.state in ("quiet", "lost") for peer in shown),
+            peers_quiet=sum(peer.state in ("quiet", "lost") and not peer.stranger for peer in shown),
+            strangers=sum(peer.stranger for peer in shown),
             refused=self._snapshot.refused if self._snapshot else 0,
             own=self._own(published),
             state=self._state(),
             histories=histories_of(published),
-            peers=tuple(sorted(shown, key=lambda peer: (not peer.fresh, -peer.samples_per_s, peer.peer_id))),
+            peers=tuple(
+                sorted(
+                    shown,
+                    key=lambda peer: (peer.stranger, not peer.fresh, -peer.samples_per_s, peer.peer_id),
+                )
+            ),
             rounds=tuple(self._rounds.latest()),
             events=self.events.latest,
             experts=self._snapshot.experts if self._snapshot else (),
@@ -229,6 +247,29 @@ class Model:
             for peer, known in self._peers.items()
             if known.gone_s is None and not self._is_quiet(known, now_s)
         }
+
+    def _is_stranger(self, peer: PeerId) -> bool:
+        run_id = self.run.run_id
+        return self._standing.has_members(run_id) and not self._standing.is_member(peer, run_id)
+
+    def _counted(self, live: dict[PeerId, TrackedPeer]) -> dict[PeerId, TrackedPeer]:
+        """Return the peers whose values are in sums and medians: members, while any of them is there."""
+        members = {peer: known for peer, known in live.items() if not self._is_stranger(peer)}
+        return members or live
+
+    def _has_room(self, peer: PeerId) -> bool:
+        """Return whether a new peer may enter the table: strangers have half of it, and make room for
+        members.
+        """
+        if self._is_stranger(peer):
+            return self._strangers < PEERS_MAX // 2 and len(self._peers) < PEERS_MAX
+        if len(self._peers) >= PEERS_MAX and self._strangers:
+            del self._peers[next(one for one in reversed(self._peers) if self._is_stranger(one))]
+            self._strangers -= 1
+        return len(self._peers) < PEERS_MAX
+
+    def _add_event(self, now_s: float, kind: str, level: str, text: str, peer: PeerId) -> None:
+        self.events.add(now_s, kind, level, text, str(peer), stranger=self._is_stranger(peer))
 
     def _is_quiet(self, known: TrackedPeer, now_s: float) -> bool:
         metrics = known.records.metrics
@@ -289,6 +330,7 @@ class Model:
 
     def _state(self) -> StateSummary | None:
         states = self._snapshot.states if self._snapshot else {}
+        states = {peer: one for peer, one in states.items() if not self._is_stranger(peer)} or states
         epochs = [epoch for epoch, _ in states.values() if epoch <= self._epoch + _BEHIND_EPOCHS]
         if not epochs:
             return None
@@ -316,17 +358,17 @@ class Model:
         if given_up > 0:
             text = f"{self._name_of(peer)} is in the history of the others again"
             epochs = _count(given_up, "epoch")
-            self.events.add(
-                now_s, "reunion", "warning", f"{text}: it gave up {epochs} made without them", str(peer)
+            self._add_event(
+                now_s, "reunion", "warning", f"{text}: it gave up {epochs} made without them", peer
             )
         broken = frozenset(new.broken) if new is not None else known.broken
         for name in sorted(broken - known.broken):
-            self.events.add(
+            self._add_event(
                 now_s,
                 "not_finite",
                 "warning",
                 f"{self._name_of(peer)}: {name} is not a finite number",
-                str(peer),
+                peer,
             )
         known.broken = broken
 
@@ -338,15 +380,15 @@ class Model:
             return
         known.gone_s, known.left = now_s, not expired
         if expired:
-            self.events.add(
+            self._add_event(
                 now_s,
                 "lost",
                 "warning",
                 f"{self._name_of(peer)} was lost: it disappeared without leaving the run",
-                str(peer),
+                peer,
             )
         else:
-            self.events.add(now_s, "left", "info", f"{self._name_of(peer)} left", str(peer))
+            self._add_event(now_s, "left", "info", f"{self._name_of(peer)} left", peer)
 
     def _arrivals(self, arrived: list[PeerId], first: bool, now_s: float) -> None:
         if first and len(arrived) > _FIRST_NAMED_MAX:
@@ -354,37 +396,42 @@ class Model:
                 now_s, "watching", "info", f"watching {self.run.full_name}: {len(arrived)} peers take part"
             )
             return
+        if len(arrived) > _NAMED_MAX:
+            all_strangers = all(map(self._is_stranger, arrived))
+            text = f"{len(arrived)} {'strangers' if all_strangers else 'peers'} joined"
+            self.events.add(now_s, "joined", "good", text, stranger=all_strangers)
+            return
         for peer in arrived:
             what = "takes part" if first else "joined"
             metrics = self._peers[peer].records.metrics
             device = metrics.device if metrics is not None else ""
-            self.events.add(
+            self._add_event(
                 now_s,
                 "joined",
                 "good",
                 f"{self._name_of(peer)} {what}{f' on {device}' if device else ''}",
-                str(peer),
+                peer,
             )
 
     def _mark_quiet(self, now_s: float) -> None:
         for peer, known in self._peers.items():
             quiet = known.gone_s is None and self._is_quiet(known, now_s)
             if quiet and not known.quiet:
-                self.events.add(
+                self._add_event(
                     now_s,
                     "quiet",
                     "warning",
                     f"{self._name_of(peer)} has published nothing lately",
-                    str(peer),
+                    peer,
                 )
             elif known.quiet and not quiet and known.gone_s is None:
-                self.events.add(now_s, "back", "good", f"{self._name_of(peer)} publishes again", str(peer))
+                self._add_event(now_s, "back", "good", f"{self._name_of(peer)} publishes again", peer)
             known.quiet = quiet
 
     def _report_breaks(self, first: bool, now_s: float) -> None:
         """Add an event for each history that began with a break since the last snapshot."""
         found: dict[str, list[PeerId]] = {}
-        for peer, known in self._live(now_s).items():
+        for peer, known in self._counted(self._live(now_s)).items():
             if known.records.metrics is not None:
                 found.setdefault(known.records.metrics.line, []).append(peer)
         for line, peers in found.items():
@@ -397,6 +444,8 @@ class Model:
 
     def _report_rounds(self, snapshot: Snapshot, now_s: float) -> None:
         for peer, records in snapshot.peers.items():
+            if self._is_stranger(peer):  # it contributed to no round
+                continue
             for report in records.metrics.rounds if records.metrics else ():
                 key = self._rounds.add_report(peer, report, self._epoch, now_s)
                 if key is not None and now_s - report.at_s < 120.0:

@@ -35,6 +35,7 @@ class PeerAssessment:
     behind: bool
     capped: bool
     accused_by: int
+    stranger: bool = False
 
 
 @dataclass(slots=True)
@@ -122,6 +123,7 @@ class TrackedPeer:
             rounds_done=published.rounds_done,
             rounds_failed=published.rounds_failed,
             accused_by=assessment.accused_by,
+            stranger=assessment.stranger,
             own=dict(published.own),
             broken=published.broken,
         )

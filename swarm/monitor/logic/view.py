@@ -81,6 +81,7 @@ class PeerView:
     rounds_done: int = 0
     rounds_failed: int = 0
     accused_by: int = 0  # number of peers that caught it lying as a reducer
+    stranger: bool = False  # no certificate names it; its values are shown and counted nowhere
     own: dict[str, float] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
 
@@ -176,6 +177,7 @@ class MonitorView:
     bytes_per_s: float = 0.0  # sent by all peers together
     peers_live: int = 0
     peers_quiet: int = 0
+    strangers: int = 0  # that are shown, and counted in nothing
     refused: int = 0  # malformed records in the last poll
     own: dict[str, OwnView] = field(default_factory=dict)
     state: StateSummary | None = None

@@ -120,7 +120,7 @@ function draw() {
   put("t-held-note", view.drift === null ? "" : `drift ${small(view.drift)}`);
   put("t-rate", rate(view.samples_per_s));
   put("t-peers", whole(view.peers_live));
-  put("t-peers-note", view.peers_quiet ? `${view.peers_quiet} silent` : "all up to date");
+  put("t-peers-note", [view.peers_quiet ? `${view.peers_quiet} silent` : "all up to date", ...(view.strangers ? [`${view.strangers} strangers`] : [])].join(", "));
   const histories = view.histories.map((one) => `${whole(one.peers)} in ${one.head.slice(0, 8)}`).join(", ");
   put("t-bytes", `${bytes(view.bytes_per_s)}/s`);
   put("t-bytes-note", "sent, all peers");

@@ -63,6 +63,7 @@ export class PeerTable {
     const sign = this.sort.down ? -1 : 1;
     const matching = [...this.peers.values()].filter((peer) => !wanted || [peer.name, peer.peer_id, peer.device, peer.state].some((text) => text.toLowerCase().includes(wanted)));
     matching.sort((a, b) => {
+      if (a.stranger !== b.stranger) return a.stranger ? 1 : -1;
       if (a.fresh !== b.fresh) return a.fresh ? -1 : 1;
       const [x, y] = [column.sort(a), column.sort(b)];
       return x < y ? -sign : x > y ? sign : a.peer_id < b.peer_id ? -1 : 1;
@@ -146,6 +147,7 @@ export class PeerTable {
     ];
     if (peer.capped) details.push(["Rate", "claims more than three times the median: only that much is counted"]);
     if (peer.broken.length) details.push(["Not finite", peer.broken.join(", ")]);
+    if (peer.stranger) details.push(["Standing", "a stranger: no certificate of the run names it, and its values count nowhere"]);
     if (peer.accused_by) details.push(["Accused", `of lying as a reducer, by ${peer.accused_by} peers`]);
     const list = make("dl");
     for (const [term, text] of details) {

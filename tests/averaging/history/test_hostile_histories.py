@@ -15,7 +15,7 @@ from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from averaging.history.offers import Offers
 from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, PeerId
-from tests.averaging.history.peers import PEERS, RUN, certificate, upon
+from tests.averaging.history.peers import PEERS, RUN, certificate, identity, upon
 
 A, B, C, D, LIAR, LIAR_2, LIAR_3 = PEERS[:7]
 NOBODY = genesis(RUN)
@@ -34,9 +34,16 @@ def made_by(members: Sequence[PeerId], rounds: int, own: PeerId | None = None) -
     return history
 
 
-def choice(own: Lineage, shown: dict[PeerId, Lineage], introducers: Iterable[PeerId] = ()) -> Chain | None:
-    """Return the history that a peer follows when each of these peers reports and shows one."""
-    offers = Offers(tuple(introducers))
+def choice(
+    own: Lineage,
+    shown: dict[PeerId, Lineage],
+    introducers: Iterable[PeerId] = (),
+    named: Sequence[PeerId] = (),
+) -> Chain | None:
+    """Return the history that a peer follows when each of these peers reports and shows one. `named`: the
+    members that the introducers have named.
+    """
+    offers = Offers(tuple(introducers), lambda: named)
     for peer, history in shown.items():
         chain = history.chain(own.heads())
         offers.takes(own.relation(chain), own, chain, Contact(peer))
@@ -114,6 +121,21 @@ def test_a_break_that_a_stranger_appends_to_an_honest_history_wins_no_voices() -
     found = choice(Lineage(RUN, D), {LIAR: forged, A: honest, B: honest})
     assert found is not None
     assert found.last_head == honest.head
+
+
+def test_a_newcomer_whose_introducers_take_no_part_follows_the_members_that_these_named() -> None:
+    """Regression test: behind a bootstrap peer that is no member the larger number of identities decided."""
+    honest, forged = made_by([A, B], 5), made_by([LIAR], 90)
+    strangers = [identity(200 + number).peer_id for number in range(30)]
+    shown = {A: honest, B: honest, **dict.fromkeys(strangers, forged)}
+    newcomer = Lineage(RUN, D)
+    unnamed = choice(newcomer, shown, introducers=[C])
+    assert unnamed is not None
+    assert unnamed.last_head == forged.head, "nobody was named"
+    for named in ([A], [B, A], [C, A]):
+        found = choice(newcomer, shown, introducers=[C], named=named)
+        assert found is not None
+        assert found.last_head == honest.head
 
 
 def test_in_a_tie_of_introducers_the_first_one_given_decides() -> None:

@@ -1,0 +1,71 @@
+"""A thousand free identities in an open run: how many of them become electors in an hour, and when they could
+decide. Virtual time, so the figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from averaging.history.electors import HOUR_S
+from benchmarks.results import Row, Series
+from swarm.testing.elector_growth import GrowthConfig, GrowthFigures, GrowthRun
+
+Say = Callable[[str], None]
+
+RUNS = (
+    GrowthConfig(seed=1, crowd="many"),
+    GrowthConfig(seed=1, crowd="patient"),
+    GrowthConfig(seed=1, crowd="patient", miss=0.05),
+    GrowthConfig(seed=1, crowd="none", identities=0),
+)
+_NAMES = {
+    "many": "1,000 newcomers, others in each round",
+    "patient": "60 newcomers in every round",
+    "none": "no attack",
+}
+
+
+def rows(say: Say, runs: Sequence[GrowthConfig] = RUNS) -> Iterator[list[Row]]:
+    """Yield the figures of each run as soon as it is over."""
+    for one in runs:
+        say(f"simulated electors, {_NAMES[one.crowd]}: {one.hours:g} hours")
+        yield _rows(one, GrowthRun(one).run())
+
+
+def _rows(config: GrowthConfig, figures: GrowthFigures) -> list[Row]:
+    misses = f" that miss {100 * config.miss:g} % of the rounds" if config.miss else ""
+    title = f"{config.honest} electors{misses}, {_NAMES[config.crowd]}, {config.hours:g} h"
+    identifier = f"electors-{config.crowd}-{100 * config.miss:g}"
+
+    def row(name: str, quantity: str, unit: str, value: float, *notes: str) -> Row:
+        return Row(
+            identifier=f"{identifier}-{name}",
+            workload=title,
+            quantity=quantity,
+            ours=Series(name=f"swarm: {name}", unit=unit, samples=(value,)),
+            peer=None,
+            aim=None,
+            notes=notes,
+        )
+
+    waits = figures.newcomer_s
+    newcomer = f"became an elector after {waits / 60:.1f} min" if waits is not None else "became none"
+    note = f"an honest newcomer among them {newcomer}; refused rounds: {figures.refused} of {figures.rounds}"
+    if config.crowd == "none":
+        assert waits is not None
+        return [row("wait", "until an honest newcomer is an elector", "s", waits)]
+    alone_s = figures.quorum_s if figures.quorum_s is not None else config.hours * HOUR_S
+    early = sum(admitted_s < alone_s for admitted_s in figures.admitted_s)
+    found = [
+        row(
+            "admitted",
+            "newcomers that become electors in an hour",
+            "electors",
+            early * HOUR_S / alone_s,
+            note,
+        )
+    ]
+    if figures.quorum_s is not None:
+        quantity = "until the newcomers could decide alone, and admit whom they like"
+        found.append(row("alone", quantity, "h", figures.quorum_s / HOUR_S))
+    return found

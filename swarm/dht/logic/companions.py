@@ -1,0 +1,227 @@
+"""The peers that hold the records of a run beside the replicas: its members nearest to the key.
+
+An identity costs nothing, so that a stranger can make seventeen that are nearer to a key than all honest
+peers, and hide whatever is stored under it. Members of a run therefore write its records to the members
+nearest to the key as well, and read them there from time to time, and whenever the replicas lack something
+that members had. Where all peers near a key are members, these are replicas anyway, and nothing is added.
+
+A newcomer knows no members. It asks those that it enters the swarm by, and these name members to it: the
+nearest ones that they know; where they are no members themselves, the peers that have asked them about the
+run for the longest time. Pure: times are seconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.core.standing import PeerStanding
+from swarm.dht.logic.records import Owner, run_of
+
+HOLDERS: Final = 3  # members that a record is written to, beside its replicas
+ASKED_AT_ONCE: Final = 2  # of them, by a read: one may be a liar
+# A read asks a member at least this often. Too small: traffic; too large: what replicas hide is seen late
+CHECK_INTERVAL_S: Final = 15.0
+# Likewise one of the peers that this one came by, so that they know who takes part in the run
+INTRODUCER_INTERVAL_S: Final = 60.0
+CALLER_S: Final = 5 * INTRODUCER_INTERVAL_S  # a peer that has not asked for this long takes no part any more
+NAMED_MAX: Final = 8  # contacts in one answer
+_CANDIDATES_MAX: Final = 64  # members among which the nearest are found: those that certificates named last
+_INTRODUCERS_MAX: Final = 8
+_KEYS_MAX: Final = 64  # read lately
+_NAMING_MAX: Final = 8  # peers that are believed when they name members for a key
+_RUNS_MAX: Final = 256  # that others ask about
+_CALLERS_MAX: Final = 64  # of one run; those that came first stay
+
+
+@dataclass(slots=True)
+class _Read:
+    """What others said about a key."""
+
+    asked_s: float = -math.inf
+    # of the records that members had when they were asked last, with the time when they expire, in µs
+    owners: dict[Owner, int] = field(default_factory=dict)
+    named: dict[PeerId, tuple[Contact, ...]] = field(default_factory=dict)  # members, by who named them
+
+
+class Companions:
+    """The companions of one peer, in all runs that it takes part in or is asked about."""
+
+    def __init__(
+        self,
+        own: PeerId,
+        standing: PeerStanding,
+        find_contact: Callable[[PeerId], Contact | None],
+    ) -> None:
+        """`find_contact` returns how to call a peer; None where that is not known, or it failed lately."""
+        self._own, self._standing, self._find_contact = own, standing, find_contact
+        self._introducers: dict[PeerId, Contact] = {}
+        self._named: dict[
+            str, dict[PeerId, tuple[Contact, ...]]
+        ] = {}  # by run and by the peer that named them
+        self._reads: OrderedDict[Key, _Read] = OrderedDict()
+        self._introducers_asked_s: dict[str, float] = {}
+        # by run, who has asked about it: when last. In the order of their first questions
+        self._callers: dict[str, dict[PeerId, float]] = {}
+        self._pruned_s = -math.inf
+
+    def add_introducers(self, contacts: Iterable[Contact]) -> None:
+        """Remember peers by which this one enters the swarm."""
+        for contact in contacts:
+            if len(self._introducers) < _INTRODUCERS_MAX and contact.peer_id != self._own:
+                self._introducers.setdefault(contact.peer_id, contact)
+
+    # ---- records of this peer's runs
+
+    def holders(self, key: Key) -> list[Contact]:
+        """Return the peers, beside the replicas, that a record of a run is written to: the nearest members;
+        as far as there are fewer, those that were named to this peer, and those that it came by.
+        """
+        run = run_of(key)
+        if run is None:
+            return []
+        found = self._nearest(self._members(run), key)
+        if len(found) < HOLDERS:
+            known = {one.peer_id for one in found}
+            found += [one for one in self._believed(key) if one.peer_id not in known]
+            return found
+        return found[:HOLDERS]
+
+    def is_holder(self, key: Key) -> bool:
+        """Return whether this peer is one of the members that hold the records of a key."""
+        run = run_of(key)
+        if run is None or not self._standing.is_member(self._own, run):
+            return False
+        distance = self._own.dht_id ^ key.dht_id
+        nearer = [one for one in self._members(run) if one.peer_id.dht_id ^ key.dht_id < distance]
+        return len(nearer) < HOLDERS
+
+    def to_ask(
+        self, key: Key, owners: Collection[Owner], answered: Collection[PeerId], now_s: float, now_us: int
+    ) -> list[Contact]:
+        """Return whom a read of a key asks beside those that have answered; nobody most of the time.
+        `owners`: of the records that were found.
+        """
+        run = run_of(key)
+        if run is None:
+            return []
+        asked: list[Contact] = []
+        if not self.is_checked(key, owners, now_s, now_us):
+            members = self._nearest(self._members(run), key)[:HOLDERS]
+            if not members:
+                asked = self._believed(key)  # who has answered already is to name members now
+            elif any(one.peer_id in answered for one in members):
+                self.on_answer(key, {}, now_s, now_us)
+            else:
+                asked = members[:ASKED_AT_ONCE]
+        if now_s - self._introducers_asked_s.get(run, -math.inf) >= INTRODUCER_INTERVAL_S:
+            self._introducers_asked_s[run] = now_s
+            asked += self._reachable(self._introducers)[:ASKED_AT_ONCE]
+        return list(dict.fromkeys(asked))
+
+    def is_due(self, key: Key, owners: Collection[Owner], now_s: float, now_us: int) -> bool:
+        """Return whether an answer with the records of `owners` should be compared with that of a member."""
+        if run_of(key) is None or self.is_checked(key, owners, now_s, now_us):
+            return False
+        return bool(self.holders(key))
+
+    def is_checked(self, key: Key, owners: Collection[Owner], now_s: float, now_us: int) -> bool:
+        """Return whether members were asked lately, and all that they had then was found again."""
+        read = self._reads.get(key)
+        return (
+            read is not None
+            and now_s - read.asked_s < CHECK_INTERVAL_S
+            and all(owner in owners for owner, expires_us in read.owners.items() if expires_us > now_us)
+        )
+
+    def on_answer(self, key: Key, owners: Mapping[Owner, int], now_s: float, now_us: int) -> None:
+        """Remember what a member has under a key: the owners of its records, with their expiration in µs."""
+        read = self._read(key)
+        read.asked_s = now_s
+        kept = {owner: expires_us for owner, expires_us in read.owners.items() if expires_us > now_us}
+        read.owners = {**kept, **owners}
+
+    def on_named(self, key: Key, by: PeerId, contacts: Sequence[Contact]) -> list[Contact]:
+        """Remember the members that an introducer, or a member that one has named, names for a key. Return
+        those that a newcomer should ask as well: a peer that knows members by certificates believes nobody.
+        """
+        run, read = run_of(key), self._read(key)
+        believed = {one.peer_id for named in read.named.values() for one in named} | self._introducers.keys()
+        if run is None or by not in believed or (by not in read.named and len(read.named) >= _NAMING_MAX):
+            return []
+        found = [one for one in contacts[:NAMED_MAX] if one.addresses and one.peer_id != self._own]
+        if found:
+            read.named[by] = tuple(found)
+        return [] if self._members(run) else found[:HOLDERS]
+
+    def named_by(self, run: str, introducers: Iterable[PeerId]) -> list[PeerId]:
+        """Return the members of a run that these peers have named, each once, in the order of each."""
+        reads = [read for key, read in self._reads.items() if run_of(key) == run]
+        lists = [read.named.get(peer, ()) for peer in introducers for read in reads]
+        return list(dict.fromkeys(one.peer_id for named in lists for one in named))
+
+    def _read(self, key: Key) -> _Read:
+        read = self._reads.setdefault(key, _Read())
+        self._reads.move_to_end(key)
+        if len(self._reads) > _KEYS_MAX:
+            self._reads.popitem(last=False)
+        return read
+
+    def _members(self, run: str) -> list[Contact]:
+        members = self._standing.members(run)[:_CANDIDATES_MAX]
+        return self._reachable(peer for peer in members if peer != self._own)
+
+    def _believed(self, key: Key) -> list[Contact]:
+        """Return the peers by which this one came, and the members that they named for a key."""
+        named = self._reads[key].named.values() if key in self._reads else ()
+        members = self._nearest(dict.fromkeys(one for some in named for one in some), key)
+        return [*self._reachable(self._introducers)[:ASKED_AT_ONCE], *members[: 2 * HOLDERS]]
+
+    def _reachable(self, peers: Iterable[PeerId]) -> list[Contact]:
+        found = (self._find_contact(peer) or self._introducers.get(peer) for peer in peers)
+        return [contact for contact in found if contact is not None and contact.addresses]
+
+    @staticmethod
+    def _nearest(contacts: Iterable[Contact], key: Key) -> list[Contact]:
+        return sorted(contacts, key=lambda one: one.peer_id.dht_id ^ key.dht_id)
+
+    # ---- questions of others
+
+    def on_question(self, run: str, caller: PeerId, now_s: float) -> None:
+        """Remember that a peer has asked about a run, which it takes part in or wants to."""
+        if run not in self._callers and len(self._callers) >= _RUNS_MAX:
+            if now_s - self._pruned_s < INTRODUCER_INTERVAL_S:
+                return
+            self._pruned_s = now_s
+            self._callers = {
+                name: callers
+                for name, callers in self._callers.items()
+                if any(now_s - asked_s < CALLER_S for asked_s in callers.values())
+            }
+            if len(self._callers) >= _RUNS_MAX:
+                return
+        callers = self._callers.setdefault(run, {})
+        if caller not in callers and len(callers) >= _CALLERS_MAX:
+            gone = [peer for peer, asked_s in callers.items() if now_s - asked_s >= CALLER_S]
+            if not gone:
+                return
+            del callers[gone[0]]
+        callers[caller] = now_s
+
+    def members_for(self, key: Key, caller: PeerId, now_s: float) -> list[Contact]:
+        """Return the members of a run to name to a caller: the nearest to the key, or where this peer knows
+        none, those that have asked about the run for the longest time.
+        """
+        run = run_of(key)
+        if run is None:
+            return []
+        members = [one for one in self._members(run) if one.peer_id != caller]
+        if members:
+            return self._nearest(members, key)[:HOLDERS]
+        callers = self._callers.get(run, {})
+        live = [peer for peer, s in callers.items() if now_s - s < CALLER_S and peer != caller]
+        return self._reachable(live)[:NAMED_MAX]

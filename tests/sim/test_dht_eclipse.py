@@ -1,0 +1,168 @@
+"""Keys of a run that strangers surround with identities made for it (finding S14): members read each other's
+records all the same, and so does a newcomer that comes by an address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from swarm.core.ids import Key, open_run_id
+from swarm.dht.service.dht_service import DhtService
+from swarm.testing.hostile import HostilePeer, SilentPeer, nearest_identities, only_colluders
+from swarm.testing.network import SimulatedNetwork
+from tests.sim.dht_scenarios import play, service_of, swarm_of
+
+RUN = open_run_id("eclipsed")
+KEYS = [Key(f"run.{RUN}", name) for name in ("progress", "donors", "presence")]
+PEERS, MEMBERS = 30, 8
+GROUND = 17  # identities nearer to a key than all honest peers: three are left of the twenty that are asked
+TRIED = 4000
+
+Surround = Callable[[DhtService], object]
+
+
+async def surround(network: SimulatedNetwork, kind: type[HostilePeer], key: Key) -> Surround:
+    """Make identities nearest to a key. Return what lets a peer know them."""
+    found = nearest_identities(key.dht_id, GROUND, TRIED, f"{network.seed}/{key}")
+    peers = [network.peer(identity=identity) for identity in found]
+    hostile = [kind(peer, only_colluders(peers)) for peer in peers]
+
+    def met_by(service: DhtService) -> None:
+        for one in hostile:
+            service.overlay.on_answer(one.peer.contact)
+
+    return met_by
+
+
+def know_one_another(members: Sequence[DhtService]) -> None:
+    """Certificates name all of these to each of them."""
+    for one in members:
+        one.standing.add_members(RUN, [other.peer_id for other in members])
+
+
+async def write(services: Iterable[DhtService], number: int) -> None:
+    async with asyncio.TaskGroup() as group:
+        for service in services:
+            for key in KEYS:
+                value = record_of(service, number) if key.name != "presence" else {"n": number}
+                group.create_task(service.store(key, value, ttl_s=60.0, timeout_s=5.0))
+
+
+def record_of(service: DhtService, number: int) -> dict[str, object]:
+    now_s = service.clock.swarm_s()
+    return {
+        "epoch": number,
+        "samples": 0,
+        "rate": 1.0,
+        "at": now_s,
+        "since": now_s,
+        "addresses": service.own().published,
+    }
+
+
+async def seen(service: DhtService, key: Key) -> set[str]:
+    """Return whose records a peer reads, as an optimizer does."""
+    found = await service.get(key, timeout_s=5.0)
+    return set(found) if isinstance(found, dict) else set()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", [HostilePeer, SilentPeer])
+def test_members_read_every_record_of_each_other_while_their_keys_are_surrounded(
+    kind: type[HostilePeer], seed: int
+) -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, PEERS)
+        members = services[:MEMBERS]
+        know_one_another(members)
+        everybody = {str(one.peer_id) for one in members}
+        surrounded = [await surround(network, kind, key) for key in KEYS]
+        for met_by in surrounded:
+            for service in services:
+                met_by(service)
+        await asyncio.sleep(30.0)
+        reads = complete = 0
+        for number in range(5):
+            await write(members, number)
+            for service in members:
+                for key in KEYS:
+                    complete += await seen(service, key) >= everybody
+                    reads += 1
+            await asyncio.sleep(7.0)
+        assert (complete, reads) == (reads, 5 * MEMBERS * len(KEYS))
+        if kind is HostilePeer:
+            stranger = service_of(network.peer())  # it found the swarm without an address
+            await stranger.join([services[-1].own()], remembered=True)
+            for met_by in surrounded:
+                met_by(stranger)
+            assert not await seen(stranger, KEYS[0]), "the keys are surrounded indeed"
+
+    play(scenario, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", [HostilePeer, SilentPeer])
+@pytest.mark.parametrize("by_member", [True, False])
+def test_a_newcomer_reads_every_record_of_the_members_and_they_read_its_own(
+    kind: type[HostilePeer], by_member: bool, seed: int
+) -> None:
+    """It comes by a member, or by a peer that takes no part in the run, as `swarm bootstrap` does, by which
+    the members have come, too.
+    """
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        entry = service_of(network.peer())
+        members = [service_of(network.peer()) for _ in range(MEMBERS)]
+        others = await swarm_of(network, PEERS - MEMBERS)
+        for service in [*members, others[0]]:
+            await service.join([entry.own()])
+        know_one_another(members)
+        surrounded = [await surround(network, kind, key) for key in KEYS]
+        for met_by in surrounded:
+            for service in [entry, *members, *others]:
+                met_by(service)
+        await asyncio.sleep(10.0)
+        await write(members, 1)
+        everybody = {str(one.peer_id) for one in members}
+        for service in members:
+            assert await seen(service, KEYS[0]) >= everybody
+        newcomer = service_of(network.peer())
+        await newcomer.join([(members[0] if by_member else entry).own()])
+        for met_by in surrounded:
+            met_by(newcomer)
+        for key in KEYS:
+            assert await seen(newcomer, key) >= everybody
+        await write([newcomer], 1)
+        await asyncio.sleep(16.0)  # members compare what they read with one another every 15 s
+        await write(members, 2)
+        for service in members:
+            assert str(newcomer.peer_id) in await seen(service, KEYS[0])
+
+    play(scenario, seed=seed)
+
+
+def test_where_all_peers_are_members_reading_and_writing_among_members_costs_nothing() -> None:
+    async def messages(with_members: bool) -> int:
+        network = SimulatedNetwork(seed=7)
+        services = await swarm_of(network, 12)
+        if with_members:
+            know_one_another(services)
+        await asyncio.sleep(60.0)
+        before = sum(peer.messages_sent for peer in network.peers.values())
+        for number in range(20):
+            await write(services, number)
+            for service in services:
+                await seen(service, KEYS[0])
+            await asyncio.sleep(2.0)
+        sent = sum(peer.messages_sent for peer in network.peers.values()) - before
+        await network.close()
+        return sent
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        without, with_members = await messages(False), await messages(True)
+        assert with_members <= 1.05 * without, (without, with_members)
+
+    play(scenario, seed=7)
