@@ -169,10 +169,12 @@ def _merged(outcomes: Sequence[RoundOutcome], numels: Sequence[int]) -> RoundOut
     seconds: dict[str, float] = {}
     left_out: dict[PeerId, str] = {}
     accused: dict[PeerId, str] = {}
+    faults: dict[PeerId, str] = {}
     clipped: dict[PeerId, float] = {}
     for outcome in outcomes:
         left_out |= outcome.left_out
         accused |= outcome.accused
+        faults |= outcome.faults
         for phase, spent_s in outcome.seconds.items():
             seconds[phase] = seconds.get(phase, 0.0) + spent_s
         for peer, fraction in outcome.clipped.items():
@@ -181,6 +183,7 @@ def _merged(outcomes: Sequence[RoundOutcome], numels: Sequence[int]) -> RoundOut
         last,
         left_out=left_out,
         accused=accused,
+        faults=faults,
         seconds=seconds,
         bytes_sent=sum(outcome.bytes_sent for outcome in outcomes),
         bytes_received=sum(outcome.bytes_received for outcome in outcomes),

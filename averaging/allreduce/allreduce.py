@@ -221,7 +221,8 @@ class AllReduce:
             raise UsageError("this round has run already")
         codec = find(group.codec)
         size_bytes = codec.encoded_bytes(numel)
-        shares = shares_of(group.members, size_bytes) if len(group.members) > 1 else [1.0]
+        alone = len(group.members) == 1
+        shares = [1.0] if alone else shares_of(group.members, size_bytes, group.reducers)
         chunk_bytes = chunk_bytes_for([member.bandwidth for member in group.members], config.chunk_bytes)
         plan = plan_chunks(numel, shares, codec, chunk_bytes)
         if not any(member.weight > 0 for member in group.members):

@@ -140,6 +140,7 @@ def _merged(first: RoundOutcome, second: RoundOutcome) -> RoundOutcome:
         second,
         accused={**first.accused, **second.accused},
         left_out={**first.left_out, **second.left_out},
+        faults={**first.faults, **second.faults},
         clipped={
             peer: max(first.clipped.get(peer, 0.0), second.clipped.get(peer, 0.0))
             for peer in {**first.clipped, **second.clipped}

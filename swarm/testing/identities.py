@@ -8,8 +8,10 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Iterator
+from unittest import mock
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from nacl.bindings import crypto_sign_open
 
 from swarm.core import identity
 from swarm.core.ids import PeerId
@@ -21,6 +23,8 @@ class SeededIdentity:
     """Identity with the interface of `swarm.core.identity.Identity` (`peer_id`, `sign`) and a key that anyone
     can compute: for tests only.
     """
+
+    path = None  # it is not kept on a disk
 
     def __init__(self, seed: int | str) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(
@@ -59,9 +63,6 @@ def _stand_in(peer_id: PeerId, message: bytes) -> bytes:
 @contextlib.contextmanager
 def remembered_signatures() -> Iterator[None]:
     """Verify each signature once in this process: all peers of a simulated swarm verify the same records."""
-    verify = identity.crypto_sign_open
-    identity.crypto_sign_open = functools.lru_cache(_SIGNATURES_MAX)(verify)
-    try:
+    remembered = functools.lru_cache(_SIGNATURES_MAX)(crypto_sign_open)
+    with mock.patch.object(identity, "crypto_sign_open", remembered):
         yield
-    finally:
-        identity.crypto_sign_open = verify

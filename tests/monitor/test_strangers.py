@@ -30,7 +30,7 @@ def poll(model: Model, now_s: float) -> None:
     lies: dict[str, Any] = {"samples_per_s": 1e6, "loss": 0.001, "epoch": 900}
     peers = {who: peer_records(now_s, samples_per_s=50.0, loss=2.0) for who in MEMBERS}
     peers |= {who: peer_records(now_s, **lies) for who in SYBILS}
-    model.on_snapshot(snapshot(peers, states={who: (900, "ab") for who in SYBILS}), now_s)
+    model.on_snapshot(snapshot(peers, states=dict.fromkeys(SYBILS, (900, "ab"))), now_s)
 
 
 def test_the_values_of_a_thousand_strangers_are_in_no_sum() -> None:
@@ -45,7 +45,7 @@ def test_the_values_of_a_thousand_strangers_are_in_no_sum() -> None:
 
 
 def test_strangers_have_half_of_the_table_and_make_room_for_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PEERS_MAX", 20)
+    monkeypatch.setattr(module, "PEERS_MAX", 20)
     standing = PeerStanding()
     model = watched(standing)
     strangers = {who: peer_records(NOW_S) for who in SYBILS}

@@ -136,7 +136,8 @@ def vectors_of(count: int, numel: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def plan_of(group: Group, numel: int, chunk_bytes: int) -> Plan:
-    return plan_chunks(numel, shares_of(group.members), find(group.codec), chunk_bytes)
+    codec = find(group.codec)
+    return plan_chunks(numel, shares_of(group.members, codec.encoded_bytes(numel)), codec, chunk_bytes)
 
 
 def oracle(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from averaging.matchmaking.logic.matchmaking import QUERIED_PEERS_MAX, Holder
+from averaging.matchmaking.logic.messages import Holder
+from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
 from averaging.matchmaking.service.matchmaking_service import introduced
 from swarm.core.ids import Address, Contact
 from swarm.testing.identities import SeededIdentity

@@ -11,6 +11,7 @@ import pytest
 from averaging.history.certificate import goodbye_statement
 from averaging.history.chain import Chain
 from averaging.optim.history import RunHistory
+from swarm.core.clock import SystemClock
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Address, Contact
 from swarm.core.standing import PeerStanding
@@ -38,6 +39,7 @@ def history_with(calls: Any) -> RunHistory:
         channels=calls,
         network=SimpleNamespace(loop=asyncio.get_running_loop()),
         standing=PeerStanding(),
+        clock=SystemClock(),
     )
     return RunHistory(node, "run", SeededIdentity(1).sign, group_size_max=64)
 
