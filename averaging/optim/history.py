@@ -34,6 +34,7 @@ from averaging.history.tally import is_supported
 from averaging.optim.exchange import fetch_chain
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
+from averaging.run_ledger import RunLedger
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.wire import state_pb2
@@ -55,12 +56,15 @@ class RunHistory:
         *,
         group_size_max: int,
         introducers: Sequence[PeerId] = (),
+        ledger: RunLedger | None = None,
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
         the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
+        `ledger`: of this peer, which counts the certificates.
         """
         self._node, self._run, self._sign = node, run, sign
         self._own = node.contact.peer_id
+        self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
         self._lock = threading.Lock()
         self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
@@ -339,7 +343,7 @@ class RunHistory:
 
     def _moved(self) -> None:
         self._offers.clear()
-        self._node.standing.add_members(self._run, self._lineage.electors)
+        self.ledger.follow(self._lineage)
         self._is_break = False
         if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
             self._ahead = None
