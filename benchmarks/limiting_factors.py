@@ -74,7 +74,7 @@ LIMITED_BY: dict[str, str] = {
         "gRPC hands the loop the ends of all calls of broken connections in one turn: 0.2 ms for each."
     ),
     "attacks-half-sent-memory": (
-        "gRPC keeps 64 KiB of each stream before the server has read any of it, and the allocator keeps the rest."
+        "gRPC keeps 64 KiB of each stream that the server has not read yet, and the allocator keeps the rest."
     ),
     "attacks-records-memory": (
         "the replica's store: records of strangers take at most 20 MiB, the allocator as much again."
