@@ -150,7 +150,8 @@ class InTurn:
                 deadline_s=deadline_s,
                 config=self.config,
                 memory=RoundMemory(part.result_buffer),
-                history=self.history if decides else None,
+                history=self.history,
+                extends=decides,
             )
             outcomes.append(outcome)
             if outcome.failed:
@@ -169,10 +170,12 @@ def _merged(outcomes: Sequence[RoundOutcome], numels: Sequence[int]) -> RoundOut
     seconds: dict[str, float] = {}
     left_out: dict[PeerId, str] = {}
     accused: dict[PeerId, str] = {}
+    faults: dict[PeerId, str] = {}
     clipped: dict[PeerId, float] = {}
     for outcome in outcomes:
         left_out |= outcome.left_out
         accused |= outcome.accused
+        faults |= outcome.faults
         for phase, spent_s in outcome.seconds.items():
             seconds[phase] = seconds.get(phase, 0.0) + spent_s
         for peer, fraction in outcome.clipped.items():
@@ -181,6 +184,7 @@ def _merged(outcomes: Sequence[RoundOutcome], numels: Sequence[int]) -> RoundOut
         last,
         left_out=left_out,
         accused=accused,
+        faults=faults,
         seconds=seconds,
         bytes_sent=sum(outcome.bytes_sent for outcome in outcomes),
         bytes_received=sum(outcome.bytes_received for outcome in outcomes),

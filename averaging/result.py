@@ -37,7 +37,8 @@ class RoundResult:
     gathered: Mapping[PeerId, Any] = field(default_factory=dict)  # what each member passed as `gather`
     # fraction of the elements in which `clip_to_median` shortened its values
     clipped: Mapping[PeerId, float] = field(default_factory=dict)
-    # peers that lied as reducers according to this peer's audits, and how; of all attempts
+    # peers that lied, by two votes in one attempt or as reducers according to this peer's audits, and how; of
+    # all attempts
     accused: Mapping[PeerId, str] = field(default_factory=dict)
     # peers that dropped out or were left out, and why; of all attempts
     left_out: Mapping[PeerId, str] = field(default_factory=dict)

@@ -5,11 +5,13 @@ all-reduce that serves their rounds.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from averaging.allreduce.allreduce import AllReduce
-from averaging.matchmaking.service.matchmaking_service import GroupExchange
+from averaging.matchmaking.service.exchange import GroupExchange
 from averaging.reduction.audit import Notary
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class AveragingService:
             own=node.peer_id,
             clock=node.clock,
             standing=node.standing,
+            ledger_path=functools.partial(_ledger_path, node),
         )
         self.all_reduce = AllReduce(
             handlers=node.handlers,
@@ -53,6 +56,12 @@ class AveragingService:
             for close in list(self._averagers):
                 tasks.create_task(_close_averager(close))
         self.all_reduce.close()
+
+
+def _ledger_path(node: Node, run: str) -> Path | None:
+    """Return where the ledger of a run is kept: beside the identity, if that is kept, as the peer book is."""
+    path = node.identity.path
+    return path.with_name(f"{path.name}.ledger.{run}") if path is not None else None
 
 
 async def _close_averager(close: Callable[[], Awaitable[None]]) -> None:

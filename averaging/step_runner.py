@@ -17,6 +17,7 @@ from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, Group, Member
 from averaging.matchmaking.logic.messages import ROUND_KEY_MAX, SearchFailed
+from averaging.matchmaking.logic.precedence import with_standing
 from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.feedback import Feedback
@@ -123,20 +124,25 @@ class StepRunner:
         while True:
             now_s = self._clock.monotonic_s()
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
+            history = options.history
+            electors = history.electors if history is not None and not history.is_break else ()
+            # peers may disagree on whom to pass over: their second attempt has everybody
+            precedence = self._groups.ledger.precedence(electors, passes_over=not self._attempts)
             found = await self._groups.find(
                 member=member,
                 round_key=options.round_key,
                 deadline_s=search_end_s,
                 gathered=options.gathered,
-                electors=options.history.seats if options.history is not None else 0,
+                electors=history.seats if history is not None else 0,
                 may_be_alone=options.weight > 0.0
-                and options.history is not None
-                and options.history.may_be_alone,
+                and history is not None
+                and (history.may_be_alone or (electors == (member.peer_id,) and not history.seats)),
+                precedence=precedence,
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):
                 return self._failure(found.reason, self._explain(found.detail), group)
-            group = found
+            group = with_standing(found, precedence)
             lacking = await self._lacks_quorum(group, options.history)
             if lacking:
                 return self._failure("quorum", lacking, group)
@@ -171,6 +177,7 @@ class StepRunner:
         begun_s = self._clock.monotonic_s()
         self._attempts += 1
         committed, left_out, accused = False, frozenset[PeerId](), dict[PeerId, str]()
+        faults = dict[PeerId, str]()
         try:
             if not any(member.weight > 0.0 for member in group.members):
                 outcome = RoundOutcome.broken("all weights are 0")
@@ -181,8 +188,9 @@ class StepRunner:
                 frozenset(outcome.left_out) | frozenset(outcome.accused),
                 dict(outcome.accused),
             )
+            faults = dict(outcome.faults)
         finally:
-            self._groups.round_over(committed=committed, left_out=left_out, accused=accused)
+            self._groups.round_over(committed=committed, left_out=left_out, accused=accused, faults=faults)
         self._left_out.update(outcome.left_out)
         self._accused.update(outcome.accused)
         if outcome.failed:
@@ -197,6 +205,10 @@ class StepRunner:
         return outcome
 
     def _success(self, group: Group, outcome: RoundOutcome) -> StepOutcome:
+        weights = {member.peer_id: member.weight for member in group.members}
+        self._groups.ledger.contributed(
+            {peer: part * weights.get(peer, 0.0) for peer, part in outcome.contributions.items() if part}
+        )
         result = RoundResult(
             failed=False,
             detail=self._explain(""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,7 +23,7 @@ class RoundOutcome:
     averages: Averages | None
     # members in the average, with the fraction of the vector's elements that each is in; {} when failed
     contributions: Mapping[PeerId, float]
-    # members that lied as reducers according to this member's own audit, and in what
+    # members that lied, as this member can prove or as reducers according to its own audit, and in what
     accused: Mapping[PeerId, str]
     # members that were left out somewhere or failed, and why; our own id when it was us
     left_out: Mapping[PeerId, str]
@@ -40,6 +40,8 @@ class RoundOutcome:
     # member could not: then its state is behind theirs.
     certificate: Certificate | None = None
     unresolved: bool = False  # it failed here, and others may have committed what this member voted for
+    # members that kept the round from going well, as this member saw itself, and how
+    faults: Mapping[PeerId, str] = field(default_factory=dict)
 
     @classmethod
     def broken(cls, reason: str, *, out_of_memory: bool = False) -> RoundOutcome:
@@ -92,7 +94,10 @@ def outcome_of(
         reason=finish.failure,
         averages=averages if whole else None,
         contributions={setup.peer_id(place): fraction for place, fraction in fractions.items()},
-        accused={setup.peer_id(place): lie for place, lie in accused.items()},
+        accused={
+            **{setup.peer_id(place): lie for place, lie in accused.items()},
+            **dict.fromkeys(machine.votes.tally.liars, "it signed two different votes in one attempt"),
+        },
         left_out={setup.peer_id(place): reason for place, reason in sorted(left_out(machine).items())},
         digest=assembly.digest().hex() if whole else "",
         clipped={setup.peer_id(place): fraction for place, fraction in clipped.items()},
@@ -101,7 +106,32 @@ def outcome_of(
         seconds=seconds,
         certificate=finish.certificate,
         unresolved=finish.unresolved,
+        faults={setup.peer_id(place): reason for place, reason in sorted(faults(machine).items())},
     )
+
+
+def faults(machine: RoundMachine) -> dict[int, str]:
+    """Return the members that stalled, stopped, or voted for something else than the others
+    committed; by place.
+    Only what this member has seen itself, and nothing where it was this member that failed: no other one is
+    to pass for the cause.
+    """
+    setup, tally = machine.setup, machine.votes.tally
+    if machine.excluded_reason:
+        return {}
+    found = machine.repairs.lost | machine.shard.left_out | machine.membership.failed
+    certificate = machine.votes.certificate
+    if certificate is not None:
+        for place in setup.contributors:
+            vote = tally.votes.get(setup.peer_id(place))
+            if vote is not None and vote.result != certificate.result:
+                found.setdefault(place, "it did not vote for what the others committed")
+        fractions = machine.assembly.fractions()
+        for place in setup.contributors if machine.assembly.complete else ():
+            if not fractions.get(place):  # as all that reduce say
+                found.setdefault(place, "nothing of it is in the averages")
+    found.pop(setup.own, None)
+    return found
 
 
 def left_out(machine: RoundMachine) -> dict[int, str]:

@@ -34,6 +34,7 @@ from averaging.history.tally import is_supported
 from averaging.optim.exchange import fetch_chain
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
+from averaging.run_ledger import RunLedger
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.wire import state_pb2
@@ -55,12 +56,15 @@ class RunHistory:
         *,
         group_size_max: int,
         introducers: Sequence[PeerId] = (),
+        ledger: RunLedger | None = None,
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
         the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
+        `ledger`: of this peer, which counts the certificates.
         """
         self._node, self._run, self._sign = node, run, sign
         self._own = node.contact.peer_id
+        self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
         self._lock = threading.Lock()
         self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
@@ -71,6 +75,7 @@ class RunHistory:
         self._probed_s = -1e9
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
+        self._epoch_s = 0.0  # how long an epoch took when a quorum was looked for last
         self._has_left = False  # said goodbye: it votes no more
         self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
@@ -211,7 +216,7 @@ class RunHistory:
         """
         present = set(present)
         with self._lock:
-            lineage = self._lineage
+            lineage, self._epoch_s = self._lineage, epoch_s
             if lineage.has_quorum(present):
                 lineage.found_quorum()
                 self._is_break = False
@@ -224,6 +229,22 @@ class RunHistory:
             self._probed_s = now_s
             self._node.network.loop.call_soon_threadsafe(self._wake.set)
         return may
+
+    def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> None:
+        """Count the grace on for a peer that found no quorum when it looked for one. In modes with local steps
+        the trainer looks at the end of its epochs only. Parameters as in `seek_quorum`.
+        """
+        present = set(present)
+        with self._lock:
+            if self._lineage.is_waiting and not self._lineage.has_quorum(present):
+                self._lineage.may_break(now_s, self._epoch_s)
+
+    @property
+    def grace_is_over(self) -> bool:
+        """Return whether this peer has waited for a quorum for long enough to go on without."""
+        with self._lock:
+            lineage = self._lineage
+            return lineage.is_waiting and lineage.waited_s >= lineage.grace_s(self._epoch_s)
 
     @property
     def is_break(self) -> bool:
@@ -334,7 +355,7 @@ class RunHistory:
 
     def _moved(self) -> None:
         self._offers.clear()
-        self._node.standing.add_members(self._run, self._lineage.electors)
+        self.ledger.follow(self._lineage)
         self._is_break = False
         if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
             self._ahead = None

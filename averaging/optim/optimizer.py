@@ -143,7 +143,9 @@ class Optimizer(DelegatingOptimizer):
 
     async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
         node, mode = self.node, self._mode
-        self._blocklist = node.service(AveragingService).exchange.blocklist_of(self.run_id)
+        exchange = node.service(AveragingService).exchange
+        self._blocklist = exchange.blocklist_of(self.run_id)
+        ledger = self._ledger = exchange.ledger_of(self.run_id)
         self._donor = Donor(
             node,
             self.run_id,
@@ -152,13 +154,13 @@ class Optimizer(DelegatingOptimizer):
             serve=config.serve_state,
             shard=lambda: self._tracker.tree.shard_name,
         )
-        sign, size_max = node.identity.sign, config.group_size_max
+        sign, size = node.identity.sign, config.group_size_max
         # a mode without a common state has no history
-        self._history = (
-            RunHistory(node, self.run_id, sign, group_size_max=size_max, introducers=node.introducers)
-            if mode.traits.canonical
-            else None
-        )
+        self._history: RunHistory | None = None
+        if mode.traits.canonical:
+            self._history = RunHistory(
+                node, self.run_id, sign, group_size_max=size, introducers=node.introducers, ledger=ledger
+            )
         self._tracker = Tracker(
             node,
             self.run_id,
@@ -233,6 +235,7 @@ class Optimizer(DelegatingOptimizer):
         with self._meter.stepping(self.node.clock.swarm_s):
             report = self._loop.step(samples)
         self._hyperparameters.record()
+        self._ledger.save()
         if complaint:
             _log.warning("run %s: %s", self.run_id, complaint)
         ended = report.stepped or report.rounds_failed or report.resynchronised is not None
@@ -478,6 +481,7 @@ class Optimizer(DelegatingOptimizer):
         await self._tracker.close()
         await self._reporter.close()
         await self._donor.close()
+        self._ledger.save(now=True)
 
     def _check_open(self) -> None:
         self.node.network.check()

@@ -17,11 +17,12 @@ everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from averaging.matchmaking.logic.group import Member, can_dial
 from swarm.core.errors import UsageError
+from swarm.core.ids import PeerId
 
 _ROUNDING = 1e-9  # of an amount: the time of the whole vector times the speed may be a little less
 _HALVINGS = 200  # until two neighbouring floats are left
@@ -51,10 +52,13 @@ class ReducerLoad:
     is_set: bool = False  # its user has set the bandwidth; False: it was measured
 
 
-def shares_of(members: Sequence[Member], size_bytes: int) -> list[float]:
+def shares_of(
+    members: Sequence[Member], size_bytes: int, reducers: Collection[PeerId] | None = None
+) -> list[float]:
     """Return the shares of a group's members of a vector with `size_bytes` encoded bytes, computed from the
     bandwidths that they announced. When the vector is too small for all of them, those that could take the
-    largest shares reduce; of equals, the earlier in group order.
+    largest shares reduce; of equals, the earlier in group order. `reducers`: those that may have a share;
+    None: all that can be dialed.
     """
     loads = [
         ReducerLoad(
@@ -62,7 +66,7 @@ def shares_of(members: Sequence[Member], size_bytes: int) -> list[float]:
             down=member.bandwidth,
             contributes=member.weight > 0.0,
             receives=not member.auxiliary,
-            reduces=can_dial(member),
+            reduces=can_dial(member) and (reducers is None or member.peer_id in reducers),
             is_set=member.bandwidth_is_set,
         )
         for member in members

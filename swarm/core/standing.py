@@ -28,8 +28,8 @@ NO_SPECIFICATION: Final = Founding()
 
 
 class PeerStanding:
-    """The members of the runs that this node takes part in: peers that are or were electors, contributors of
-    certificates, or owners, and in an invited run the holders of capabilities. All others are strangers.
+    """The members of the runs that this node takes part in: peers that are or were electors, or owners, and
+    in an invited run the holders of capabilities. All others are strangers.
 
     Any thread may ask, and one thread per run may change those that certificates name: they are replaced as a
     whole.

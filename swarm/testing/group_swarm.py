@@ -18,7 +18,8 @@ from typing import Any
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.matchmaking.logic.messages import AveragerName, Holder, SearchFailed, VectorSchema
 from averaging.matchmaking.logic.presence_shards import HolderShard
-from averaging.matchmaking.service.matchmaking_service import GroupExchange, GroupService
+from averaging.matchmaking.service.exchange import GroupExchange
+from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.matchmaking.service.presence import Presence
 from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer

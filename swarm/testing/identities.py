@@ -24,6 +24,8 @@ class SeededIdentity:
     can compute: for tests only.
     """
 
+    path = None  # it is not kept on a disk
+
     def __init__(self, seed: int | str) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(
             hashlib.sha256(f"swarm test identity {seed}".encode()).digest()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.matchmaking.logic.messages import AveragerName, SearchFailed, VectorSchema
-from averaging.matchmaking.service.matchmaking_service import GroupExchange, GroupService
+from averaging.matchmaking.service.exchange import GroupExchange
+from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.matchmaking.service.presence import DhtPresence
 from swarm.dht.service.dht_service import DhtService
 from swarm.net.peerbook import PeerBook

@@ -23,7 +23,8 @@ class OwnShard:
         self.chunks = setup.plan.shard(setup.own)
         senders = [place for place in setup.contributors if place != setup.own]
         self._reduction = Reduction(self.chunks, senders, setup.codec)
-        self._stragglers = StragglerDetector(SENDER_S, setup.begun_s)
+        strangers = [place for place in senders if setup.peer_id(place) in setup.group.strangers]
+        self._stragglers = StragglerDetector(SENDER_S, setup.begun_s, strangers)
         owed_bytes = sum(setup.codec.encoded_bytes(chunk.numel) for chunk in self.chunks)
         self._eta = TransferEta(dict.fromkeys(senders, owed_bytes), SENDER_S, setup.begun_s)
         # per sender: how many chunks came; they come in order

@@ -36,8 +36,9 @@ _TIMEOUT_S_MAX = 120.0  # but never more
 class StragglerDetector:
     """The pauses of members in one kind of work. Members are places in the group."""
 
-    def __init__(self, floor_s: float, now_s: float) -> None:
-        self._floor_s = floor_s
+    def __init__(self, floor_s: float, now_s: float, strangers: Collection[int] = ()) -> None:
+        """`strangers`: members that get no time to begin; nobody knows whether they ever will."""
+        self._floor_s, self._strangers = floor_s, strangers
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
         self._waiting: dict[int, float] = {}  # since when each is waited for, without a sign of work
@@ -57,7 +58,8 @@ class StragglerDetector:
     def timeout_s(self, place: int) -> float:
         """Return how long to wait for this member's work."""
         timeout_s = max(self._floor_s, _SLACK * self._longest_s)
-        return min(timeout_s + (0.0 if place in self._worked else _FIRST_S), _TIMEOUT_S_MAX)
+        begins = place not in self._worked and place not in self._strangers
+        return min(timeout_s + (_FIRST_S if begins else 0.0), _TIMEOUT_S_MAX)
 
     def tick(self, waited_for: Collection[int], now_s: float) -> list[tuple[int, float]]:
         """Advance the clock; call it every `PACE_TICK_S` with the members whose work is missing. Returns the

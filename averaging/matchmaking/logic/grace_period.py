@@ -9,7 +9,8 @@ waiting for all together at most three times as much. Every peer has an account 
 waits for a peer longer than its account holds. Time pays its share into every account that is not full. A
 wait is charged to the peers that were missing meanwhile, in equal parts: peers with long steps that come one
 after the other share the cost, and the payments bound the sum of all waits. A peer that is late beyond that
-is waited for only now and then, and at nobody else's expense: the accounts of punctual peers stay full.
+is waited for only now and then, and at nobody else's expense: the accounts of punctual peers stay full. All
+strangers to a run have one small account together, since an identity costs nothing.
 
 The lateness here is that of a peer's arrival over many rounds;
 `moe.client.logic.gathering` waits for one pass only, by the time that its own answers took, and keeps no
@@ -18,8 +19,9 @@ history, so that the two have nothing to share.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from swarm.core.errors import UsageError
@@ -32,6 +34,9 @@ _DEVIATIONS = 4.0
 # this many accounts are paid in full; beyond it they share. With steps of at most a quarter of an epoch,
 # waiting for peers of similar speed takes less
 _ACCOUNTS_PAID_MAX = 3.0
+# of what one peer's account is paid: for all strangers together. Too small: newcomers that are late by a step
+# miss more rounds; too large: identities that cost nothing slow the run
+_STRANGERS_SHARE = 0.25
 _ACCOUNT_PAYMENTS_MAX = 10.0  # a full account holds this many payments: the average is over as many rounds
 
 
@@ -76,6 +81,7 @@ class GracePeriod:
         self.grace_s_max, self._waiting_share_max = grace_s_max, waiting_share_max
         self._unknown_peer_s = max(unknown_peer_s, UNKNOWN_PEER_SHARE * grace_s_max)
         self._observed: OrderedDict[PeerId, _Lateness] = OrderedDict()
+        self._strangers_s = self._unknown_peer_s  # the account of all strangers together
         self._paid_s: float | None = None  # until when the time was paid into the accounts
 
     def grace_s(self, peer_id: PeerId) -> float:
@@ -102,6 +108,11 @@ class GracePeriod:
         lateness = self._observed.get(peer_id)
         return min(longest_s, self._unknown_peer_s if lateness is None else lateness.account_s)
 
+    @property
+    def strangers_s(self) -> float:
+        """Return how long searches may wait for strangers to the run, in seconds."""
+        return self._strangers_s if self._waiting_share_max is not None else math.inf
+
     def pay(self, now_s: float) -> None:
         """Pay the share of the time since the last call into each account. Without `waiting_share_max` this
         has no effect.
@@ -112,6 +123,7 @@ class GracePeriod:
         self._paid_s = now_s
         payment_s = elapsed_s * self._waiting_share_max
         full_s = max(self._unknown_peer_s, _ACCOUNT_PAYMENTS_MAX * payment_s)
+        self._strangers_s = min(self._strangers_s + _STRANGERS_SHARE * payment_s, self._unknown_peer_s)
         owed = sorted(
             (full_s - one.account_s, number, one) for number, one in enumerate(self._observed.values())
         )
@@ -121,13 +133,18 @@ class GracePeriod:
             one.account_s += part_s
             rest_s -= part_s
 
-    def charge(self, missing_s: Mapping[PeerId, float]) -> None:
+    def charge(self, missing_s: Mapping[PeerId, float], strangers: Collection[PeerId] = ()) -> None:
         """Charge a wait to the peers that were waited for. `missing_s`: how long each was missing since the
         search began, up to its arrival or to the beginning of the round. Nobody was waited for longer than
-        its account allows: the rest was spent on others.
+        its account allows: the rest was spent on others. Those of them that are `strangers` pay from their
+        common account.
         """
+        late = [max(missing_s[peer_id], 0.0) for peer_id in missing_s if peer_id in strangers]
+        self._strangers_s -= min(max(late, default=0.0), self._strangers_s)
         waits = []
         for number, (peer_id, late_s) in enumerate(missing_s.items()):
+            if peer_id in strangers:
+                continue
             lateness = self._lateness_of(peer_id)
             waits.append((min(max(late_s, 0.0), lateness.account_s), number, lateness))
         charged_s = until_s = 0.0

@@ -75,6 +75,10 @@ class Group:
     codec: str  # name of the codec of swarm.compression in which tensors are sent
     # per member, in group order: msgpack of the value that it passed as `gather` (b"" for none)
     gathered: tuple[bytes, ...]
+    # members that may reduce, as each member concludes for itself; None: all that can be dialed
+    reducers: frozenset[PeerId] | None = None
+    # members that are strangers to the run, in this member's eyes
+    strangers: frozenset[PeerId] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.group_id) != GROUP_ID_BYTES:

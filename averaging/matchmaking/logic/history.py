@@ -98,16 +98,17 @@ class RoundHistory:
             self._mean_round_s += _ROUND_GAIN * (now_s - done.began_s - self._mean_round_s)
             self.passed.add(done.round_key)
 
-    def busy_answer(self, now_s: float) -> Answer | None:
-        """Return the answer of a peer that is in a round, or None when this peer is in none."""
+    def status(self, now_s: float) -> Answer:
+        """Return the status of this peer while it does not search."""
         if (current := self._round) is None or current.over:
-            return None
+            return Answer(status=PeerStatus.IDLE, turn=self.turn)
         left_s = max(self._mean_round_s - (now_s - current.began_s), 0.05)
         return Answer(
             status=PeerStatus.BUSY,
             round_key=current.round_key,
             expected_s=left_s,
             members=tuple(sorted(current.members)),
+            turn=self.turn,
         )
 
     def record_late_peer(self, query: LookForGroup, now_s: float) -> None:

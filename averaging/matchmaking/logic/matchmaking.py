@@ -137,7 +137,7 @@ class Matchmaker:
             query=query,
             started_s=now_s,
             grace_period=self._history.grace_period,
-            is_member=request.is_member,
+            precedence=request.precedence,
             # peers of a cell know few of one another, and have no common order
             first_max=QUERIED_PEERS_MAX if request.expected else FIRST_MAX,
         )
@@ -242,10 +242,9 @@ class Matchmaker:
         if search is None:
             return self.status_for(join.query, now_s)
         search.table.on_query(join.query, now_s)
-        ranks_lower = join.query.can_lead and join.query.rank < search.query.rank
         fits = join.query.schema == self._schema.digest and join.query.round_key == search.request.round_key
         search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
-        if not fits or search.following is not None or not search.query.can_lead or ranks_lower:
+        if not fits or search.following is not None or not search.leads(join.query):
             return self.status_for(join.query, now_s)
         if 1 + len(search.followers) >= self._target_group_size:
             if not (displaced := search.displace_stranger(peer_id, self.status_for(join.query, now_s))):
@@ -374,7 +373,7 @@ class Matchmaker:
             return Answer(status=PeerStatus.PASSED, round_key=query.round_key)
         if self._search is not None:
             return self._search.status()
-        return self._history.busy_answer(now_s) or Answer(status=PeerStatus.IDLE)
+        return self._history.status(now_s)
 
     # --- following
 
@@ -383,6 +382,8 @@ class Matchmaker:
         state = search.table.peers[search.following]
         if now_s >= search.request.deadline_s or state.failed or search.contrary_answers >= 2:
             self._outbox.append(AbandonJoin(peer_id=search.following))
+            if not state.failed and search.contrary_answers < 2:
+                search.held_by = search.following
             if search.contrary_answers >= 2:
                 search.table.on_refusal(search.following, now_s)
             self._stop_following(search, now_s)
@@ -404,7 +405,7 @@ class Matchmaker:
             leader=leader,
             turn=turn,
         )
-        self._answer_followers(search, following)
+        self._answer(search.followers, following)
         self._outbox.append(SendJoin(contact=state.contact, join=search.join(turn)))
 
     def _stop_following(self, search: Search, now_s: float) -> None:
@@ -415,7 +416,7 @@ class Matchmaker:
 
     def _lead_or_follow(self, search: Search, now_s: float) -> None:
         """Follow the best leader, or lead: begin the round, wait, or end the search."""
-        size, overdue = 1 + len(search.followers), now_s >= search.request.deadline_s
+        size, overdue = search.size, now_s >= search.request.deadline_s
         if not overdue and (best := search.table.best_leader(now_s)) is not None:
             self._follow(search, best, now_s)
             return
@@ -423,9 +424,11 @@ class Matchmaker:
         size_min = 1 if may_be_alone else self._min_group_size
         enough = size >= size_min and now_s >= min(search.begin_by_s, self._wait_until_s(search))
         if enough or size >= self._target_group_size:
+            unseated = search.unseated()
             group = search.group(self._schema.codec, self._rng)
-            self._answer_followers(search, group)
+            self._answer(search.followers, group)
             self._begin_round(group, now_s)
+            self._answer(unseated, self._history.status(now_s))
         elif overdue:
             self._end_search(search.table.explain(deadline=True), now_s)
         # in a grid: try another place, but only when there is nobody left to wait for
@@ -456,11 +459,11 @@ class Matchmaker:
             waits.append(search.started_s + _RECORDS_WAIT_S)
         return max(waits, default=-math.inf)
 
-    def _answer_followers(self, search: Search, answer: Group | Answer) -> None:
-        """Answer the calls of all followers."""
-        for peer_id, follower in search.followers.items():
+    def _answer(self, followers: dict[PeerId, GroupFollower], answer: Group | Answer) -> None:
+        """Answer the calls of these followers, which end with it."""
+        for peer_id, follower in followers.items():
             self._outbox.append(AnswerJoin(peer_id=peer_id, ticket=follower.ticket, answer=answer))
-        search.followers.clear()
+        followers.clear()
 
     # --- end of the search
 
@@ -469,12 +472,13 @@ class Matchmaker:
         assert search is not None
         members = frozenset(group.peer_ids)
         missing_s, waited_s = search.table.missing_s(now_s), now_s - search.started_s
+        strangers = [peer_id for peer_id in missing_s if search.request.precedence.is_stranger(peer_id)]
         if search.request.expected:  # the lateness of a cell's last members is kept under this peer's own id
             full = len(members) >= search.request.expected
             self._history.grace_period.record_cell_group(self._own, waited_s, full)
             if not full:
                 missing_s[self._own] = waited_s
-        self._history.grace_period.charge(missing_s)
+        self._history.grace_period.charge(missing_s, strangers)
         search.table.on_round_began(members)
         self._history.round_began(
             round_key=search.request.round_key,
@@ -492,5 +496,5 @@ class Matchmaker:
         if search.following is not None:
             self._outbox.append(AbandonJoin(peer_id=search.following))
         self._history.next_turn()
-        self._answer_followers(search, self.status_for(search.query, now_s))
-        self._outbox.append(SearchFinished(outcome=failed))
+        self._answer(search.followers, self.status_for(search.query, now_s))
+        self._outbox.append(SearchFinished(outcome=replace(failed, held_by=search.held_by)))

@@ -132,6 +132,35 @@ class Holder:
     schema_text: str = ""
 
 
+IsMember = Callable[[PeerId], bool]
+
+
+def _nobody(peer_id: PeerId) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precedence:
+    """What stands behind the other peers of one search, from this peer's point of view."""
+
+    # of the head that the group extends, the same in all searches under one key; empty: all peers are alike
+    electors: frozenset[PeerId] = frozenset()
+    is_member: IsMember = _nobody  # of the run
+    is_proven: IsMember = _nobody  # it is a member, or has contributed to a certified round
+    is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
+
+    def is_stranger(self, peer_id: PeerId) -> bool:
+        """Return whether nothing stands behind a peer, in a run that has electors."""
+        return bool(self.electors) and peer_id not in self.electors and not self.is_proven(peer_id)
+
+    def order(self, rank: Rank) -> tuple[bool, Rank]:
+        """Return the order in which peers lead: electors first."""
+        return rank.peer_id not in self.electors, rank
+
+
+NO_PRECEDENCE = Precedence()  # of a group that has no history
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
     """Request of one caller for one search."""
@@ -141,8 +170,7 @@ class SearchRequest:
     rank_deadline_s: float  # the same instant in swarm time, as sent to other peers
     weight: float
     gathered: bytes = b""
-    # whether a peer is a member of the run, and not a stranger
-    is_member: Callable[[PeerId], bool] = lambda peer_id: False
+    precedence: Precedence = NO_PRECEDENCE
     may_be_alone: bool = False  # a group of this peer alone is large enough, once it has waited for others
     expected: int = 0  # in a grid: number of peers that should come, known or not, this one included
     # in a grid: after this, the search ends as soon as there is nobody left to wait for
@@ -218,6 +246,7 @@ class SearchFailed:
 
     reason: str  # one word: alone, deadline, schema, passed, unreachable, few, cancelled
     detail: str  # a sentence for people
+    held_by: PeerId | None = None  # the leader that did not begin until this peer's deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

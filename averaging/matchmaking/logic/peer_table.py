@@ -13,16 +13,22 @@ from dataclasses import dataclass
 
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.messages import (
+    NO_PRECEDENCE,
     Answer,
     Holder,
     Leader,
     LookForGroup,
     PeerStatus,
+    Precedence,
     Rank,
     SearchFailed,
 )
-from averaging.matchmaking.logic.phrases import count_phrase
-from averaging.matchmaking.logic.precedence import IsMember, asking_order, displaced_from_table
+from averaging.matchmaking.logic.phrases import explain
+from averaging.matchmaking.logic.precedence import (
+    asking_order,
+    displaced_from_table,
+    is_passed_over,
+)
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
@@ -46,7 +52,6 @@ _JOIN_WAIT_S = 1.0
 # a follower notices within this that its leader is dead: ping interval, timeout of the ping, and a margin
 _LEADER_LOSS_S = 2.0
 _BUSY_MAX_S = 3600.0
-_CLOCK_OFF_NOTED_S = 3.0
 
 
 @dataclass(slots=True)
@@ -86,13 +91,14 @@ class PeerTable:
         started_s: float,
         grace_period: GracePeriod,
         first_max: int = FIRST_MAX,
-        is_member: IsMember = lambda peer_id: False,
+        precedence: Precedence = NO_PRECEDENCE,
     ) -> None:
-        """`is_member`: returns whether a peer is a member of the run, and not a stranger."""
         self.query = query
         self._first_max = first_max
-        self._is_member = is_member
-        self._order = functools.partial(asking_order, round_key=query.round_key, is_member=is_member)
+        self._precedence, self._is_member = precedence, precedence.is_member
+        self._order = functools.partial(
+            asking_order, round_key=query.round_key, is_member=precedence.is_member
+        )
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
         self.peers: dict[PeerId, PeerState] = {}
@@ -245,24 +251,23 @@ class PeerTable:
         """Return the peer of the lowest rank among those that search under the same key, can lead, and rank
         before this one; None when there is none.
         """
-        best: PeerState | None = None
-        for peer in self.peers.values():
-            if not self._may_lead(peer) or now_s < peer.avoid_until_s:
-                continue
-            if best is None or best.rank is None or (peer.rank is not None and peer.rank < best.rank):
-                best = peer
-        return best
+        found = [one for one in self._leaders() if now_s >= one[1].avoid_until_s]
+        return min(found, key=lambda one: one[0])[1] if found else None
 
     def next_leader_retry_s(self) -> float:
         """Return when a leader that refused may be asked again; infinity when there is none."""
-        return min(
-            (peer.avoid_until_s for peer in self.peers.values() if self._may_lead(peer)), default=math.inf
-        )
+        return min((peer.avoid_until_s for _, peer in self._leaders()), default=math.inf)
 
     def wait_until_s(self, peer: PeerState) -> float:
         """Return until when a group that is large enough waits for this peer; minus infinity when it does not
         wait.
         """
+        until_s = self._wait_until_s(peer)
+        if self._precedence.is_stranger(peer.contact.peer_id):
+            until_s = min(until_s, self.started_s + self._grace_period.strangers_s)
+        return until_s
+
+    def _wait_until_s(self, peer: PeerState) -> float:
         peer_id = peer.contact.peer_id
         if not self.may_come(peer):
             return -math.inf
@@ -295,9 +300,19 @@ class PeerTable:
 
     def may_come(self, peer: PeerState) -> bool:
         """Return whether this peer can still be in a group with this one."""
+        return self._may_answer(peer) and not self.passes_over(peer.contact.peer_id)
+
+    def _may_answer(self, peer: PeerState) -> bool:
         if not self.query.can_lead and not (peer.can_lead and peer.contact.addresses):
             return False  # two peers that cannot be dialed cannot meet
         return not peer.failed and peer.status not in (PeerStatus.REFUSED, PeerStatus.PASSED)
+
+    def passes_over(self, peer_id: PeerId) -> bool:
+        """Return whether this peer forms no group with another one because of its faults."""
+        return is_passed_over(peer_id, self.query.contact.peer_id, self._precedence, self._answers)
+
+    def _answers(self, peer_id: PeerId) -> bool:
+        return peer_id in self.peers and self._may_answer(self.peers[peer_id])
 
     def reachable_count(self) -> int:
         """Return the number of known peers that can still be in a group with this one."""
@@ -314,8 +329,14 @@ class PeerTable:
     def round_has_begun(self) -> bool:
         """Return whether a known peer is or was in a group for this round, which would have to fail first."""
         begun = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
-        there = (peer for peer in self.peers.values() if peer.status in begun and not peer.failed)
-        return any(peer.round_key == self.query.round_key for peer in there)
+        return any(
+            peer.status in begun
+            and not peer.failed
+            and peer.round_key == self.query.round_key
+            and not self._precedence.is_stranger(peer_id)
+            and not self.passes_over(peer_id)
+            for peer_id, peer in self.peers.items()
+        )
 
     def missing_s(self, now_s: float) -> dict[PeerId, float]:
         """Return how long each peer that could come was missing in this search, which ends now."""
@@ -339,57 +360,10 @@ class PeerTable:
 
     def explain(self, deadline: bool) -> SearchFailed:
         """Describe why there is no group, for people. `deadline`: the search ended at its deadline."""
-        peers = list(self.peers.values())
-        if not peers:
-            return SearchFailed(
-                reason="alone", detail="no other peer holds this averager, by the presence records in the DHT"
-            )
-        kinds = {
-            "schema": [p for p in peers if not p.failed and p.status is PeerStatus.REFUSED],
-            "passed": [p for p in peers if not p.failed and p.status is PeerStatus.PASSED],
-            "unreachable": [p for p in peers if p.failed],
-        }
-        is_impossible = not deadline or not any(self.may_come(peer) for peer in peers)
-        reason = "deadline"
-        if is_impossible:
-            reason = next((kind for kind in ("passed", "schema", "unreachable") if kinds[kind]), "few")
-        return SearchFailed(reason=reason, detail=self._sentence(peers, kinds))
+        coming = [peer for peer in self.peers.values() if self.may_come(peer)]
+        return explain(list(self.peers.values()), coming, self.query, deadline=deadline)
 
     # --- inside
-
-    def _sentence(self, peers: list[PeerState], kinds: dict[str, list[PeerState]]) -> str:
-        parts = [
-            count_phrase(
-                kinds["schema"],
-                "has other tensors or another codec",
-                lambda p: f"{p.text or 'unknown'}; here {self.query.schema_text or 'unknown'}",
-            ),
-            count_phrase(kinds["passed"], f"has finished round {self.query.round_key!r} without this peer"),
-            count_phrase(kinds["unreachable"], "does not answer", lambda p: p.failed),
-        ]
-        rest = [p for p in peers if self.may_come(p)]
-        idle = [p for p in rest if p.status in (None, PeerStatus.IDLE)]
-        elsewhere = [
-            p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key != self.query.round_key
-        ]
-        taken = [p for p in rest if p.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
-        near = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key == self.query.round_key]
-        parts += [
-            count_phrase(idle, "holds this averager and is not averaging now"),
-            count_phrase(
-                elsewhere,
-                f"looks for another round than {self.query.round_key!r}",
-                lambda p: repr(p.round_key),
-            ),
-            count_phrase(taken, "is in a group that was full or begun"),
-            count_phrase(near, "was looking too, but no group came about in time"),
-            count_phrase(
-                [p for p in peers if abs(p.clock_off_s) > _CLOCK_OFF_NOTED_S],
-                "has another time",
-                lambda p: f"{p.clock_off_s:+.0f} s from the time here: check the clocks",
-            ),
-        ]
-        return "; ".join(part for part in parts if part)
 
     def _find_or_add(self, contact: Contact) -> PeerState | None:
         peer = self.peers.get(contact.peer_id)
@@ -464,18 +438,31 @@ class PeerTable:
         else:
             peer.queried_s = -math.inf
 
-    def _may_lead(self, peer: PeerState) -> bool:
-        if (
-            peer.status is not PeerStatus.SEARCHING
-            or peer.failed
-            or not peer.can_lead
-            or not peer.contact.addresses
-            or peer.rank is None
-        ):
-            return False
-        return peer.round_key == self.query.round_key and (
-            peer.rank < self.query.rank or not self.query.can_lead
-        )
+    def _leaders(self) -> list[tuple[tuple[bool, Rank], PeerState]]:
+        """Return the peers that may lead this one, with the order in which they do. One that this peer
+        passes over does so only if others follow it: their group has no second place to form.
+        """
+        key, order = self.query.round_key, self._precedence.order
+        followed = {
+            peer.follows.contact.peer_id
+            for peer_id, peer in self.peers.items()
+            if peer.status is PeerStatus.FOLLOWING
+            and peer.follows is not None
+            and peer.round_key == key
+            and not self.passes_over(peer_id)
+        }
+        return [
+            (order(peer.rank), peer)
+            for peer_id, peer in self.peers.items()
+            if peer.status is PeerStatus.SEARCHING
+            and peer.rank is not None
+            and peer.round_key == key
+            and not peer.failed
+            and peer.can_lead
+            and peer.contact.addresses
+            and (order(peer.rank) < order(self.query.rank) or not self.query.can_lead)
+            and (peer_id in followed or not self.passes_over(peer_id))
+        ]
 
     def _query_at_s(self, peer: PeerState) -> float:
         if peer.status is PeerStatus.REFUSED:

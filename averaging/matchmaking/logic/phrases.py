@@ -1,17 +1,22 @@
-"""Phrases about peers, for the sentences that explain why a search ended."""
+"""Why a search found no group, in words for people."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from averaging.matchmaking.logic.messages import LookForGroup, PeerStatus, SearchFailed
+
 if TYPE_CHECKING:
     from averaging.matchmaking.logic.peer_table import PeerState
 
 _NAMES_MAX = 3
+_CLOCK_OFF_NOTED_S = 3.0
 
 
-def count_phrase(peers: Sequence[PeerState], what: str, why: Callable[[PeerState], str] | None = None) -> str:
+def _count_phrase(
+    peers: Sequence[PeerState], what: str, why: Callable[[PeerState], str] | None = None
+) -> str:
     """Return `2 peers (…abcd, …efgh) do something (reasons)`, or "" for an empty list. `what` is in the
     singular.
     """
@@ -31,3 +36,62 @@ def _plural(what: str) -> str:
     verb, _, rest = what.partition(" ")
     verbs = {"has": "have", "does": "do", "holds": "hold", "looks": "look", "is": "are", "was": "were"}
     return f"{verbs[verb]} {rest}".replace("and is not", "and are not")
+
+
+def explain(
+    peers: Sequence[PeerState], coming: Sequence[PeerState], query: LookForGroup, *, deadline: bool
+) -> SearchFailed:
+    """Describe why there is no group, for people. `coming`: the `peers` that could still be in one;
+    `deadline`: the search ended at its deadline.
+    """
+    if not peers:
+        return SearchFailed(
+            reason="alone", detail="no other peer holds this averager, by the presence records in the DHT"
+        )
+    kinds = {
+        "schema": [p for p in peers if not p.failed and p.status is PeerStatus.REFUSED],
+        "passed": [p for p in peers if not p.failed and p.status is PeerStatus.PASSED],
+        "unreachable": [p for p in peers if p.failed],
+    }
+    is_impossible = not deadline or not coming
+    reason = "deadline"
+    if is_impossible:
+        reason = next((kind for kind in ("passed", "schema", "unreachable") if kinds[kind]), "few")
+    return SearchFailed(reason=reason, detail=_sentence(peers, coming, kinds, query))
+
+
+def _sentence(
+    peers: Sequence[PeerState],
+    rest: Sequence[PeerState],
+    kinds: dict[str, list[PeerState]],
+    query: LookForGroup,
+) -> str:
+    parts = [
+        _count_phrase(
+            kinds["schema"],
+            "has other tensors or another codec",
+            lambda p: f"{p.text or 'unknown'}; here {query.schema_text or 'unknown'}",
+        ),
+        _count_phrase(kinds["passed"], f"has finished round {query.round_key!r} without this peer"),
+        _count_phrase(kinds["unreachable"], "does not answer", lambda p: p.failed),
+    ]
+    idle = [p for p in rest if p.status in (None, PeerStatus.IDLE)]
+    elsewhere = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key != query.round_key]
+    taken = [p for p in rest if p.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
+    near = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key == query.round_key]
+    parts += [
+        _count_phrase(idle, "holds this averager and is not averaging now"),
+        _count_phrase(
+            elsewhere,
+            f"looks for another round than {query.round_key!r}",
+            lambda p: repr(p.round_key),
+        ),
+        _count_phrase(taken, "is in a group that was full or begun"),
+        _count_phrase(near, "was looking too, but no group came about in time"),
+        _count_phrase(
+            [p for p in peers if abs(p.clock_off_s) > _CLOCK_OFF_NOTED_S],
+            "has another time",
+            lambda p: f"{p.clock_off_s:+.0f} s from the time here: check the clocks",
+        ),
+    ]
+    return "; ".join(part for part in parts if part)

@@ -1,21 +1,30 @@
-"""Members of a run come before strangers where a search has only so much room: in the places that it asks, in
-its table of peers, and in its group.
+"""Who comes first where a search has only so much room or time: in the places that it asks, in its table of
+peers, as its leader, and in its group. Pure.
+
+In the order of what stands behind a peer: electors of the head, which all peers of a search know alike; other
+members of the run; peers that have contributed to a certified round; strangers. Whom this peer passes over
+(`swarm.membership.ledger`) leads nothing that it follows, and follows nothing that it leads.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from averaging.matchmaking.logic.messages import PeerStatus
+from averaging.matchmaking.logic.group import Group, can_dial
+from averaging.matchmaking.logic.messages import IsMember, PeerStatus, Precedence
 from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
     from averaging.matchmaking.logic.peer_table import PeerState
 
-IsMember = Callable[[PeerId], bool]
 _Follower = TypeVar("_Follower")
+
+# a contributor that is no elector counts with at most this many times the median weight of the electors
+WEIGHT_RATIO_MAX = 3.0
 
 
 def asking_order(peer_id: PeerId, round_key: str, is_member: IsMember) -> bytes:
@@ -45,3 +54,56 @@ def displaced_from_group(
     """Return the stranger that leaves a full group for a member: the one that came last."""
     strangers = [one for one in followers if not is_member(one)]
     return strangers[-1] if strangers and is_member(peer_id) else None
+
+
+def seated(followers: Sequence[PeerId], precedence: Precedence) -> list[PeerId]:
+    """Return the followers that this peer begins its round with. Strangers have at most as many seats as
+    everybody else together, this peer included: the first that came.
+    """
+    strangers = [peer for peer in followers if precedence.is_stranger(peer)]
+    excess = strangers[1 + len(followers) - len(strangers) :]
+    return [peer for peer in followers if peer not in excess]
+
+
+def with_standing(group: Group, precedence: Precedence) -> Group:
+    """Return the group as all its members count it, who know the same electors of the head that it extends,
+    with this member's strangers.
+
+    A contributor that is no elector counts with at most `WEIGHT_RATIO_MAX` times the median weight of the
+    electors, whatever number of samples it claims. Electors and auxiliary members reduce, if any elector can
+    be dialed: a stranger that sends nothing holds up nobody's shard. Without electors that contribute, as
+    before the first certificate of a run, the group is as it was.
+    """
+    electors = precedence.electors
+    deciding = [one for one in group.members if one.peer_id in electors and one.weight > 0.0]
+    if not deciding:
+        return group
+    weight_max = WEIGHT_RATIO_MAX * statistics.median_low([one.weight for one in deciding])
+    members = tuple(
+        one if one.peer_id in electors else replace(one, weight=min(one.weight, weight_max))
+        for one in group.members
+    )
+    reducers = frozenset(one.peer_id for one in members if one.peer_id in electors or one.auxiliary)
+    dialed = any(can_dial(one) for one in deciding)
+    strangers = frozenset(peer for peer in group.peer_ids if precedence.is_stranger(peer))
+    return replace(group, members=members, reducers=reducers if dialed else None, strangers=strangers)
+
+
+def is_passed_over(peer_id: PeerId, own: PeerId, precedence: Precedence, answers: IsMember) -> bool:
+    """Return whether the peer `own` forms no group with another one because of its faults. `answers` returns
+    whether a peer can be there.
+
+    That is so only while electors without such faults are there; one of them is passed over only while they
+    are more than half of all, and not this peer alone. Where most others seem to be at fault, this peer is
+    more likely the victim, and of two peers neither has anybody else.
+    """
+    if not precedence.is_passed_over(peer_id):
+        return False
+    rest = {
+        elector
+        for elector in precedence.electors
+        if elector == own or (answers(elector) and not precedence.is_passed_over(elector))
+    }
+    if peer_id not in precedence.electors:
+        return bool(rest)
+    return 2 * len(rest) > len(precedence.electors) and len(rest | {own}) > 1

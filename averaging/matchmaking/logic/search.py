@@ -21,7 +21,7 @@ from averaging.matchmaking.logic.messages import (
     SearchRequest,
 )
 from averaging.matchmaking.logic.peer_table import PeerTable
-from averaging.matchmaking.logic.precedence import displaced_from_group
+from averaging.matchmaking.logic.precedence import displaced_from_group, seated
 from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
@@ -57,12 +57,29 @@ class Search:
     records_read: bool = False  # the presence records were read since the search began
     reading_records: bool = False
     read_started_s: float = -math.inf
+    held_by: PeerId | None = None  # the leader that had not begun when this peer's time was over
+
+    @property
+    def size(self) -> int:
+        """Return how many members a group of this peer would have now."""
+        return 1 + len(seated(list(self.followers), self.request.precedence))
+
+    def leads(self, query: LookForGroup) -> bool:
+        """Return whether this peer leads the one that sent this query, rather than following it."""
+        order, peer_id = self.request.precedence.order, query.contact.peer_id
+        ranks_first = not query.can_lead or order(self.query.rank) < order(query.rank)
+        return self.query.can_lead and ranks_first and not self.table.passes_over(peer_id)
+
+    def unseated(self) -> dict[PeerId, GroupFollower]:
+        """Take out the followers that have no seat in the group, and return them."""
+        seats = seated(list(self.followers), self.request.precedence)
+        return {peer_id: self.followers.pop(peer_id) for peer_id in [*self.followers] if peer_id not in seats}
 
     def displace_stranger(self, peer_id: PeerId, answer: Answer) -> AnswerJoin | None:
         """Make room for a member in the full group. Return what the stranger that leaves it is answered, or
         None when nobody leaves.
         """
-        displaced = displaced_from_group(self.followers, peer_id, self.request.is_member)
+        displaced = displaced_from_group(self.followers, peer_id, self.request.precedence.is_member)
         if displaced is None:
             return None
         self.table.forget_status(displaced)

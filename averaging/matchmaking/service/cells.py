@@ -38,7 +38,7 @@ from swarm.core.ids import Contact, PeerId
 from swarm.runtime.supervise import Supervisor
 
 if TYPE_CHECKING:
-    from averaging.matchmaking.service.matchmaking_service import GroupExchange
+    from averaging.matchmaking.service.exchange import GroupExchange
 
 LOBBY_S = 1.0  # an unmatched peer waits this long in the lobby before it retries its own cell; doubles
 LOBBY_S_MAX = 4.0  # up to this

@@ -11,13 +11,14 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from averaging.blocklist import PeerBlocklist
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.grid import Place, key_at, split_key
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.matchmaking.logic.matchmaking import MIN_GROUP_SIZE, TARGET_GROUP_SIZE, Matchmaker
 from averaging.matchmaking.logic.messages import (
+    NO_PRECEDENCE,
     AbandonJoin,
     Answer,
     AnswerJoin,
@@ -29,6 +30,7 @@ from averaging.matchmaking.logic.messages import (
     Join,
     LookForGroup,
     PeerStatus,
+    Precedence,
     ReadRecords,
     SearchFailed,
     SearchFinished,
@@ -41,100 +43,28 @@ from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
 from averaging.matchmaking.service.cells import LOBBY_S, LOBBY_S_MAX, Cells
 from averaging.matchmaking.service.presence import PermittedPresence, Presence
 from averaging.matchmaking.service.wire import (
-    CELL_LOOKUP,
     JOIN,
     LOOK_FOR_GROUP,
     decode_answer,
-    decode_cell_lookup,
-    decode_join,
     decode_join_answer,
-    decode_query,
     encode_announcement,
-    encode_answer,
-    encode_cell_lookup_reply,
     encode_join,
-    encode_join_answer,
     encode_query,
 )
 from swarm.core.backoff import Backoff
-from swarm.core.clock import Clock
-from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.notify import ChangeEvent
 from swarm.core.presets import WAN, Timings
-from swarm.core.standing import PeerStanding
-from swarm.net.rpc import Caller, Handlers
 from swarm.runtime.supervise import Supervisor
-from swarm.wire import group_pb2
+
+if TYPE_CHECKING:
+    from averaging.matchmaking.service.exchange import GroupExchange
 
 # timers are set this much later: one that fires a rounding error early would find nothing to do, repeatedly
 _TIMER_MARGIN_S = 1e-6
 # a leader answers by its own deadline, which is not after its follower's; this covers the way back and clocks
 _ANSWER_SLACK_S = 1.0
-
-
-class GroupExchange:
-    """Receiver of the matchmaking calls of a node, for all of its averagers. There is one per node."""
-
-    def __init__(
-        self,
-        *,
-        handlers: Handlers,
-        caller: Caller,
-        own: PeerId,
-        clock: Clock,
-        standing: PeerStanding | None = None,
-    ) -> None:
-        self.standing = standing or PeerStanding()
-        self.caller = caller
-        self.own = own
-        self.clock = clock
-        self._services: dict[AveragerName, GroupService] = {}
-        self._blocklists: dict[str, PeerBlocklist] = {}  # by run
-        handlers.unary(LOOK_FOR_GROUP, self._on_query)
-        handlers.unary(JOIN, self._on_join)
-        handlers.unary(CELL_LOOKUP, self._on_cell_lookup)
-
-    def blocklist_of(self, run: str) -> PeerBlocklist:
-        """Return the blocklist of a run, which all services of this run on this node share."""
-        return self._blocklists.setdefault(run, PeerBlocklist(self.own, self.clock))
-
-    def add(self, service: GroupService) -> None:
-        """Register the service of an averager. Raise UsageError when this node already has an averager of
-        that name.
-        """
-        if service.name in self._services:
-            raise UsageError(
-                f"this node already has an averager {service.name.averager!r}:"
-                " give the second one another name"
-            )
-        self._services[service.name] = service
-
-    def remove(self, service: GroupService) -> None:
-        if self._services.get(service.name) is service:
-            del self._services[service.name]
-
-    async def _on_query(self, caller: PeerId, request: group_pb2.Seek) -> group_pb2.SeekAnswer:
-        now_s = self.clock.swarm_s()
-        query = decode_query(request, caller, now_s)
-        answer = self._service(request, caller).on_query(query, announced=request.announce)
-        return encode_answer(answer, now_s=now_s)
-
-    async def _on_join(self, caller: PeerId, request: group_pb2.Join) -> group_pb2.JoinAnswer:
-        join = decode_join(request, caller, self.clock.swarm_s())
-        answer = await self._service(request.seek, caller).on_join(join)
-        return encode_join_answer(answer, now_s=self.clock.swarm_s())
-
-    async def _on_cell_lookup(self, caller: PeerId, request: group_pb2.Meet) -> group_pb2.MeetAnswer:
-        lookup = decode_cell_lookup(request, caller)
-        return encode_cell_lookup_reply(self._service(request, caller).on_cell_lookup(lookup))
-
-    def _service(self, query: group_pb2.Seek | group_pb2.Meet, caller: PeerId) -> GroupService:
-        service = self._services.get(AveragerName(run=query.run, averager=query.averager))
-        if service is None:
-            raise PeerError(f"no averager {query.averager[:100]!r} here")
-        service.blocklist.check(caller)
-        return service
 
 
 class GroupService:
@@ -158,6 +88,7 @@ class GroupService:
         self._timings = timings
         self._exchange, self._caller, self._clock = exchange, exchange.caller, exchange.clock
         self.blocklist = blocklist = exchange.blocklist_of(name.run)
+        self.ledger = exchange.ledger_of(name.run)
         self._presence = presence = PermittedPresence(presence, lambda peer: blocklist.reason(peer) is None)
         self._schema = schema
         self.machine = Matchmaker(
@@ -192,13 +123,15 @@ class GroupService:
         gathered: bytes = b"",
         electors: int = 0,
         may_be_alone: bool = False,
+        precedence: Precedence = NO_PRECEDENCE,
     ) -> Group | SearchFailed:
         """Search for a group until `deadline_s` (monotonic seconds); after a group, call `round_over`.
         `may_be_alone`: whether a group of this peer alone is large enough, once it has waited for the others.
 
         Cancelling informs the followers and the leader. In a grid the search alternates between this peer's
         cell and, when nobody is left to wait for there, the lobby of unmatched peers. `electors`: search in
-        the cell of the run's electors instead, where this many are expected.
+        the cell of the run's electors instead, where this many are expected. `precedence`: who comes
+        first.
         """
         now_s = self._clock.monotonic_s()
         rank_deadline_s = self._clock.swarm_s() + (deadline_s - now_s)
@@ -208,7 +141,7 @@ class GroupService:
             rank_deadline_s=rank_deadline_s,
             weight=member.weight,
             gathered=gathered,
-            is_member=functools.partial(self._exchange.standing.is_member, run=self.name.run),
+            precedence=precedence,
             may_be_alone=may_be_alone,
         )
         cells = self.cells
@@ -222,6 +155,8 @@ class GroupService:
                 if isinstance(outcome, Group):
                     cells.on_group_formed(outcome)
                     return outcome
+                if outcome is not None and outcome.held_by is not None:
+                    self.ledger.fault(outcome.held_by, "it led a group, and did not begin in time")
                 now_s = self._clock.monotonic_s()
                 stay_until_s = -math.inf
                 if outcome is None:  # the grid has another shape by now
@@ -336,10 +271,14 @@ class GroupService:
         committed: bool,
         left_out: frozenset[PeerId] = frozenset(),
         accused: Mapping[PeerId, str] = MappingProxyType({}),
+        faults: Mapping[PeerId, str] = MappingProxyType({}),
     ) -> None:
         """Record the end of the round of the group that `find` returned. `left_out`: members that did not
-        finish it; `accused`: members that were proved to have lied in it, each with its lie.
+        finish it; `accused`: members that were proved to have lied in it, each with its lie; `faults`:
+        members that kept it from going well.
         """
+        for peer_id, reason in faults.items():
+            self.ledger.fault(peer_id, reason)
         for peer_id, lie in accused.items():
             self.blocklist.block(peer_id, lie)
         self.machine.round_over(committed=committed, left_out=left_out, now_s=self._clock.monotonic_s())

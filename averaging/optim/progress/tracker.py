@@ -20,6 +20,7 @@ from averaging.optim.history import RunHistory
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.progress.claims import claim_of, read_claim
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, ProgressReport
+from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.records import ProgressRecords
 from averaging.optim.progress.tree import Tree
@@ -121,12 +122,11 @@ class Tracker:
         history, progress = self.history, self._progress
         if history is None:
             return
-        now_s = self._node.clock.swarm_s()
-        others = progress.others(now_s)
-        peers = progress.total.peers if progress.total else 1 + len(others)
-        history.size.update(peers, [peer for peer, report in others.items() if not report.joining])
-        progress.head, progress.abstains = history.head, history.abstains
-        progress.certified_epoch = history.certified_epoch
+        root, progress.abstains = history.root, history.abstains
+        progress.head, progress.certified_epoch = root.head, history.certified_epoch
+        progress.standing = ReportStanding(self.own, root.electors, history.ledger.has_standing)
+        peers, there = progress.standing.peers(progress.others(self._node.clock.swarm_s()))
+        history.size.update(progress.total.peers if progress.total else peers, there)
 
     def _update_full_epoch(self, now_s: float) -> None:
         """Mark this peer's epoch as full when it is, or when another peer announced it and this peer's own
@@ -181,9 +181,7 @@ class Tracker:
             return self._progress.is_alone(self._node.clock.swarm_s())
 
     def has_begun(self, believed: Collection[PeerId] | None = None) -> bool:
-        """Return whether the run has completed an epoch: by a certificate, or by a report of `believed`; None
-        stands for everybody.
-        """
+        """Return whether the run has completed an epoch, as `EpochProgress.has_begun`."""
         with self._lock:
             return self._progress.has_begun(self._node.clock.swarm_s(), believed)
 
@@ -377,6 +375,8 @@ class Tracker:
         for attempt in range(2):
             now_s = self._node.clock.swarm_s()
             with self._changed:
+                if not self._progress.standing.counts(peer):
+                    return False
                 ours = self._progress.epoch
                 if epoch <= ours + 1:
                     self._full_epoch_of_others = max(self._full_epoch_of_others, epoch)
@@ -485,6 +485,8 @@ class Tracker:
             told = self._with_state(reports)
             alike = not told and self._progress.own_report.joining  # all begin together
             due = [p for p in self._records.relays(reports if alike else told) if p in self._unreported]
+        if self.history is not None:
+            self.history.keep_waiting(self.voters(), self._node.clock.monotonic_s())
         self._announce.notify()
         await self._report_to(due)
         return True

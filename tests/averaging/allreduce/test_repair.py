@@ -217,6 +217,11 @@ def test_a_member_that_stops_working_is_given_up_after_the_floor() -> None:
     assert ticks(pacing, 0.0, 20.0, [1, 2]) == [(4.5, 1), (9.5, 2)]  # the second may not have begun yet
 
 
+def test_a_stranger_gets_no_time_to_begin() -> None:
+    pacing = StragglerDetector(4.0, 0.0, strangers=(2,))
+    assert ticks(pacing, 0.0, 20.0, [1, 2]) == [(4.5, 2), (9.5, 1)]
+
+
 def test_a_slow_and_steady_member_is_waited_for() -> None:
     pacing = StragglerDetector(4.0, 0.0)
     pacing.worked(1)

@@ -12,6 +12,7 @@ from averaging.history.certificate import Certificate
 from averaging.history.chain import Chain
 from averaging.optim.history import RunHistory
 from averaging.optim.modes.settings import Gradients
+from swarm.core.clock import SystemClock
 from swarm.core.ids import Contact
 from swarm.core.standing import PeerStanding
 from tests.averaging.history.peers import IDENTITIES, PEERS, RUN, certificate, proposal
@@ -78,7 +79,7 @@ def test_gradients_of_a_history_that_lost_are_dropped_and_those_of_one_epoch_ago
 
 def history() -> RunHistory:
     """Return the history of `OWN` after a round with `OTHER`."""
-    node = SimpleNamespace(contact=Contact(OWN, ()), standing=PeerStanding())
+    node = SimpleNamespace(contact=Contact(OWN, ()), standing=PeerStanding(), clock=SystemClock())
     made = RunHistory(node, RUN, IDENTITIES[0].sign, group_size_max=16)  # type: ignore[arg-type]
     made.commit(certificate(proposal(made.head, (), (OWN, OTHER)), (OWN, OTHER)))
     return made

@@ -52,7 +52,7 @@ def longest_wait_s(
     speeds = [
         peer.samples_per_s
         for peer_id, peer in view.peers.items()
-        if peer_id != own and peer.samples_per_s > 0.0
+        if peer_id != own and peer.samples_per_s > 0.0 and peer.has_standing
     ]
     is_slow = bool(speeds) and mine.samples_per_s < _SLOW * statistics.median(speeds)
     epoch_s = view.target / view.samples_per_s
@@ -65,7 +65,11 @@ def _samples_by_now(view: ProgressView, own: PeerId) -> float:
     """Return how many samples the swarm has by now if all went on at their speed since their last report.
     Such an estimate must not close an epoch, but a slow peer needs it: its reports of the others are old.
     """
-    there = {peer_id: peer for peer_id, peer in view.peers.items() if peer.epoch == view.epoch}
+    there = {
+        peer_id: peer
+        for peer_id, peer in view.peers.items()
+        if peer.epoch == view.epoch and peer.has_standing
+    }
     expected = sum(
         peer.samples + (peer.samples_per_s * peer.age_s if peer_id != own else 0.0)
         for peer_id, peer in there.items()

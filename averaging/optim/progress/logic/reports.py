@@ -2,11 +2,12 @@
 peer. In runs of up to 64 peers it has the reports of all peers, in larger ones those of its shard and
 the total of the run (`averaging.optim.progress.logic.shards`).
 
-An epoch is full when the reported samples of all live peers reach the target. Reports are not trusted; each
-is limited by the others: a reported rate counts up to `rate_ratio_max` times the median, and reported
-samples up to what such a rate yields since the epoch began. Every peer applies the same rule to the same
-reports, its own included, so that views agree up to messages in transit. All times are seconds of the
-swarm's clock, passed in.
+An epoch is full when the reported samples of all live peers reach the target. Reports are not trusted. Where
+a run has electors, those of strangers are displayed and count for nothing: a peer counts from its first
+certified round on. Each is limited by the others: a reported rate counts up to `RATE_RATIO_MAX` times the
+median (of the electors, where there are any), and reported samples up to what such a rate yields since the
+epoch began. Every peer applies the same rule to the same reports, its own included, so that views agree up to
+messages in transit. All times are seconds of the swarm's clock, passed in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeGuard
 
 from averaging.history.certificate import DIGEST_BYTES
 from averaging.optim.progress.logic.epoch_reached import epoch_of
+from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.logic.view import PeerProgress, ProgressView
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
@@ -31,8 +33,6 @@ BITS_MAX = 24  # bits of the number of shards of a run
 _PEERS_MAX = 1 << 32
 
 
-# A peer counts at most this many times the median rate; from three peers on, since two have no majority.
-RATE_RATIO_MAX = 3.0
 # A peer may have begun the epoch this much earlier than this peer thinks; larger lets liars claim more in
 # short epochs.
 SLACK_S = 0.25
@@ -214,6 +214,7 @@ class EpochProgress:
         self.total: ProgressTotal | None = None
         self.head = b""  # of this peer's history; empty without one
         self.abstains = False  # from decisions on that head
+        self.standing = ReportStanding(own)
         self._members = frozenset[PeerId]()  # of the round that led to the head `_members_head`
         self._members_head = b""
         # the epoch that certificates prove; None: it follows from the reports
@@ -245,7 +246,8 @@ class EpochProgress:
         reports. `joining`: it has not got the state of the epoch. `began_ago_s`: the time that it has trained
         in the epoch already, while the previous round was running.
         """
-        began_s = [report.since_s for report in self.others(now_s).values() if late and report.epoch == epoch]
+        others = self.standing.counted(self.others(now_s))
+        began_s = [report.since_s for report in others.values() if late and report.epoch == epoch]
         since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
         self._own_report = ProgressReport(
             epoch=epoch,
@@ -382,12 +384,10 @@ class EpochProgress:
 
     def counted(self, now_s: float) -> dict[PeerId, float]:
         """Return how many samples of each live peer count towards this peer's epoch now."""
-        live = {self.own: self._own_report, **self.others(now_s)}
-        # in any epoch: at the start of one no other peer has reported yet
-        rates = [report.rate for report in live.values() if report.rate > 0]
-        rate_max = RATE_RATIO_MAX * statistics.median_low(rates) if len(rates) >= 3 else math.inf
+        live = self.standing.counted({self.own: self._own_report, **self.others(now_s)})
+        rate_max = self.standing.rate_max(live)
         return {
-            peer: self._count(peer, report, rate_max, now_s)
+            peer: self._count(peer, report, rate_max(peer), now_s)
             for peer, report in live.items()
             # samples on another history are of another model
             if report.epoch == self._own_report.epoch and (peer == self.own or report.head == self.head)
@@ -435,6 +435,8 @@ class EpochProgress:
     def view(self, now_s: float) -> ProgressView:
         """Return a snapshot of the progress."""
         counted, others = self.counted(now_s), self.others(now_s)
+        standing = self.standing.counted({self.own: self._own_report, **others})
+        rate_max = self.standing.rate_max(standing)
         peers = {
             peer: PeerProgress(
                 epoch=report.epoch,
@@ -442,6 +444,7 @@ class EpochProgress:
                 samples_per_s=report.rate,
                 counted=counted.get(peer, 0.0),
                 age_s=max(0.0, now_s - report.at_s),
+                has_standing=peer in standing,
             )
             for peer, report in {self.own: self._own_report, **others}.items()
         }
@@ -452,7 +455,7 @@ class EpochProgress:
             target=self.target,
             samples_per_s=self.total.rate
             if self.total is not None
-            else sum(peer.samples_per_s for peer in peers.values()),
+            else sum(min(report.rate, rate_max(peer)) for peer, report in standing.items()),
             peers=peers,
             peers_total=self.total.peers if self.total is not None else len(peers),
         )

@@ -26,12 +26,12 @@ from averaging.optim.progress.logic.epoch_reached import epoch_of
 from averaging.optim.progress.logic.reports import (
     BITS_MAX,
     EXTRAPOLATION_S_MAX,
-    RATE_RATIO_MAX,
     SAMPLES_MAX,
     SLACK_S,
     ProgressReport,
     ProgressTotal,
 )
+from averaging.optim.progress.logic.standing import RATE_RATIO_MAX
 from swarm.core.ids import PeerId
 
 FLAT_MAX = 64  # peers that share one dictionary

@@ -17,6 +17,7 @@ class PeerProgress:
     samples_per_s: float
     counted: float  # samples that count towards this epoch now; 0 for a peer in another epoch
     age_s: float
+    has_standing: bool = True  # False: a stranger, whose report is displayed and counts for nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

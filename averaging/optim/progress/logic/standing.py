@@ -1,0 +1,61 @@
+"""Whose reports count, and with how much. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarm.core.ids import PeerId
+
+if TYPE_CHECKING:
+    from averaging.optim.progress.logic.reports import ProgressReport
+
+# A peer counts at most this many times the median rate: that of the electors, or from three peers on that of
+# all, since two have no majority.
+RATE_RATIO_MAX = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStanding:
+    """What stands behind the reports that one peer has. `own` is this peer."""
+
+    own: PeerId
+    electors: Collection[PeerId] = ()  # of this peer's head
+    # whether a peer is a member of the run, or has contributed to a certified round
+    is_proven: Callable[[PeerId], bool] = lambda peer: True
+
+    def counts(self, peer: PeerId) -> bool:
+        """Return whether what a peer says counts for this one."""
+        return not self.electors or peer in self.electors or self.is_proven(peer)
+
+    def counted(self, reports: Mapping[PeerId, ProgressReport]) -> dict[PeerId, ProgressReport]:
+        """Return those of the reports that count for something: all of them where no elector is there, for
+        instance because all have died.
+        """
+        if not any(elector == self.own or elector in reports for elector in self.electors):
+            return dict(reports)
+        return {
+            peer: report for peer, report in reports.items() if peer in self.electors or self.is_proven(peer)
+        }
+
+    def rate_max(self, counted: Mapping[PeerId, ProgressReport]) -> Callable[[PeerId], float]:
+        """Return the highest rate with which each peer counts, in samples/s."""
+        # in any epoch: at the start of one no other peer has reported yet
+        rates = {peer: report.rate for peer, report in counted.items() if report.rate > 0}
+        electors = [rate for peer, rate in rates.items() if peer in self.electors]
+        deciding = electors or list(rates.values())
+        limit = RATE_RATIO_MAX * statistics.median_low(deciding) if deciding else math.inf
+        if len(deciding) >= 3:
+            return lambda peer: limit
+        return lambda peer: limit if electors and peer not in self.electors else math.inf
+
+    def peers(self, reports: Mapping[PeerId, ProgressReport]) -> tuple[int, list[PeerId]]:
+        """Return how many peers the swarm has, this one included, and which of the others have a state.
+        Strangers get as many seats as all others together: more of them make no larger swarm.
+        """
+        counted = self.counted(reports)
+        there = [peer for peer, report in counted.items() if not report.joining]
+        return min(1 + len(reports), 2 * (1 + len(counted))), there

@@ -1,0 +1,125 @@
+"""The ledger of a run on one node, with its copy on disk. All services of the run on the node share one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from averaging.history.lineage import Lineage
+from averaging.matchmaking.logic.messages import Precedence
+from swarm.core.clock import Clock
+from swarm.core.errors import PeerError
+from swarm.core.files import write_private
+from swarm.core.ids import PeerId
+from swarm.core.standing import PeerStanding
+from swarm.membership.ledger import Ledger
+
+_log = logging.getLogger(__name__)
+
+_SAVE_INTERVAL_S = 60.0
+_FILE_BYTES_MAX = 1 << 20
+
+
+class RunLedger:
+    """A `Ledger` that any thread may use."""
+
+    def __init__(
+        self, own: PeerId, run: str, clock: Clock, standing: PeerStanding, path: Path | None = None
+    ) -> None:
+        """`standing`: of all runs of this node. `path`: of the copy on disk; None: the ledger is forgotten
+        when the process ends.
+        """
+        self._own, self._run, self._standing = own, run, standing
+        self._head = b""  # up to which certificates were counted
+        self._ledger, self._clock, self._path = Ledger(own), clock, path
+        self._lock = threading.Lock()
+        self._saved_s = clock.monotonic_s()
+        if path is not None:
+            self._load(path)
+
+    def follow(self, lineage: Lineage) -> None:
+        """Count the certificates that are new in this peer's history, whose electors are members.
+
+        A certificate names everybody who was to contribute. Who has voted did contribute; of rounds that this
+        peer was in it knows more (`contributed`).
+        """
+        self._standing.add_members(self._run, lineage.electors)
+        chain = lineage.chain((self._head,))
+        with self._lock:
+            for one in chain.certificates if not self._head or lineage.knows(self._head) else ():
+                others = [peer for peer in one.proposal.contributors if peer in one.votes]
+                worked = [] if self._own in others else others
+                self._ledger.certified(worked, self._clock.swarm_s())
+        self._head = lineage.head
+
+    def contributed(self, samples: Mapping[PeerId, float]) -> None:
+        """Record that these peers contributed to a round of this peer, each with a number of samples."""
+        with self._lock:
+            self._ledger.contributed(samples, self._clock.swarm_s())
+
+    def fault(self, peer: PeerId, reason: str) -> None:
+        """Record that a member of a group kept its round from going well."""
+        _log.info("peer %s is passed over for some rounds: %s", peer, reason)
+        with self._lock:
+            self._ledger.fault(peer, reason, self._clock.swarm_s())
+
+    @property
+    def rounds(self) -> int:
+        """Return how many certificates of the run were counted."""
+        return self._ledger.rounds
+
+    def has_standing(self, peer: PeerId) -> bool:
+        """Return whether a peer is a member of the run, or has contributed to a certified round."""
+        return self._standing.is_member(peer, self._run) or self._ledger.is_proven(peer)
+
+    def precedence(self, electors: Collection[PeerId], *, passes_over: bool = True) -> Precedence:
+        """Return who comes first in a search for a group that extends a head with these electors.
+        `passes_over`: whether peers are passed over for their faults.
+        """
+        return Precedence(
+            electors=frozenset(electors),
+            is_member=lambda peer: self._standing.is_member(peer, self._run),
+            is_proven=self.has_standing,
+            is_passed_over=lambda peer: bool(electors) and passes_over and self._ledger.is_passed_over(peer),
+        )
+
+    def save(self, *, now: bool = False) -> None:
+        """Write the copy on disk, if there is one, something changed, and the last one is a minute old or it
+        is to be written `now`. Blocks. OSError is logged: a full disk must not stop a run.
+        """
+        now_s = self._clock.monotonic_s()
+        if self._path is None or not (now or now_s - self._saved_s >= _SAVE_INTERVAL_S):
+            return
+        self._saved_s = now_s
+        with self._lock:
+            if not self._ledger.changed:
+                return
+            document = self._ledger.encode()
+        try:
+            write_private(self._path, json.dumps(document).encode())
+        except OSError as error:
+            _log.warning("the ledger %s cannot be written: %s", self._path, error)
+
+    def _load(self, path: Path) -> None:
+        """Read the copy on disk. A copy that cannot be read is set aside and does not prevent the start."""
+        try:
+            with path.open("rb") as stream:
+                self._ledger.load(json.loads(stream.read(_FILE_BYTES_MAX)))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("the ledger %s cannot be read, and this peer begins a new one: %s", path, error)
+        except (ValueError, RecursionError, PeerError) as error:
+            aside = path.with_name(f"{path.name}.damaged")
+            with contextlib.suppress(OSError):  # then the next save replaces it
+                path.replace(aside)
+            _log.warning(
+                "the ledger %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
+                path,
+                error or type(error).__name__,
+                aside.name,
+            )

@@ -1,0 +1,202 @@
+"""The ledger of one run on one peer: what this peer remembers of the others, and whom it passes over. Pure.
+
+Only proof of a lie travels between peers. Everything else (a member that stalls, that gives a round up while
+the others commit, that holds other averages than they do) may be the fault of a link, or of this peer itself.
+It stays in this peer's own ledger: the member is passed over for groups for 1 round, after further faults for
+4, 16 and at most 64. An elector that is passed over votes as before.
+
+Newcomers without a certified round share one such account in addition, because identities cost nothing: an
+attacker that uses a new one for each fault stops after the first few rounds, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from swarm.core.backoff import backoff_s
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import PeerId
+
+ENTRIES_MAX: Final = 4096
+PASSED_OVER_ROUNDS_MAX: Final = 64
+_GROWTH: Final = 4.0
+_STEPS_MAX: Final = 4  # 1, 4, 16, 64
+# certified rounds that take back one step. Too small: a member that stalls in every third round costs more
+# than it brings; too large: a link that was bad for an hour is held against its peer for days
+_FORGIVEN_ROUNDS: Final = 16
+_FORMAT: Final = 1
+_COUNT_MAX: Final = 1 << 53
+
+
+@dataclass(slots=True)
+class Account:
+    """Faults that are not forgiven yet, and until when they count. Rounds are numbered by the ledger."""
+
+    steps: int = 0
+    certified_since: int = 0  # rounds since the last fault, or since a step was taken back
+    until: int = 0  # the number of the first round for which it is not passed over
+
+    def fault(self, now: int) -> None:
+        """Count a fault in round number `now`. Several before it is taken into groups again count as one."""
+        self.certified_since = 0
+        if now >= self.until:
+            self.steps = min(self.steps + 1, _STEPS_MAX)
+            self.until = now + 1 + int(backoff_s(self.steps, 1, PASSED_OVER_ROUNDS_MAX, _GROWTH))
+
+    def success(self) -> None:
+        """Count a certified round."""
+        self.certified_since += 1
+        if self.certified_since >= _FORGIVEN_ROUNDS:
+            self.steps, self.certified_since = max(self.steps - 1, 0), 0
+
+
+@dataclass(slots=True)
+class LedgerEntry:
+    """What this peer remembers about another one."""
+
+    rounds: int = 0  # certified ones, to which it contributed
+    samples: float = 0.0  # that it contributed to them, in groups of this peer
+    faults: int = 0
+    last_seen_s: float = 0.0  # Unix time
+    reason: str = ""  # of the last fault
+    account: Account = field(default_factory=Account)
+
+    @property
+    def is_member(self) -> bool:
+        """Return whether the peer has contributed to a certified round."""
+        return self.rounds > 0
+
+
+class Ledger:
+    """The ledger of one run. At most `entries_max` peers are remembered: those with certified rounds displace
+    others, and of equals the one that was seen longest ago is forgotten.
+    """
+
+    def __init__(self, own: PeerId, entries_max: int = ENTRIES_MAX) -> None:
+        self._own, self._entries_max = own, entries_max
+        self._entries: dict[PeerId, LedgerEntry] = {}
+        self._strangers = Account()
+        self.rounds = 0  # certified ones that this peer knows of: the unit of all pauses
+        self.changed = False  # since the last `encode`
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entry(self, peer: PeerId) -> LedgerEntry | None:
+        """Return what is remembered about a peer."""
+        return self._entries.get(peer)
+
+    def is_proven(self, peer: PeerId) -> bool:
+        """Return whether a peer has contributed to a certified round of this run."""
+        entry = self._entries.get(peer)
+        return entry is not None and entry.is_member
+
+    # ---- what happened
+
+    def certified(self, contributors: Iterable[PeerId], now_s: float) -> None:
+        """Record a certificate of the run, and which peers are known to have worked for it. `now_s`: Unix
+        time.
+        """
+        self.rounds += 1
+        self.contributed(dict.fromkeys(contributors, 0.0), now_s)
+
+    def contributed(self, samples: Mapping[PeerId, float], now_s: float) -> None:
+        """Record that these peers contributed to a certified round, each with a number of samples."""
+        for peer, count in samples.items():
+            entry = self._find_or_add(peer, now_s, member=True)
+            if entry is None:
+                continue
+            if not entry.is_member:
+                self._strangers.success()
+            entry.rounds = min(entry.rounds + 1, _COUNT_MAX)
+            entry.samples = min(entry.samples + count, float(_COUNT_MAX))
+            entry.account.success()
+
+    def fault(self, peer: PeerId, reason: str, now_s: float) -> None:
+        """Record that a member of a group kept its round from going well."""
+        if peer == self._own:
+            return
+        if not self.is_proven(peer):
+            self._strangers.fault(self.rounds)
+        if (entry := self._find_or_add(peer, now_s)) is not None:
+            entry.faults, entry.reason = min(entry.faults + 1, _COUNT_MAX), reason
+            entry.account.fault(self.rounds)
+
+    # ---- who is passed over
+
+    def is_passed_over(self, peer: PeerId) -> bool:
+        """Return whether this peer forms no group with another one for now, if it can do without it
+        (`averaging.matchmaking.logic.precedence.is_passed_over`).
+        """
+        entry = self._entries.get(peer)
+        if entry is not None and self.rounds < entry.account.until:
+            return True
+        return not self.is_proven(peer) and self.rounds < self._strangers.until
+
+    # ---- on disk
+
+    def encode(self) -> dict[str, Any]:
+        """Return the ledger as a document for JSON. Pauses are not kept: a peer that starts again meets
+        everybody once.
+        """
+        self.changed = False
+        return {
+            "format": _FORMAT,
+            "rounds": self.rounds,
+            "peers": [
+                [
+                    peer.public_key.hex(),
+                    one.rounds,
+                    one.samples,
+                    one.faults,
+                    one.last_seen_s,
+                    one.account.steps,
+                ]
+                for peer, one in self._entries.items()
+            ],
+        }
+
+    def load(self, document: Any) -> None:
+        """Take over the result of `encode`. Raise PeerError, without any change, when it is not one."""
+        entries: dict[PeerId, LedgerEntry] = {}
+        try:
+            if document["format"] != _FORMAT:
+                raise ValueError("of another version")
+            rounds = _count(document["rounds"])
+            for name, own_rounds, samples, faults, seen_s, steps in document["peers"][: self._entries_max]:
+                peer = PeerId(bytes.fromhex(name))
+                if not (0.0 <= samples <= _COUNT_MAX and 0.0 <= seen_s <= _COUNT_MAX):
+                    raise ValueError("numbers out of bounds")
+                account = Account(steps=min(_count(steps), _STEPS_MAX))
+                entries[peer] = LedgerEntry(
+                    _count(own_rounds), float(samples), _count(faults), float(seen_s), account=account
+                )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, UsageError) as error:
+            raise PeerError(f"this is no ledger: {error or type(error).__name__}") from None
+        self._entries, self.rounds = entries, rounds
+
+    def _find_or_add(self, peer: PeerId, now_s: float, *, member: bool = False) -> LedgerEntry | None:
+        """Return a peer's entry, a new one if there is room for it."""
+        entry = self._entries.get(peer)
+        if entry is None:
+            if len(self._entries) >= self._entries_max:
+                last = min(self._entries, key=self._worth)
+                if self._entries[last].is_member and not member:
+                    return None
+                del self._entries[last]
+            entry = self._entries[peer] = LedgerEntry()
+        entry.last_seen_s = max(entry.last_seen_s, now_s)
+        self.changed = True
+        return entry
+
+    def _worth(self, peer: PeerId) -> tuple[bool, float, PeerId]:
+        entry = self._entries[peer]
+        return entry.is_member, entry.last_seen_s, peer
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _COUNT_MAX:
+        raise ValueError("numbers out of bounds")
+    return value

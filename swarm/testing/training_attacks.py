@@ -1,0 +1,386 @@
+"""Members that turn bad and strangers that claim samples, in a simulated training: how many epochs a
+minute the honest peers still make.
+
+A bad member is a process of the swarm whose rounds, votes or groups are sabotaged. A stranger is less than a
+process: it answers what keeps it in the reports and groups of others, and does no work. Everything follows
+from the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from averaging.allreduce import wire
+from averaging.allreduce.config import (
+    ACCOUNT,
+    ENDORSE,
+    EXCHANGE,
+    FETCH,
+    HEARTBEAT,
+    INVENTORY,
+    OFFER,
+    VOTE,
+)
+from averaging.allreduce.driver import RoundDriver
+from averaging.allreduce.logic.effects import AskVotes
+from averaging.allreduce.logic.values import RoundState, Statement
+from averaging.allreduce.outcome import RoundOutcome
+from averaging.history.certificate import RoundKind, Vote, vote_statement
+from averaging.history.electors import FOUNDING_MAX
+from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
+from averaging.matchmaking.logic.messages import AveragerName, Precedence, VectorSchema
+from averaging.matchmaking.service.exchange import GroupExchange
+from averaging.matchmaking.service.matchmaking_service import GroupService
+from averaging.matchmaking.service.presence import DhtPresence
+from averaging.optim.exchange import REPORT
+from averaging.optim.progress.logic.reports import SAMPLES_MAX
+from averaging.optim.reports import StepReport
+from averaging.service import AveragingService
+from swarm.core.errors import SwarmError
+from swarm.core.ids import Contact, PeerId
+from swarm.testing.chance import Chance
+from swarm.testing.checkers import Violations
+from swarm.testing.dht_swarm import service_of
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.training_checkers import HistoryLedger
+from swarm.testing.training_swarm import RUN, TrainingConfig, TrainingPeer, TrainingSwarm
+from swarm.testing.virtual_loop import run_virtual
+from swarm.wire import state_pb2
+from swarm.wire.reduce_pb2 import HeartbeatReply, HeartbeatRequest
+
+Misdeed = Literal["none", "votes none", "stalls", "leads and never begins", "votes twice"]
+MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
+
+_FOR_EVER_S = 1e6
+_HELD_S = 60.0  # a round of a member that stalls ends for itself
+_CLAIM_S = 1.0  # between two reports of a stranger, each to the next of its victims
+_CALL_S = 2.0
+_SEARCH_S = 48.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """Settings of one simulated attack; equal settings give equal runs."""
+
+    seed: int = 1
+    members: int = 4  # bad ones included
+    misdeed: Misdeed = "none"  # of one member
+    strangers: int = 0
+    epoch_s: float = 16.0  # of all members together
+    calm_s: float = 40.0  # before the attack, after the founding
+    minutes: float = 15.0  # of the attack
+    rounds_free: int = 3  # epochs of the attack that do not count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttackFigures:
+    """Results of a simulated attack."""
+
+    epochs_per_minute: float  # of the honest members, once the first rounds of the attack are over
+    epochs: int  # that were counted
+    rounds_failed: int  # of the honest members
+    by_stranger: int  # certificates to which a stranger contributed
+    excluded: int  # certificates without the bad member
+    electors: tuple[int, ...]  # of the head, by index; strangers have those after the members
+
+
+class Saboteur:
+    """Turns a process of the swarm bad."""
+
+    def __init__(self, one: TrainingPeer, misdeed: Misdeed) -> None:
+        self._one, self._misdeed = one, misdeed
+        kind: Any = AveragingService
+        self._service: AveragingService = one.node.service(kind)
+
+    def begin(self) -> None:
+        """Begin the misdeed."""
+        all_reduce: Any = self._service.all_reduce
+        if self._misdeed == "stalls":
+            go_silent(self._one.peer)
+            all_reduce.run = _stall
+        elif self._misdeed in ("votes none", "votes twice"):
+            begin = all_reduce._begin
+
+            def sabotaged(*arguments: Any) -> RoundDriver:
+                driver: RoundDriver = begin(*arguments)
+                (_vote_none if self._misdeed == "votes none" else _vote_twice)(driver)
+                return driver
+
+            all_reduce._begin = sabotaged
+        elif self._misdeed == "leads and never begins":
+            for service in self._service.exchange._services.values():
+                _hold_followers(service)
+
+
+async def _stall(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
+    await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
+    return RoundOutcome.broken("this member stalls")
+
+
+def go_silent(peer: SimulatedPeer) -> None:
+    """Let a peer say that it is in every round, and answer nothing else there."""
+
+    async def alive(caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
+        return wire.state_to_wire(RoundState.RUNNING, "")
+
+    async def silence(*arguments: Any) -> Any:
+        await asyncio.sleep(_FOR_EVER_S)
+
+    for method in (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE):
+        peer.handlers.remove(method.name)
+    peer.handlers.stream(EXCHANGE, silence)
+    peer.handlers.unary(HEARTBEAT, alive)
+    methods: tuple[Any, ...] = (VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
+    for method in methods:
+        peer.handlers.unary(method, silence)
+
+
+def _vote_none(driver: RoundDriver) -> None:
+    vote = driver.voter.vote
+
+    def none(result: bytes) -> Vote | str:
+        return vote(b"")
+
+    driver.voter.vote = none  # type: ignore[method-assign]
+
+
+def _vote_twice(driver: RoundDriver) -> None:
+    """Tell every second member of a vote for another result."""
+    setup, voter = driver.machine.setup, driver.voter
+    calls: Any = driver._calls
+    perform, answer = calls.perform, driver.answer_votes
+
+    def forged(place: int, statement: Statement) -> Statement:
+        own = setup.peer_id(setup.own)
+        if place % 2 or not any(vote.voter == own for vote in statement.votes):
+            return statement
+        other = bytes(32)
+        signature = voter._signer.sign(vote_statement(setup.proposal.digest(), other))
+        lie = Vote(voter=own, result=other, signature=signature)
+        return replace(statement, votes=(*(v for v in statement.votes if v.voter != own), lie))
+
+    def tell(effect: object) -> None:
+        if isinstance(effect, AskVotes):
+            effect = replace(effect, statement=forged(effect.place, effect.statement))
+        perform(effect)
+
+    async def reply(place: int, statement: Statement) -> Statement:
+        return forged(place, await answer(place, statement))
+
+    calls.perform, driver.answer_votes = tell, reply  # type: ignore[method-assign]
+
+
+def _hold_followers(service: GroupService) -> None:
+    machine: Any = service.machine
+    start = machine.start
+
+    def first(request: Any, member: Member, now_s: float) -> None:
+        start(replace(request, rank_deadline_s=request.rank_deadline_s - 30.0), member, now_s)
+
+    machine.start, machine._lead_or_follow = first, lambda search, now_s: None
+
+
+class Stranger:
+    """A peer that claims a number of samples that no computer can have, joins groups, and sends nothing."""
+
+    def __init__(self, peer: SimulatedPeer, victims: Callable[[], list[TrainingPeer]]) -> None:
+        """`victims` returns the honest processes."""
+        self._peer, self._victims = peer, victims
+        self._claim = state_pb2.Claim(samples=SAMPLES_MAX, samples_per_s=1e6)
+        self._dht = service_of(peer)
+        peer.handlers.unary(REPORT, self._on_report)
+
+    async def run(self, contacts: list[Contact]) -> None:
+        """Attack until cancelled. `contacts`: of peers of the DHT."""
+        await self._dht.join(contacts)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._report())
+            tasks.create_task(self._join_groups())
+
+    async def _on_report(self, caller: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
+        self._follow(request.claim)
+        return state_pb2.ReportReply(claim=self._claim)
+
+    def _follow(self, claim: state_pb2.Claim) -> None:
+        """Claim to be where an honest peer is."""
+        now_s = self._peer.clock.swarm_s()
+        if claim.epoch >= self._claim.epoch:
+            self._claim.epoch, self._claim.head = claim.epoch, claim.head
+        self._claim.at_s, self._claim.since_s = now_s, max(now_s - 30.0, 0.0)
+
+    async def _report(self) -> None:
+        while True:
+            for victim in self._victims():
+                request = state_pb2.ReportRequest(run=RUN, claim=self._claim, full=True)
+                try:
+                    contact = victim.peer.contact
+                    reply = await self._peer.caller.call(contact, REPORT, request, timeout_s=_CALL_S)
+                    self._follow(reply.claim)
+                except SwarmError:
+                    pass
+                await asyncio.sleep(_CLAIM_S)
+
+    async def _join_groups(self) -> None:
+        peer, exchange = self._peer, self._exchange()
+        honest = {one.peer.peer_id for one in self._victims()}
+        others = [one.peer_id for one in peer.network.peers.values() if one.peer_id not in honest]
+        exchange.blocklist_of(RUN).ban(others)  # strangers do not ask one another
+        go_silent(peer)
+        while not (schema := self._schema()):  # noqa: ASYNC110 - it polls what honest peers have
+            await asyncio.sleep(_CLAIM_S)
+        presence = DhtPresence(
+            dht=self._dht,
+            name=AveragerName(run=RUN, averager="epochs"),
+            own=lambda: peer.contact,
+            schema=schema,
+        )
+        await presence.declare()
+        service = GroupService(
+            exchange=exchange,
+            presence=presence,
+            name=AveragerName(run=RUN, averager="epochs"),
+            schema=schema,
+            rng=Chance(peer.network.seed, "stranger", peer.index),
+            supervisor=peer.supervisor,
+            target_group_size=self._size(),
+        )
+        member = Member(contact=peer.contact, weight=WEIGHT_MAX, bandwidth=1e9, grid_rounds=1)
+        while True:
+            epoch, head = self._claim.epoch, self._claim.head
+            now_s = asyncio.get_running_loop().time()
+            found = await service.find(
+                member=member,
+                round_key=f"{epoch} {head.hex()[:32]}",
+                deadline_s=now_s + _SEARCH_S,
+                precedence=Precedence(electors=frozenset(honest)),  # or nobody would follow it
+            )
+            if isinstance(found, Group):
+                while self._claim.head == head:  # noqa: ASYNC110
+                    await asyncio.sleep(_CLAIM_S)
+                service.round_over(committed=False)
+            else:
+                await asyncio.sleep(_CLAIM_S)
+
+    def _exchange(self) -> GroupExchange:
+        peer = self._peer
+        return GroupExchange(handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock)
+
+    def _averagers(self) -> Iterator[Any]:
+        for one in self._victims():
+            if one.optimizer is not None and one.optimizer._averager._epoch_averager is not None:
+                yield one.optimizer._averager._epoch_averager
+
+    def _schema(self) -> VectorSchema | None:
+        return next((averager.schema for averager in self._averagers()), None)
+
+    def _size(self) -> int:
+        size: int = next(one._groups.machine._target_group_size for one in self._averagers())
+        return size
+
+
+def run_attack(attack: Attack) -> AttackFigures:
+    """Run one attack in virtual time."""
+    with _collection_paused():
+        return run_virtual(_AttackRun(attack).main())
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    gc.disable()  # see `swarm.testing.training_scenarios`
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _AttackRun:
+    """State of one attack in progress."""
+
+    def __init__(self, attack: Attack) -> None:
+        self._attack = attack
+        self._network = SimulatedNetwork(attack.seed, LinkConfig(delay_s=0.03, jitter=0.5))
+        self._violations = Violations()
+        self._ledger = HistoryLedger(self._violations)
+        self._bad: PeerId | None = None
+        self._rounds_failed = 0
+        self._members = frozenset[PeerId]()
+
+    async def main(self) -> AttackFigures:
+        attack, loop = self._attack, asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            swarm = self._swarm = TrainingSwarm(self._network, self._config(), self._on_step, group)
+            for _ in range(attack.members):
+                await swarm.add(batch=4, compute_s=1.0)
+            await self._found(attack.calm_s)
+            began_s, self._members = loop.time(), frozenset(swarm.live)
+            peers = [self._network.peer() for _ in range(attack.strangers)]
+            strangers = [group.create_task(self._strange(peer)) for peer in peers]
+            if attack.misdeed != "none":
+                self._turn_bad()
+            for number in itertools.count(1):
+                await asyncio.sleep(2.0)
+                if number % 15 == 0:
+                    gc.collect()
+                if loop.time() >= began_s + attack.minutes * 60.0:
+                    break
+            for one in strangers:
+                one.cancel()
+            await swarm.close()
+        assert not self._violations.count, self._violations.lines
+        return self._figures(began_s, loop.time())
+
+    async def _found(self, calm_s: float) -> None:
+        """Train in short epochs until no stranger becomes an elector at once any more, then in long ones."""
+        while len(self._ledger.certificates) <= FOUNDING_MAX:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(1.0)
+        for one in self._honest():
+            assert one.optimizer is not None
+            one.optimizer.set_target(round(4 * self._attack.members * self._attack.epoch_s))
+        await asyncio.sleep(calm_s)
+
+    def _config(self) -> TrainingConfig:
+        return TrainingConfig(target_batch_size=4 * self._attack.members)
+
+    def _electors(self, electors: Sequence[PeerId]) -> tuple[int, ...]:
+        return tuple(peer.index for peer in self._network.peers.values() if peer.peer_id in electors)
+
+    def _honest(self) -> list[TrainingPeer]:
+        return [one for peer, one in self._swarm.live.items() if peer != self._bad]
+
+    def _on_step(self, one: TrainingPeer, report: StepReport, seconds: float) -> None:
+        if one.peer.peer_id != self._bad:
+            self._rounds_failed += report.rounds_failed
+            self._ledger.read(one, asyncio.get_running_loop().time())
+
+    def _turn_bad(self) -> None:
+        """The most senior member but one turns bad."""
+        elector = list(self._swarm.live.values())[1]
+        self._bad = elector.peer.peer_id
+        Saboteur(elector, self._attack.misdeed).begin()
+
+    async def _strange(self, peer: SimulatedPeer) -> None:
+        await Stranger(peer, self._honest).run([one.peer.contact for one in self._honest()])
+
+    def _figures(self, began_s: float, ended_s: float) -> AttackFigures:
+        committed = sorted(
+            (committed_s, self._ledger.certificates[head])
+            for head, committed_s in self._ledger.committed_s.items()
+            if self._ledger.certificates[head].proposal.kind is RoundKind.EPOCH and committed_s >= began_s
+        )
+        free = min(self._attack.rounds_free, len(committed))
+        counted, since_s = committed[free:], committed[free - 1][0] if free else began_s
+        contributors = [one.proposal.contributors for _, one in committed]
+        return AttackFigures(
+            epochs_per_minute=60.0 * len(counted) / (ended_s - since_s),
+            epochs=len(counted),
+            rounds_failed=self._rounds_failed,
+            by_stranger=sum(not self._members.issuperset(peers) for peers in contributors),
+            excluded=sum(self._bad not in peers for peers in contributors),
+            electors=self._electors(committed[-1][1].proposal.electors) if committed else (),
+        )

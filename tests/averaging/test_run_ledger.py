@@ -1,0 +1,91 @@
+"""The ledger of a run with its copy on disk, and the certificates that it counts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from averaging.history.certificate import RoundKind
+from averaging.history.lineage import Lineage
+from averaging.run_ledger import RunLedger
+from swarm.core.standing import PeerStanding
+from swarm.testing.identities import SeededIdentity
+
+RUN = "r"
+OWN, OTHER = SeededIdentity(0), SeededIdentity(1)
+
+
+@dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def swarm_s(self) -> float:
+        return self.now_s
+
+
+def ledger(path: Path | None = None, standing: PeerStanding | None = None) -> RunLedger:
+    return RunLedger(OWN.peer_id, RUN, Clock(), standing or PeerStanding(), path)
+
+
+def certify_alone(lineage: Lineage, one: SeededIdentity) -> None:
+    """Extend a history of one peer by an epoch."""
+    lineage.extend(
+        lineage.alone(
+            epoch=lineage.epoch + 1, kind=RoundKind.EPOCH, group_id=bytes(32), is_break=False, sign=one.sign
+        )
+    )
+
+
+def test_each_certificate_is_counted_once_and_its_electors_are_members() -> None:
+    standing, lineage = PeerStanding(), Lineage(RUN, OTHER.peer_id)
+    one = ledger(standing=standing)
+    for count in range(1, 4):
+        certify_alone(lineage, OTHER)
+        one.follow(lineage)
+        one.follow(lineage)
+        assert one.rounds == count
+    assert standing.is_member(OTHER.peer_id, RUN)
+    assert one.has_standing(OTHER.peer_id)
+    assert not one.has_standing(OWN.peer_id)
+
+
+def test_a_restarted_process_remembers_its_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "identity.ledger.r"
+    one = ledger(path)
+    one.contributed({OTHER.peer_id: 3.0})
+    one.save()
+    assert not path.exists(), "at most once a minute"
+    one.save(now=True)
+    assert ledger(path).has_standing(OTHER.peer_id)
+    assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 9}', b"[" * 100_000, b"\xff\xfe"])
+def test_a_damaged_copy_is_set_aside_with_one_sentence(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "identity.ledger.r"
+    path.write_bytes(content)
+    caplog.set_level(logging.WARNING)
+    one = ledger(path)
+    assert not one.has_standing(OTHER.peer_id)
+    [record] = caplog.records
+    assert "is damaged and cannot be read" in record.getMessage()
+    assert not path.exists()
+    assert (tmp_path / "identity.ledger.r.damaged").read_bytes() == content
+    one.contributed({OTHER.peer_id: 3.0})
+    one.save(now=True)
+    assert ledger(path).has_standing(OTHER.peer_id)
+
+
+def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = ledger(tmp_path / "missing" / "ledger")
+    one.contributed({OTHER.peer_id: 3.0})
+    one.save(now=True)
+    assert "cannot be written" in caplog.text
