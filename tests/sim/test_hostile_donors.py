@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -47,9 +48,9 @@ class CountedState(TrainingState):
 
     views = 0
 
-    def view(self) -> StateView:
+    def view(self, *args: Any, **options: Any) -> StateView:
         self.views += 1
-        return super().view()
+        return super().view(*args, **options)
 
 
 def contacts(peers: list[SimulatedPeer]) -> list[Contact]:
