@@ -62,11 +62,10 @@ class RunHistory:
         the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
         `ledger`: of this peer, which counts the certificates.
         """
-        self._node, self._run, self._sign = node, run, sign
-        self._own = node.contact.peer_id
+        self._node, self._run, self._own, self._sign = node, run, node.contact.peer_id, sign
         self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
-        self._lock = threading.Lock()
+        self._lock, self._wake = threading.Lock(), asyncio.Event()
         self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
@@ -79,7 +78,6 @@ class RunHistory:
         self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
         self._comparing, self._fetches = asyncio.Lock(), asyncio.Semaphore(_FETCHES_MAX)
-        self._wake = asyncio.Event()
 
     # ---- this peer's state
 
@@ -491,7 +489,6 @@ class RunHistory:
         """Vote as an elector on a round that this peer is not in, once a majority of its contributors has, or
         return why not.
         """
-        digest = proposal.digest()
         if not is_supported(proposal, result, votes):
             return "the votes of these contributors are no majority"
         if self._own not in self.root.electors:
@@ -501,4 +498,5 @@ class RunHistory:
             if not self._lineage.is_promised or self._may_vote(proposal, b""):
                 return reason
             result = b""
-        return Vote(voter=self._own, result=result, signature=self._sign(vote_statement(digest, result)))
+        statement = vote_statement(proposal.digest(), result)
+        return Vote(voter=self._own, result=result, signature=self._sign(statement))
