@@ -59,8 +59,7 @@ class RunHistory:
         ledger: RunLedger | None = None,
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
-        the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
-        `ledger`: of this peer, which counts the certificates.
+        the grid. `introducers`: the peers that the user named, in their order. `ledger` counts certificates.
         """
         self._node, self._run, self._own, self._sign = node, run, node.contact.peer_id, sign
         self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
@@ -71,10 +70,9 @@ class RunHistory:
         self._ahead: Ahead | None = None
         self._heads = KnownHeads()
         self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
-        self._probed_s = -1e9
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
-        self._has_left = False  # said goodbye: it votes no more
+        self._probed_s, self._has_left = -1e9, False  # the latter: it said goodbye, and votes no more
         self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
         self._comparing, self._fetches = asyncio.Lock(), asyncio.Semaphore(_FETCHES_MAX)

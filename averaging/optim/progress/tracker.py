@@ -89,8 +89,7 @@ class Tracker:
             gap_s=0.0,
         )
         self._announce = ChangeEvent()  # announce the full epoch now
-        self._closed = False
-        self._unreported: set[PeerId] = set()  # peers in the records that this peer has not reported to yet
+        self._closed, self._unreported = False, set[PeerId]()  # the latter: known by records, and not told yet
 
     # --- the trainer's thread
 
