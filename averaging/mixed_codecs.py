@@ -150,7 +150,8 @@ class InTurn:
                 deadline_s=deadline_s,
                 config=self.config,
                 memory=RoundMemory(part.result_buffer),
-                history=self.history if decides else None,
+                history=self.history,
+                extends=decides,
             )
             outcomes.append(outcome)
             if outcome.failed:

@@ -70,6 +70,10 @@ _STALE_FEEDBACK = (
 )
 
 LIMITED_BY: dict[str, str] = {
+    "attacks-empty-streams-lag": "gRPC gives the loop the end of all calls of a broken connection in one turn.",
+    "attacks-half-sent-memory": "gRPC keeps 64 KiB of each stream before the server has read any of it.",
+    "attacks-records-memory": "the replica's store: records of strangers take at most 20 MiB, and as much again in "
+    "the allocator.",
     "allreduce-64-float16-hivemind": _PROCESSOR_TIME,
     "allreduce-64-float16-hivemind-whole": _PROCESSOR_TIME,
     "allreduce-256-float16-hivemind": _PROCESSOR_TIME,

@@ -48,7 +48,7 @@ class TwoPhase:
         config: RoundConfig,
         history: RoundLineage | None = None,
     ) -> None:
-        """`history`: of the run; it is for the second all-reduce, because only that one decides."""
+        """`history`: of the run, which only the second all-reduce extends."""
         self._low_rank, self._all_reduce, self._own = low_rank, all_reduce, own
         self._pool, self._config, self._history = pool, config, history
 
@@ -78,6 +78,8 @@ class TwoPhase:
                 deadline_s=deadline_s,
                 config=self._config,
                 memory=RoundMemory(self._low_rank.result_buffers[0]),
+                history=self._history,
+                extends=False,
             )
             if first.failed:
                 return replace(first, reason=f"{first.reason} (in the first of two all-reduces)")

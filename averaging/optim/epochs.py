@@ -66,6 +66,7 @@ class EpochLoop:
         self._failed_at_samples = 0
         self._retry_at_samples = 0  # samples at which it is tried again: after as many more as had led to it
         self._announcements_at_failure = 0  # the tracker's `full_announcements` when the round failed
+        self._grace_was_over = False  # for a quorum, when the round failed
 
     def step(self, samples: int) -> StepReport:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
@@ -214,7 +215,11 @@ class EpochLoop:
         return (
             self._learner.samples >= self._retry_at_samples
             or self._tracker.full_announcements > self._announcements_at_failure
+            or (self._grace_is_over() and not self._grace_was_over)
         )
+
+    def _grace_is_over(self) -> bool:
+        return self._tracker.history is not None and self._tracker.history.grace_is_over
 
     def _start(self) -> None:
         """Find out who else trains and become visible to them, before the first step."""
@@ -306,6 +311,7 @@ class EpochLoop:
         )
         if not outcome.stepped:
             self._announcements_at_failure = self._tracker.full_announcements
+            self._grace_was_over = self._grace_is_over()
             if self._traits.keeps_progress:
                 self._retry_at_samples, self._failed_at_samples = (
                     2 * contributed - self._failed_at_samples,

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from swarm.run.tasks.bytelm_model import TransformerBlock
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
@@ -54,28 +56,6 @@ TINY = Size(
 )
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block: causal self-attention, then a feed-forward layer four times as wide."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(1, width // 64)
-        self.attention_norm, self.feed_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.projection, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed_in, self.feed_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x_BTW: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x_BTW.shape
-        qkv = self.projection(self.attention_norm(x_BTW)).view(
-            batch, length, 3, self.heads, width // self.heads
-        )
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x_BTW = x_BTW + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
-        fed: torch.Tensor = self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x_BTW))))
-        return x_BTW + fed
-
-
 class Transformer(nn.Module):
     """A language model over random tokens, in bfloat16."""
 
@@ -84,7 +64,8 @@ class Transformer(nn.Module):
         self.size = size
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.layers))
+        heads = max(1, size.width // 64)
+        self.blocks = nn.ModuleList(TransformerBlock(size.width, heads) for _ in range(size.layers))
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:

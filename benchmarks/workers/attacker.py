@@ -95,7 +95,7 @@ def _context(identity: Identity) -> ssl.SSLContext:
 
 
 async def _repeat(seconds: float, one: Callable[[int], Awaitable[int]], side_by_side: int) -> int:
-    """Repeat `one` for a time, so many of them at once. Return the sum of what they return."""
+    """Repeat `one` for a time, `side_by_side` of them at once. Return the sum of what they return."""
     deadline_s, total = time.monotonic() + seconds, 0
 
     async def worker(number: int) -> None:
@@ -289,7 +289,7 @@ async def leases(target: Target, seconds: float) -> int:
 
 
 async def crowd(target: Target, seconds: float, identities: int) -> int:
-    """Take part in the run of the node as so many identities: each reports a later epoch, stores records of
+    """Take part in the run of the node as many identities: each reports a later epoch, stores records of
     progress and of a state that it does not have, and takes a place for a download.
     """
     run_id, made, now_s = open_run_id(RUN), [Identity.generate() for _ in range(identities)], time.time()

@@ -31,7 +31,7 @@ _ENCODED_PREFIX = bytes.fromhex("080112")
 
 
 class Signer(Protocol):
-    """What signs for a peer: an `Identity`, or a seeded one in tests."""
+    """The key that signs for a peer: an `Identity`, or a seeded one in tests."""
 
     @property
     def peer_id(self) -> PeerId: ...

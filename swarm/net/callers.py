@@ -17,7 +17,7 @@ from swarm.core.standing import PeerStanding
 _KeyT = TypeVar("_KeyT")
 
 
-class Caller(NamedTuple):
+class RemoteCaller(NamedTuple):
     """A peer whose PeerID is proven, and the address prefix that it calls from."""
 
     peer_id: PeerId
@@ -34,7 +34,7 @@ class OpenCalls:
         self._open_max, self._per_peer_max = open_max, per_peer_max
         self._by_peer: Counter[PeerId] = Counter()
         self._by_prefix: Counter[str] = Counter()
-        self._by_caller: Counter[Caller] = Counter()
+        self._by_caller: Counter[RemoteCaller] = Counter()
         self.total = 0
 
     @property
@@ -42,7 +42,7 @@ class OpenCalls:
         """Return the number of each caller that has any."""
         return dict(self._by_peer)
 
-    def enter(self, caller: Caller) -> str | None:
+    def enter(self, caller: RemoteCaller) -> str | None:
         """Count one in. Return the reason to refuse it when there are too many, else None."""
         refusal = self._refusal(caller)
         if refusal is None:
@@ -52,14 +52,14 @@ class OpenCalls:
             self._by_caller[caller] += 1
         return refusal
 
-    def leave(self, caller: Caller) -> None:
+    def leave(self, caller: RemoteCaller) -> None:
         """Count one out."""
         self.total -= 1
         _count_out(self._by_peer, caller.peer_id)
         _count_out(self._by_prefix, caller.prefix)
         _count_out(self._by_caller, caller)
 
-    def _refusal(self, caller: Caller) -> str | None:
+    def _refusal(self, caller: RemoteCaller) -> str | None:
         if self._by_peer[caller.peer_id] >= self._per_peer_max:
             return f"you have {self._per_peer_max} {self._what} open here already"
         if self.total >= self._open_max:

@@ -18,7 +18,7 @@ from swarm.core.errors import NetworkError, NotInvited, PeerError, SwarmError, U
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
-from swarm.net.callers import Caller, OpenCalls
+from swarm.net.callers import OpenCalls, RemoteCaller
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
@@ -50,7 +50,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     *SIZE_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a shared port
     ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
-    ("grpc.max_concurrent_streams", 64),  # per connection; each may hold 64 KiB before its caller is known
+    ("grpc.max_concurrent_streams", 40),  # per connection; each holds 64 KiB that nobody has read yet
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
@@ -137,7 +137,7 @@ class Server:
         if server is not None:
             await server.stop(grace_s)
 
-    async def serve_calls(self, caller: Caller, stream: ServedCalls) -> None:
+    async def serve_calls(self, caller: RemoteCaller, stream: ServedCalls) -> None:
         """Serve a stream of shared calls to its end. Raises _Busy when the caller has too many of them: it
         then makes separate calls.
         """
@@ -150,12 +150,12 @@ class Server:
             self._streams.discard(stream)
             self.call_streams.leave(caller)
 
-    def called(self, peer_id: PeerId, peer: str) -> Caller:
+    def called(self, peer_id: PeerId, peer: str) -> RemoteCaller:
         """Return the caller of a connection whose other end gRPC names `peer`."""
         host, port = endpoint_of(peer)
         self.connections.on_called(peer_id, (host, port))
         self._on_called(peer_id, host)
-        return Caller(peer_id, prefix_of(host))
+        return RemoteCaller(peer_id, prefix_of(host))
 
     def refusal(self, peer_id: PeerId, method: str) -> str:
         """Return why this peer may not call this method here; empty if it may."""
@@ -270,7 +270,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             handler.method.name, peer_id, _serve(handler, peer_id, context, throttle, self._server.reads)
         )
 
-    async def _identified(self, context: aio.ServicerContext[Any, Any]) -> Caller:
+    async def _identified(self, context: aio.ServicerContext[Any, Any]) -> RemoteCaller:
         try:
             peer_id = self._caller(_certificate_of(context))
         except PeerError as error:

@@ -165,15 +165,18 @@ class TrainingChecks:
             )
 
     def _check_donors(self, one: TrainingPeer, loaded: LoadResult, now_s: float) -> None:
-        """A liar's state is taken only where the electors that answer are no majority for another one, which
-        faults may cause.
+        """A liar's state is not taken where more than half of the electors are honest and can be asked, which
+        faults may prevent.
         """
         self._misled.discard(one)
-        if not self.liars.isdisjoint(loaded.donors):
-            self.misled += 1
-            self._misled.add(one)
-            if now_s - self.faults_s > _KNOWN_S:
-                self.violations.add(now_s, f"peer {one.index} took the state of a liar without any fault")
+        if self.liars.isdisjoint(loaded.donors):
+            return
+        self.misled += 1
+        self._misled.add(one)
+        assert one.optimizer is not None
+        electors = self.ledger.electors(bytes.fromhex(one.optimizer.history_head)) or ()
+        if 2 * len(self.liars.intersection(electors)) < len(electors) and now_s - self.faults_s > _KNOWN_S:
+            self.violations.add(now_s, f"peer {one.index} took the state of a liar without any fault")
 
     def _check_state(self, one: TrainingPeer, now_s: float) -> None:
         """Peers with equal heads have equal parameters, bit for bit."""

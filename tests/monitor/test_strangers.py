@@ -45,7 +45,7 @@ def test_the_values_of_a_thousand_strangers_are_in_no_sum() -> None:
 
 
 def test_strangers_have_half_of_the_table_and_make_room_for_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PEERS_MAX", 20)
+    monkeypatch.setattr(module, "PEERS_MAX", 20)
     standing = PeerStanding()
     model = watched(standing)
     strangers = {who: peer_records(NOW_S) for who in SYBILS}

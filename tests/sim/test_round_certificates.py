@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch
 from averaging.allreduce.allreduce import AllReduce
 from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.driver import RoundDriver
+from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.certificate import NO_HEAD, Proposal, RoundKind, Vote, genesis, vote_statement
@@ -433,3 +434,36 @@ def test_only_the_last_all_reduce_of_several_codecs_extends_the_history() -> Non
         for nth, tolerance in enumerate((2e-3, 1e-6)):
             mean = torch.stack([vector[: len(given[place][nth])] for vector in scene.vectors]).mean(0)
             torch.testing.assert_close(given[place][nth], mean, rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_newcomers_that_vote_for_none_do_not_keep_the_electors_from_committing(count: int) -> None:
+    """Identities are free: other ones could be in the way in every round."""
+    scene = Scene(11, [1.0] * 6)
+    electors = [peer.peer_id for peer in scene.peers[:count]]
+    for place in range(6):
+        refusing = lineage(electors, {}, lambda _, result: "it wants no round" if result else "")
+        known = lineage(electors, {}) if place < count else refusing
+        scene.histories[place] = replace(known, register=Register(at_once=0))
+
+    async def main() -> None:
+        outcomes = await scene.conduct()
+        assert not any(outcome.failed for outcome in outcomes), outcomes
+        for outcome in outcomes:
+            assert outcome.certificate is not None
+            outcome.certificate.check(electors, Register(at_once=0))
+            assert outcome.certificate.proposal.electors == tuple(electors)
+        assert len({outcome.digest for outcome in outcomes}) == 1
+        await scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("extends", [True, False])
+def test_votes_of_electors_count_in_every_all_reduce_of_a_round(extends: bool) -> None:
+    scene = Scene(12, [1.0] * 4)
+    electors = [peer.peer_id for peer in scene.peers[:2]]
+    history = replace(lineage(electors, {}), register=Register(at_once=0))
+    about = proposal_of(scene.group, history, extends=extends)
+    assert about.deciders == tuple(electors)
+    assert (about.head == NO_HEAD) is not extends

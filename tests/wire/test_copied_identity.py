@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from averaging.optim.config import OptimizerConfig
 from averaging.optim.optimizer import Optimizer
 from swarm.node import Node
 
+# What is meant for one of the two reaches the other: groups do not form, and donors do not know leases.
+# A step that waits for these says nothing, by default for minutes.
+QUICK = OptimizerConfig(round_timeout_s=5.0, load_timeout_s=5.0)
 NOTICED_S_MAX = 10.0  # about a second where nothing else runs: both write records every second
 
 
@@ -39,7 +43,12 @@ def test_two_peers_with_copies_of_one_identity_file_both_say_so(
             model = torch.nn.Linear(4, 1)
             inner = torch.optim.SGD(model.parameters(), lr=0.01)
             with Optimizer(
-                inner, node=nodes[place], run="copied", target_batch_size=64, batch_size_per_step=4
+                inner,
+                node=nodes[place],
+                run="copied",
+                target_batch_size=64,
+                batch_size_per_step=4,
+                config=QUICK,
             ) as optimizer:
                 while not done.wait(0.02):
                     model(torch.randn(4, 4)).square().mean().backward()

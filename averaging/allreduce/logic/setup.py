@@ -20,8 +20,10 @@ from swarm.compression import Codec
 from swarm.core.ids import PeerId
 
 
-def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
-    """Return what the members of this group vote on, apart from the result."""
+def proposal_of(group: Group, history: RoundLineage | None, *, extends: bool = True) -> Proposal:
+    """Return what the members of this group vote on, apart from the result. `extends`: the round extends the
+    history; else the history only says whose votes count.
+    """
     contributors = tuple(member.peer_id for member in group.members if member.weight > 0.0)
     electors = history.electors if history is not None else ()
     register = history.register if history is not None else NEW_REGISTER
@@ -31,18 +33,28 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
     next_electors, next_register = electors_after(
         electors, register, contributors, is_break=is_break, new_hour=new_hour
     )
+    if history is None or not extends:
+        return Proposal(
+            run="",
+            head=NO_HEAD,
+            epoch=0,
+            kind=RoundKind.EPOCH,
+            group_id=group.group_id,
+            contributors=contributors,
+            electors=next_electors,
+        )
     return Proposal(
-        run=history.run if history is not None else "",
-        head=history.head if history is not None else NO_HEAD,
-        epoch=history.epoch if history is not None else 0,
-        kind=history.kind if history is not None else RoundKind.EPOCH,
+        run=history.run,
+        head=history.head,
+        epoch=history.epoch,
+        kind=history.kind,
         group_id=group.group_id,
         contributors=contributors,
         electors=next_electors,
         register=next_register,
         new_hour=new_hour,
         is_break=is_break,
-        grid_rounds=_grid_rounds(group) if history is not None else 1,
+        grid_rounds=_grid_rounds(group),
     )
 
 

@@ -89,7 +89,10 @@ class Tracker:
             gap_s=0.0,
         )
         self._announce = ChangeEvent()  # announce the full epoch now
-        self._closed, self._unreported = False, set[PeerId]()  # the latter: known by records, and not told yet
+        self._closed, self._unreported = (
+            False,
+            set[PeerId](),
+        )  # the latter: known by records, and not told yet
 
     # --- the trainer's thread
 
@@ -177,9 +180,7 @@ class Tracker:
             return self._progress.is_alone(self._node.clock.swarm_s())
 
     def has_begun(self, believed: Collection[PeerId] | None = None) -> bool:
-        """Return whether the run has completed an epoch: by a certificate, or by a report of `believed`; None
-        stands for everybody.
-        """
+        """Return whether the run has completed an epoch, as `EpochProgress.has_begun`."""
         with self._lock:
             return self._progress.has_begun(self._node.clock.swarm_s(), believed)
 
@@ -483,6 +484,8 @@ class Tracker:
             told = self._with_state(reports)
             alike = not told and self._progress.own_report.joining  # all begin together
             due = [p for p in self._records.relays(reports if alike else told) if p in self._unreported]
+        if self.history is not None:
+            self.history.keep_waiting(self.voters(), self._node.clock.monotonic_s())
         self._announce.notify()
         await self._report_to(due)
         return True

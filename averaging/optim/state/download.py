@@ -16,10 +16,11 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from averaging.optim.exchange import CHUNKS, CLOSE, OPEN
 from averaging.optim.state.encoding import EXACT
@@ -33,6 +34,7 @@ from swarm.net.rpc import Stream, StreamCaller
 from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _CONNECTION = 7  # a connection of its own: a download must not hold up rounds and heartbeats
 _EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of the epoch that the swarm is known to have reached
@@ -55,6 +57,17 @@ BATCH = 8  # chunks requested ahead, per donor: covers 1 MiB/s at 8 s of delay
 RESUME_S = 25.0
 RESUME_PAUSE_S = 0.5  # before the first retry; doubled with each
 REOPEN_TIMEOUT_S = 3.0  # shorter, since nothing has to be hashed then
+
+
+@asynccontextmanager
+async def _cancelling_group(running: set[asyncio.Task[_T]]) -> AsyncIterator[asyncio.TaskGroup]:
+    """Return a group whose tasks in `running` are cancelled at the end."""
+    async with asyncio.TaskGroup() as group:
+        try:
+            yield group
+        finally:
+            for task in running:
+                task.cancel()
 
 
 @dataclass(slots=True)
@@ -244,28 +257,26 @@ class Download:
         left, said, gone = deque(electors), dict[PeerId, bytes](), set[PeerId]()
         running: set[asyncio.Task[tuple[PeerId, bytes, bool]]] = set()
         late = False
-        try:
+        async with _cancelling_group(running) as group:
             while True:
                 able = [one.peer_id for one in electors if one.peer_id not in gone]
                 agreed = max(Counter(said.values()).values(), default=0)
                 while left and (late or 2 * (agreed + len(running)) <= len(able)):
-                    running.add(asyncio.create_task(self._hear_one(left.popleft())))
+                    running.add(group.create_task(self._hear_one(left.popleft())))
                 waits = bool(running) or self.waits_for_electors
                 found = states_to_take(able, said, waits=waits)
                 if found is not None or not running:
                     return found
-                done, running = await asyncio.wait(
+                done, _ = await asyncio.wait(
                     running, timeout=_HEDGE_S if left else None, return_when=asyncio.FIRST_COMPLETED
                 )
+                running -= done
                 late = not done
                 for peer, digest, has_ended in (task.result() for task in done):
                     if digest:
                         said[peer] = digest
                     elif has_ended:
                         gone.add(peer)
-        finally:
-            for task in running:
-                task.cancel()
 
     async def _hear_one(self, contact: Contact) -> tuple[PeerId, bytes, bool]:
         """Return an elector, the digest of the state that it holds (empty: unknown), and whether its process
@@ -292,15 +303,13 @@ class Download:
         known = {offer.contact.peer_id for offer in offers} | self.liars
         left = deque(dict.fromkeys(contact for contact in donors if contact.peer_id not in known))
         running: set[asyncio.Task[_Offer | None]] = set()
-        try:
+        async with _cancelling_group(running) as group:
             while not any(offer.digest == digest for offer in offers) and (left or running):
                 while left and len(running) < DONORS_MAX:
-                    running.add(asyncio.create_task(self._open(left.popleft(), digest)))
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    running.add(group.create_task(self._open(left.popleft(), digest)))
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                running -= done
                 offers += [offer for task in done if (offer := task.result()) is not None]
-        finally:
-            for task in running:
-                task.cancel()
         found = [offer for offer in offers if offer.digest == digest]
         for offer in offers if found else ():
             if offer.digest != digest:

@@ -67,6 +67,7 @@ class Companions:
         self._introducers_asked_s: dict[str, float] = {}
         # by run, who has asked about it: when last. In the order of their first questions
         self._callers: dict[str, dict[PeerId, float]] = {}
+        self._pruned_s = -math.inf
 
     def add_introducers(self, contacts: Iterable[Contact]) -> None:
         """Remember peers by which this one enters the swarm."""
@@ -193,6 +194,9 @@ class Companions:
     def on_question(self, run: str, caller: PeerId, now_s: float) -> None:
         """Remember that a peer has asked about a run, which it takes part in or wants to."""
         if run not in self._callers and len(self._callers) >= _RUNS_MAX:
+            if now_s - self._pruned_s < INTRODUCER_INTERVAL_S:
+                return
+            self._pruned_s = now_s
             self._callers = {
                 name: callers
                 for name, callers in self._callers.items()

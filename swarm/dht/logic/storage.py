@@ -35,7 +35,7 @@ class Quotas:
     entries_per_writer_max: int = 4096  # over all keys
     bytes_per_writer_max: int = 8 << 20
     # all records, as `Record.size_bytes` counts; in memory they take almost twice as much
-    bytes_max: int = 48 << 20
+    bytes_max: int = 40 << 20
     # Part of it for records of keys that this peer is no replica of: the most that a flood from anywhere can
     # take.
     bytes_far_max: int = 16 << 20

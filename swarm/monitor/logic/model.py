@@ -25,7 +25,7 @@ from swarm.monitor.logic.view import ExpertView, LinkView, MonitorView, OwnView,
 _TOTAL_S = 15.0  # a total older than this is ignored
 _FIRST_NAMED_MAX = 3  # peers that the first snapshot names one by one
 _NAMED_MAX = 20  # the same for a later one
-_PEERS_MAX = 5000
+PEERS_MAX = 5000
 _QUIET_PERIODS = 3.0  # renewals that a peer may miss before its values are stale
 _QUIET_S_MIN = 8.0
 _PERIOD_S_MAX = 30.0  # upper bound of the renewal period that a peer may claim
@@ -262,11 +262,11 @@ class Model:
         members.
         """
         if self._is_stranger(peer):
-            return self._strangers < _PEERS_MAX // 2 and len(self._peers) < _PEERS_MAX
-        if len(self._peers) >= _PEERS_MAX and self._strangers:
+            return self._strangers < PEERS_MAX // 2 and len(self._peers) < PEERS_MAX
+        if len(self._peers) >= PEERS_MAX and self._strangers:
             del self._peers[next(one for one in reversed(self._peers) if self._is_stranger(one))]
             self._strangers -= 1
-        return len(self._peers) < _PEERS_MAX
+        return len(self._peers) < PEERS_MAX
 
     def _add_event(self, now_s: float, kind: str, level: str, text: str, peer: PeerId) -> None:
         self.events.add(now_s, kind, level, text, str(peer), stranger=self._is_stranger(peer))

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from averaging.history.certificate import goodbye_statement
 from averaging.history.chain import Chain
 from averaging.optim.history import RunHistory
 from swarm.core.clock import SystemClock
-from swarm.core.errors import NetworkError
+from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Address, Contact
 from swarm.core.standing import PeerStanding
 from swarm.testing.identities import SeededIdentity
@@ -97,5 +98,54 @@ def test_an_elector_that_reports_another_head_lives() -> None:
         history.heard(contact(2), b"y" * 32)
         assert not history.seek_quorum((), 1.9, EPOCH_S)
         assert not history.waits_briefly
+
+    asyncio.run(play())
+
+
+def alive(history: RunHistory, *numbers: int) -> None:
+    for number in numbers:
+        history.heard(contact(number), HEAD)
+
+
+def test_peers_go_on_soon_when_all_electors_have_said_goodbye() -> None:
+    """The founder may leave before anybody else is an elector."""
+
+    async def play() -> None:
+        history = history_with(Calls())
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id,), certificates=()))
+        alive(history, 2)
+        assert not history.seek_quorum((), 0.0, EPOCH_S)
+        assert not history.seek_quorum((), 1.9, EPOCH_S), "it may come back"
+        history.on_goodbye(contact(2).peer_id, SeededIdentity(2).sign(goodbye_statement("run", HEAD)))
+        assert history.seek_quorum((), 2.0, EPOCH_S)
+        assert history.is_break
+
+    asyncio.run(play())
+
+
+def test_nobody_waits_for_an_elector_that_the_owner_has_removed() -> None:
+    async def play() -> None:
+        history = history_with(Calls())
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id, contact(1).peer_id), certificates=()))
+        history.removed = frozenset([contact(2).peer_id])
+        for now_s in (0.0, 0.6):
+            alive(history, 2)  # its records are still in the DHT
+            assert not history.seek_quorum((), now_s, EPOCH_S)
+        assert history.seek_quorum((), 1.2, EPOCH_S)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("claimed", [0, 6, 8])
+def test_a_state_of_another_epoch_than_its_certificate_is_refused(claimed: int) -> None:
+    """A donor could add epochs to a genuine state: schedules and counters would follow them."""
+
+    async def play() -> None:
+        history = history_with(Calls())
+        history.restore(Chain(head=HEAD, electors=(contact(2).peer_id,), certificates=(), root_epoch=7))
+        assert await history.follow_to(HEAD, 7, [contact(2).peer_id])
+        with pytest.raises(PeerError, match=f"claims epoch {claimed}, and its certificate says 7"):
+            await history.follow_to(HEAD, claimed, [contact(2).peer_id])
+        assert not await history.follow_to(b"o" * 32, 7, [contact(2).peer_id])
 
     asyncio.run(play())
