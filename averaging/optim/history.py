@@ -72,10 +72,9 @@ class RunHistory:
         self._ahead: Ahead | None = None
         self._heads = KnownHeads()
         self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
-        self._probed_s = -1e9
+        self._probed_s, self._epoch_s = -1e9, 0.0  # the latter: how long an epoch took lately
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
-        self._epoch_s = 0.0  # how long an epoch took when a quorum was looked for last
         self._has_left = False  # said goodbye: it votes no more
         self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
@@ -212,9 +211,8 @@ class RunHistory:
         `present`: peers that report the same head and vote; `now_s`: monotonic clock; `epoch_s`: how long an
         epoch takes.
         """
-        present = set(present)
         with self._lock:
-            lineage, self._epoch_s = self._lineage, epoch_s
+            lineage, present, self._epoch_s = self._lineage, set(present), epoch_s
             if lineage.has_quorum(present):
                 lineage.found_quorum()
                 self._is_break = False
@@ -228,20 +226,11 @@ class RunHistory:
             self._node.network.loop.call_soon_threadsafe(self._wake.set)
         return may
 
-    def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> None:
-        """Count the grace on for a peer that found no quorum when it looked for one. In modes with local
-        steps the trainer looks at the end of its epochs only. Parameters as in `seek_quorum`.
-        """
-        present = set(present)
+    def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> bool:
+        """Count the grace on while the trainer computes; return whether it is over. As `seek_quorum`."""
         with self._lock:
-            if self._lineage.is_waiting and not self._lineage.has_quorum(present):
-                self._lineage.may_break(now_s, self._epoch_s)
-
-    @property
-    def grace_is_over(self) -> bool:
-        """Return whether this peer has waited for a quorum for long enough to go on without."""
-        with self._lock:
-            return self._lineage.is_waiting and self._lineage.waited_s >= self._lineage.grace_s(self._epoch_s)
+            waits = self._lineage.is_waiting and not self._lineage.has_quorum(set(present))
+            return waits and self._lineage.may_break(now_s, self._epoch_s)
 
     @property
     def is_break(self) -> bool:
