@@ -31,7 +31,7 @@ from averaging.history.lineage import Lineage, Relation
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.tally import is_supported
-from averaging.optim.exchange import fetch_chain
+from averaging.optim.exchange import fetch_chain, peers_at_head
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
 from averaging.run_ledger import RunLedger
@@ -201,8 +201,6 @@ class RunHistory:
         with self._lock:
             self._is_break = self._lineage.may_break(now_s, 0.0)
 
-    # ---- quorums
-
     def seek_quorum(self, present: Iterable[PeerId], now_s: float, epoch_s: float) -> bool:
         """Return whether this peer may try to commit: with the peers that are `present`, or after the grace,
         with a break. Call it every second or so while it may not.
@@ -240,8 +238,7 @@ class RunHistory:
     def quorum_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
         with self._lock:
-            waits = f"a majority of the {len(self._lineage.electors)} peers that decide how this run goes on"
-            return f"this peer waits for {waits} (for {self._lineage.waited_s:.0f} s so far)"
+            return self._lineage.waiting_text()
 
     def farewell(self) -> bytes:
         """Return the signed promise of a peer that leaves not to vote on this head; empty: it may not."""
@@ -431,8 +428,6 @@ class RunHistory:
         with self._lock:
             return state_pb2.HistoryReply(chain=encode_chain(self._lineage.chain(list(request.heads))))
 
-    # ---- rounds
-
     async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
         """Return why a group with these contributors cannot commit; "" when it can: they are a quorum, or
         with electors that live and have the same head.
@@ -444,25 +439,10 @@ class RunHistory:
             missing = self._heads.contacts(
                 peer for peer in self._lineage.electors if peer not in contributors and peer != self._own
             )
-        async with asyncio.TaskGroup() as tasks:
-            asked = {one.peer_id: tasks.create_task(self._has_head(one, head)) for one in missing}
-        present = {peer for peer, answer in asked.items() if answer.result()}
+        present = {self._own, *contributors}
+        present |= await peers_at_head(self._node.channels, self._run, missing, head)
         with self._lock:
-            if self._lineage.has_quorum({*contributors, *present}):
-                return ""
-            electors = self._lineage.electors
-        missing_count = len({*electors} - {*contributors, *present, self._own})
-        return (
-            f"the group lacks a majority of the {len(electors)} peers that decide how this run goes on; "
-            f"{missing_count} cannot be reached"
-        )
-
-    async def _has_head(self, contact: Contact, head: bytes) -> bool:
-        """Return whether a peer answers, and its history ends with this head."""
-        try:
-            return (await fetch_chain(self._node.channels, self._run, contact, [head])).last_head == head
-        except (NetworkError, PeerError):
-            return False
+            return "" if self._lineage.has_quorum(present) else self._lineage.lacking_text(present)
 
     def _may_vote(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
         """Return why this peer must not vote so; "" after it has promised to vote for nothing else on this
