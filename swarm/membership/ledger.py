@@ -1,4 +1,4 @@
-"""The ledger of one run on one peer: what this peer remembers of the others, and whom it passes over. Pure.
+"""The ledger of one run on one peer: what this peer remembers of the others, and which it passes over. Pure.
 
 Only proof of a lie travels between peers. Everything else (a member that stalls, that gives a round up while
 the others commit, that holds other averages than they do) may be the fault of a link, or of this peer itself.
@@ -54,7 +54,7 @@ class Account:
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """What this peer remembers about another one."""
+    """The memory of one other peer."""
 
     rounds: int = 0  # certified ones, to which it contributed
     samples: float = 0.0  # that it contributed to them, in groups of this peer
@@ -70,7 +70,7 @@ class LedgerEntry:
         return self.rounds > 0
 
 
-class Ledger:
+class MemberLedger:
     """The ledger of one run. At most `entries_max` peers are remembered: those with certified rounds displace
     others, and of equals the one that was seen longest ago is forgotten.
     """

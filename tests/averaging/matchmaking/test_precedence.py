@@ -1,4 +1,4 @@
-"""Who comes first in a group: seats, weights and reducers of newcomers, and peers that are passed over."""
+"""The order of peers in a group: seats, weights and reducers of newcomers, and peers that are passed over."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def precedence(
     )
 
 
-# ---- whom a peer passes over
+# ---- the peers that a peer passes over
 
 
 @pytest.mark.parametrize(
