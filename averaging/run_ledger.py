@@ -61,11 +61,11 @@ class RunLedger:
         with self._lock:
             self._ledger.contributed(samples, self._clock.swarm_s())
 
-    def fault(self, peer: PeerId, reason: str) -> None:
-        """Record that a member of a group kept its round from going well."""
+    def fault(self, peer: PeerId, reason: str, *, held: bool = False) -> None:
+        """Record that a member of a group kept its round from going well; `held`: as its leader."""
         _log.info("peer %s is passed over for some rounds: %s", peer, reason)
         with self._lock:
-            self._ledger.fault(peer, reason, self._clock.swarm_s())
+            self._ledger.fault(peer, reason, self._clock.swarm_s(), held=held)
 
     @property
     def rounds(self) -> int:
@@ -84,6 +84,7 @@ class RunLedger:
             electors=frozenset(electors),
             is_member=lambda peer: self._standing.is_member(peer, self._run),
             is_proven=self.has_standing,
+            is_holding=self._ledger.is_holding,
             is_passed_over=lambda peer: bool(electors) and passes_over and self._ledger.is_passed_over(peer),
         )
 

@@ -59,28 +59,24 @@ class RunHistory:
         ledger: RunLedger | None = None,
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
-        the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
-        `ledger`: of this peer, which counts the certificates.
+        the grid. `introducers`: the peers that the user named, in their order. `ledger` counts certificates.
         """
-        self._node, self._run, self._sign = node, run, sign
-        self._own = node.contact.peer_id
+        self._node, self._run, self._own, self._sign = node, run, node.contact.peer_id, sign
         self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
-        self._lock = threading.Lock()
+        self._lock, self._wake = threading.Lock(), asyncio.Event()
         self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
         self._heads = KnownHeads()
         self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
-        self._probed_s = -1e9
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
         self._epoch_s = 0.0  # how long an epoch took when a quorum was looked for last
-        self._has_left = False  # said goodbye: it votes no more
+        self._probed_s, self._has_left = -1e9, False  # the latter: it said goodbye, and votes no more
         self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
         self._comparing, self._fetches = asyncio.Lock(), asyncio.Semaphore(_FETCHES_MAX)
-        self._wake = asyncio.Event()
 
     # ---- this peer's state
 
@@ -214,9 +210,8 @@ class RunHistory:
         `present`: peers that report the same head and vote; `now_s`: monotonic clock; `epoch_s`: how long an
         epoch takes.
         """
-        present = set(present)
         with self._lock:
-            lineage, self._epoch_s = self._lineage, epoch_s
+            lineage, present, self._epoch_s = self._lineage, set(present), epoch_s
             if lineage.has_quorum(present):
                 lineage.found_quorum()
                 self._is_break = False
@@ -230,21 +225,11 @@ class RunHistory:
             self._node.network.loop.call_soon_threadsafe(self._wake.set)
         return may
 
-    def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> None:
-        """Count the grace on for a peer that found no quorum when it looked for one. In modes with local steps
-        the trainer looks at the end of its epochs only. Parameters as in `seek_quorum`.
-        """
-        present = set(present)
+    def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> bool:
+        """Count the grace on while the trainer computes; return whether it is over. As `seek_quorum`."""
         with self._lock:
-            if self._lineage.is_waiting and not self._lineage.has_quorum(present):
-                self._lineage.may_break(now_s, self._epoch_s)
-
-    @property
-    def grace_is_over(self) -> bool:
-        """Return whether this peer has waited for a quorum for long enough to go on without."""
-        with self._lock:
-            lineage = self._lineage
-            return lineage.is_waiting and lineage.waited_s >= lineage.grace_s(self._epoch_s)
+            waits = self._lineage.is_waiting and not self._lineage.has_quorum(set(present))
+            return waits and self._lineage.may_break(now_s, self._epoch_s)
 
     @property
     def is_break(self) -> bool:
@@ -508,7 +493,6 @@ class RunHistory:
         """Vote as an elector on a round that this peer is not in, once a majority of its contributors has, or
         return why not.
         """
-        digest = proposal.digest()
         if not is_supported(proposal, result, votes):
             return "the votes of these contributors are no majority"
         if self._own not in self.root.electors:
@@ -518,4 +502,5 @@ class RunHistory:
             if not self._lineage.is_promised or self._may_vote(proposal, b""):
                 return reason
             result = b""
-        return Vote(voter=self._own, result=result, signature=self._sign(vote_statement(digest, result)))
+        statement = vote_statement(proposal.digest(), result)
+        return Vote(voter=self._own, result=result, signature=self._sign(statement))

@@ -61,6 +61,7 @@ class LedgerEntry:
     faults: int = 0
     last_seen_s: float = 0.0  # Unix time
     reason: str = ""  # of the last fault
+    held: bool = False  # the last fault: it led a group of this peer, and did not begin
     account: Account = field(default_factory=Account)
 
     @property
@@ -114,14 +115,16 @@ class Ledger:
             entry.samples = min(entry.samples + count, float(_COUNT_MAX))
             entry.account.success()
 
-    def fault(self, peer: PeerId, reason: str, now_s: float) -> None:
-        """Record that a member of a group kept its round from going well."""
+    def fault(self, peer: PeerId, reason: str, now_s: float, *, held: bool = False) -> None:
+        """Record that a member of a group kept its round from going well. `held`: as its leader, which
+        did not begin.
+        """
         if peer == self._own:
             return
         if not self.is_proven(peer):
             self._strangers.fault(self.rounds)
         if (entry := self._find_or_add(peer, now_s)) is not None:
-            entry.faults, entry.reason = min(entry.faults + 1, _COUNT_MAX), reason
+            entry.faults, entry.reason, entry.held = min(entry.faults + 1, _COUNT_MAX), reason, held
             entry.account.fault(self.rounds)
 
     # ---- who is passed over
@@ -134,6 +137,11 @@ class Ledger:
         if entry is not None and self.rounds < entry.account.until:
             return True
         return not self.is_proven(peer) and self.rounds < self._strangers.until
+
+    def is_holding(self, peer: PeerId) -> bool:
+        """Return whether a peer is passed over because it led a group and did not begin."""
+        entry = self._entries.get(peer)
+        return entry is not None and entry.held and self.is_passed_over(peer)
 
     # ---- on disk
 

@@ -95,6 +95,16 @@ def test_a_stranger_that_contributes_has_an_account_of_its_own() -> None:
     assert (entry.rounds, entry.samples, entry.last_seen_s) == (1, 5.0, 7.0)
 
 
+def test_a_leader_that_did_not_begin_is_known_as_such_while_it_is_passed_over() -> None:
+    ledger = ledger_of_members()
+    ledger.fault(MEMBERS[0], "it did not begin", 0.0, held=True)
+    assert ledger.is_holding(MEMBERS[0])
+    rounds_passed_over(ledger, MEMBERS[0])
+    assert not ledger.is_holding(MEMBERS[0])
+    ledger.fault(MEMBERS[0], "it stalls", 0.0)
+    assert not ledger.is_holding(MEMBERS[0])
+
+
 def test_this_peer_never_blames_itself() -> None:
     ledger = ledger_of_members()
     ledger.fault(OWN, "it stalls", 0.0)

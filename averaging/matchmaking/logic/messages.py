@@ -148,6 +148,7 @@ class Precedence:
     is_member: IsMember = _nobody  # of the run
     is_proven: IsMember = _nobody  # it is a member, or has contributed to a certified round
     is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
+    is_holding: IsMember = _nobody  # the reason is that it led a group and did not begin
 
     def is_stranger(self, peer_id: PeerId) -> bool:
         """Return whether nothing stands behind a peer, in a run that has electors."""

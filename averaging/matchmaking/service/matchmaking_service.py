@@ -156,7 +156,7 @@ class GroupService:
                     cells.on_group_formed(outcome)
                     return outcome
                 if outcome is not None and outcome.held_by is not None:
-                    self.ledger.fault(outcome.held_by, "it led a group, and did not begin in time")
+                    self.ledger.fault(outcome.held_by, "it led a group, and did not begin", held=True)
                 now_s = self._clock.monotonic_s()
                 stay_until_s = -math.inf
                 if outcome is None:  # the grid has another shape by now
