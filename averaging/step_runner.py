@@ -127,7 +127,7 @@ class StepRunner:
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
             history = options.history
             electors = history.electors if history is not None and not history.is_break else ()
-            # peers may disagree on whom to pass over: their second attempt has everybody
+            # peers may disagree on which peers to pass over: their second attempt has everybody
             precedence = replace(
                 self._groups.ledger.precedence(electors, passes_over=not self._attempts),
                 may_be_alone=options.weight > 0.0

@@ -89,10 +89,8 @@ class Tracker:
             gap_s=0.0,
         )
         self._announce = ChangeEvent()  # announce the full epoch now
-        self._closed, self._unreported = (
-            False,
-            set[PeerId](),
-        )  # the latter: known by records, and not told yet
+        self._unreported = set[PeerId]()  # known by records, and not told yet
+        self._closed = False
 
     # --- the trainer's thread
 
@@ -258,10 +256,8 @@ class Tracker:
             wanted = 1 if first else self._refreshes + 2 if self._refreshing else self._refreshes + 1
             if self._refreshes < wanted:
                 self._request_refresh()
-            return (
-                self._changed.wait_for(lambda: self._refreshes >= wanted or self._closed, timeout_s)
-                and not self._closed
-            )
+            done = self._changed.wait_for(lambda: self._refreshes >= wanted or self._closed, timeout_s)
+            return done and not self._closed
 
     def refresh_age_s(self) -> float:
         """Return the age of the latest complete refresh."""
