@@ -255,7 +255,7 @@ def test_values_that_are_no_register_are_refused(values: tuple[object, ...]) -> 
         decode_root([*root[:5], *values])
 
 
-@pytest.mark.parametrize("attempt", range(6))
+@pytest.mark.parametrize("attempt", range(16))
 def test_of_two_breaks_without_an_elector_the_hash_does_not_decide(attempt: int) -> None:
     """Anybody can compute hashes until one is the larger one."""
     honest, stranger = Lineage(RUN, A, OWNED), Lineage(RUN, B, OWNED)
