@@ -253,3 +253,14 @@ def test_values_that_are_no_register_are_refused(values: tuple[object, ...]) -> 
     root = encode_root(beginning(RUN, OWNED))
     with pytest.raises(PeerError):
         decode_root([*root[:5], *values])
+
+
+@pytest.mark.parametrize("attempt", range(16))
+def test_of_two_breaks_without_an_elector_the_hash_does_not_decide(attempt: int) -> None:
+    """Anybody can compute hashes until one is the larger one."""
+    honest, stranger = Lineage(RUN, A, OWNED), Lineage(RUN, B, OWNED)
+    honest.extend(certificate(upon(honest, [A], is_break=True), [A]))
+    stranger.extend(certificate(upon(stranger, [B], is_break=True, attempt=attempt), [B]))
+    for _ in range(FOUNDING_MAX):
+        honest.extend(certificate(upon(honest, [A]), [A]))
+    assert honest.relation(stranger.chain()) is Relation.LOSES
