@@ -155,6 +155,7 @@ class Averager:
         self._pending: PendingRound | None = None
         self._result_buffer = ResultBuffer(self._staging.queues)
         self._averages: Averages | None = None  # result of the pending round, until it is written back
+        self.runner: StepRunner | None = None  # of the last step
         self._last_round_s = 0.0
         self.met: tuple[Contact, ...] = ()  # the members of the last group that completed a round
         self._closed = False
@@ -337,7 +338,7 @@ class Averager:
             return
         outcome = error = None
         try:
-            runner = StepRunner(self._groups, strategy, self.node.clock, self._last_round_s)
+            runner = self.runner = StepRunner(self._groups, strategy, self.node.clock, self._last_round_s)
             ended = await runner.run(member, options)
             self._last_round_s, self._averages = ended.last_round_s, ended.averages
             self.met = ended.members or self.met

@@ -150,8 +150,7 @@ class InTurn:
                 deadline_s=deadline_s,
                 config=self.config,
                 memory=RoundMemory(part.result_buffer),
-                history=self.history,
-                extends=decides,
+                history=replace(self.history, extends=decides) if self.history is not None else None,
             )
             outcomes.append(outcome)
             if outcome.failed:

@@ -108,6 +108,7 @@ class StepRunner:
         self._seconds: dict[str, float] = {"matchmaking": 0.0}
         self._left_out: dict[PeerId, str] = {}
         self._accused: dict[PeerId, str] = {}
+        self.in_round = False  # with a group, whose members count on this peer; else it searches for one
         self._last_failure = ""  # why the last attempt failed
         self._unresolved = False  # others may have committed it
         self._sent = self._received = self._attempts = 0
@@ -180,6 +181,7 @@ class StepRunner:
         self._attempts += 1
         committed, left_out, accused = False, frozenset[PeerId](), dict[PeerId, str]()
         faults = dict[PeerId, str]()
+        self.in_round = True
         try:
             if not any(member.weight > 0.0 for member in group.members):
                 outcome = RoundOutcome.broken("all weights are 0")
@@ -192,6 +194,7 @@ class StepRunner:
             )
             faults = dict(outcome.faults)
         finally:
+            self.in_round = False
             self._groups.round_over(committed=committed, left_out=left_out, accused=accused, faults=faults)
         self._left_out.update(outcome.left_out)
         self._accused.update(outcome.accused)

@@ -66,6 +66,6 @@ def _rows(config: GrowthConfig, figures: GrowthFigures) -> list[Row]:
         )
     ]
     if figures.quorum_s is not None:
-        quantity = "until the newcomers could decide alone, and admit whom they like"
+        quantity = "until the newcomers could decide alone"
         found.append(row("alone", quantity, "h", figures.quorum_s / HOUR_S))
     return found

@@ -168,14 +168,12 @@ class AllReduce:
         config: RoundConfig | None = None,
         memory: RoundMemory | None = None,
         history: RoundLineage | None = None,
-        extends: bool = True,
     ) -> RoundOutcome:
         """Average `vector` with the group; returns by `deadline_s` (on the clock's `monotonic_s`).
 
         `vector`: flat, contiguous, float32, on any device, in one tensor or several; read until this returns,
         never written. `memory`: of the averager, the same for one round after the other. `history`: of the
         run, whose electors then have a vote; None: the votes of more than half of the contributors commit.
-        `extends`: it extends the history; else, as one of several all-reduces, it commits without a quorum.
         What the network or a peer does is an outcome. A call that is cancelled before the round is committed
         has no effect; afterwards the cancellation has none.
 
@@ -184,8 +182,8 @@ class AllReduce:
         """
         config = config or RoundConfig()
         vector = vector if isinstance(vector, FlatVector) else FlatVector([vector])
-        setup = self._setup(group, vector.numel, deadline_s, config, history, extends=extends)
-        history = history if extends else None
+        setup = self._setup(group, vector.numel, deadline_s, config, history)
+        history = history if history is not None and history.extends else None
         memory = memory or RoundMemory()
         averages = Averages(setup.plan, setup.codec, memory.result_buffer)
         kernels = ReductionKernels(setup.plan, setup.codec, setup.own, vector, averages, config.aggregation)
@@ -216,10 +214,9 @@ class AllReduce:
         deadline_s: float,
         config: RoundConfig,
         history: RoundLineage | None,
-        *,
-        extends: bool,
     ) -> RoundSetup:
         own = group.index(self._own)
+        decides = history is not None and history.extends
         if group.group_id in self._rounds:
             raise UsageError("this round has run already")
         codec = find(group.codec)
@@ -236,9 +233,9 @@ class AllReduce:
             plan=plan,
             codec=codec,
             weights=relative_weights([member.weight for member in group.members]),
-            proposal=proposal_of(group, history, extends=extends),
-            electors=history.electors if history is not None and extends else (),
-            goodbyes=dict(history.goodbyes) if history is not None and extends else {},
+            proposal=proposal_of(group, history),
+            electors=history.electors if history is not None and decides else (),
+            goodbyes=dict(history.goodbyes) if history is not None and decides else {},
             audited=config.audit > 0.0,
             min_fraction=config.min_fraction,
             begun_s=self._network.now_s,

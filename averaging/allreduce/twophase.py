@@ -78,8 +78,7 @@ class TwoPhase:
                 deadline_s=deadline_s,
                 config=self._config,
                 memory=RoundMemory(self._low_rank.result_buffers[0]),
-                history=self._history,
-                extends=False,
+                history=replace(self._history, extends=False) if self._history is not None else None,
             )
             if first.failed:
                 return replace(first, reason=f"{first.reason} (in the first of two all-reduces)")

@@ -1,4 +1,4 @@
-"""Who decides about a run: the electors of a head, and how other peers become electors. Pure.
+"""The electors of a head, who decide about the next round, and how other peers become electors. Pure.
 
 An identity costs nothing, so peers become electors by certified work, and only so fast. Everything that the
 rule needs is in the certificates: the electors of the next head follow from those of this one, from what the
@@ -20,8 +20,8 @@ CANDIDATES_MAX: Final = 64  # remembered; the newcomers of a whole group
 ROUNDS_NEEDED: Final = 3  # certified rounds as a contributor, before a newcomer becomes an elector
 ROUNDS_MAX: Final = 127  # counted
 # certificates of a run without an owner in which every contributor becomes an elector. Peers that start
-# together decide together, whoever of them was in the first round. So long a longer chain from the beginning
-# wins anyway (`Lineage`), so that a stranger gains nothing by being admitted
+# together decide together, also those that missed the first round. A stranger gains nothing by being
+# admitted: during these certificates a longer chain from the beginning wins anyway (`Lineage`)
 FOUNDING_MAX: Final = 32
 ALWAYS: Final = (1 << 32) - 1  # invited runs: every contributor becomes an elector, at any time
 HOUR_S: Final = 3600.0  # in which at most a quarter more electors are admitted, at least one
@@ -41,9 +41,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """What a head remembers about the admission of electors. The default is that of a new run without an
-    owner.
-    """
+    """The memory of a head about the admission of electors. The default: of a new run without an owner."""
 
     at_once: int = FOUNDING_MAX  # further certificates whose contributors all become electors; or ALWAYS
     seats: int = 1  # newcomers that may still become electors in this hour

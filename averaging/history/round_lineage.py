@@ -24,6 +24,9 @@ class RoundLineage:
     new_hour: bool = False  # as this peer's clock says, a quarter more electors may be admitted
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors that have left
     is_break: bool = False  # it commits without a quorum of the electors
+    # False: one of several all-reduces of a round, which commits without a quorum; the history only says
+    # whose votes count
+    extends: bool = True
     seats: int = 0  # peers that are expected in the electors' cell, where the round is held; 0: it is not
     grid_rounds: int = 1  # of the next epoch, as this peer sees the swarm
     peers: int = 0  # in the swarm, as far as this one knows; 0: unknown

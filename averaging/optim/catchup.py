@@ -45,8 +45,8 @@ FIRST_REFRESH_TIMEOUT_S = 5.0
 REPLAY_ROUNDS_MAX = 64
 # a download that ends sooner takes no part in rounds; this is the longest that others wait for this peer
 CAPTURE_AFTER_S = 0.5
-# how long to wait for a round in progress when the download has ended. Too small: the round fails for the
-# others, too
+# how long to search for a group when the download has ended; a round that a group has begun is not left. Too
+# small: others have just reckoned with this peer
 CAPTURE_GRACE_S = 3.0
 
 _POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
@@ -296,6 +296,10 @@ class CatchUp:
         epoch, and the epoch that the swarm is in.
         """
         captured: dict[int, CapturedRound] = {}
+
+        def is_obsolete() -> bool:
+            return (future.done() and not self._averager.in_round) or self._is_behind_history()
+
         ended = self._node.network.waits.event()
         future.add_done_callback(lambda _: ended.set())
         ended.wait(CAPTURE_AFTER_S)
@@ -309,9 +313,7 @@ class CatchUp:
                 self._follow_history()  # rounds of an older head end for nobody
                 epoch = swarm_epoch
             else:
-                result = self._averager.average(
-                    epoch, lambda: future.done() or self._is_behind_history(), CAPTURE_GRACE_S
-                )
+                result = self._averager.average(epoch, is_obsolete, CAPTURE_GRACE_S)
                 if result.failed:
                     _log.info(
                         "epoch %d of run %s was not received during the download: %s",

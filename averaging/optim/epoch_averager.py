@@ -129,6 +129,14 @@ class EpochAverager:
         """Return the interval of rounds over the state in epochs; 0 for never."""
         return self._options.state_sync_epochs
 
+    @property
+    def in_round(self) -> bool:
+        """Return whether a group has begun the round of an epoch with this peer, which others would have to
+        go on without if it left now.
+        """
+        averager = self._epoch_averager
+        return averager is not None and averager.runner is not None and averager.runner.in_round
+
     def open(self) -> None:
         """Open the epochs' averager: from now on the others expect this peer in their rounds."""
         if self._epoch_averager is not None:

@@ -219,7 +219,9 @@ class EpochLoop:
         )
 
     def _grace_is_over(self) -> bool:
-        return self._tracker.history is not None and self._tracker.history.grace_is_over
+        """Return whether this peer has waited for a quorum for long enough to go on without."""
+        history = self._tracker.history
+        return history is not None and history.keep_waiting(self._tracker.voters(), self._clock.monotonic_s())
 
     def _start(self) -> None:
         """Find out who else trains and become visible to them, before the first step."""

@@ -31,7 +31,7 @@ from averaging.history.lineage import Lineage, Relation
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.tally import is_supported
-from averaging.optim.exchange import fetch_chain
+from averaging.optim.exchange import fetch_chain, peers_at_head
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
 from averaging.run_ledger import RunLedger
@@ -201,8 +201,6 @@ class RunHistory:
         with self._lock:
             self._is_break = self._lineage.may_break(now_s, 0.0)
 
-    # ---- quorums
-
     def seek_quorum(self, present: Iterable[PeerId], now_s: float, epoch_s: float) -> bool:
         """Return whether this peer may try to commit: with the peers that are `present`, or after the grace,
         with a break. Call it every second or so while it may not.
@@ -210,9 +208,8 @@ class RunHistory:
         `present`: peers that report the same head and vote; `now_s`: monotonic clock; `epoch_s`: how long an
         epoch takes.
         """
-        present = set(present)
         with self._lock:
-            lineage, self._epoch_s = self._lineage, epoch_s
+            lineage, present, self._epoch_s = self._lineage, set(present), epoch_s
             if lineage.has_quorum(present):
                 lineage.found_quorum()
                 self._is_break = False
@@ -226,21 +223,11 @@ class RunHistory:
             self._node.network.loop.call_soon_threadsafe(self._wake.set)
         return may
 
-    def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> None:
-        """Count the grace on for a peer that found no quorum when it looked for one. In modes with local steps
-        the trainer looks at the end of its epochs only. Parameters as in `seek_quorum`.
-        """
-        present = set(present)
+    def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> bool:
+        """Count the grace on while the trainer computes; return whether it is over. As `seek_quorum`."""
         with self._lock:
-            if self._lineage.is_waiting and not self._lineage.has_quorum(present):
-                self._lineage.may_break(now_s, self._epoch_s)
-
-    @property
-    def grace_is_over(self) -> bool:
-        """Return whether this peer has waited for a quorum for long enough to go on without."""
-        with self._lock:
-            lineage = self._lineage
-            return lineage.is_waiting and lineage.waited_s >= lineage.grace_s(self._epoch_s)
+            waits = self._lineage.is_waiting and not self._lineage.has_quorum(set(present))
+            return waits and self._lineage.may_break(now_s, self._epoch_s)
 
     @property
     def is_break(self) -> bool:
@@ -251,8 +238,7 @@ class RunHistory:
     def quorum_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
         with self._lock:
-            waits = f"a majority of the {len(self._lineage.electors)} peers that decide how this run goes on"
-            return f"this peer waits for {waits} (for {self._lineage.waited_s:.0f} s so far)"
+            return self._lineage.waiting_text()
 
     def farewell(self) -> bytes:
         """Return the signed promise of a peer that leaves not to vote on this head; empty: it may not."""
@@ -442,8 +428,6 @@ class RunHistory:
         with self._lock:
             return state_pb2.HistoryReply(chain=encode_chain(self._lineage.chain(list(request.heads))))
 
-    # ---- rounds
-
     async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
         """Return why a group with these contributors cannot commit; "" when it can: they are a quorum, or
         with electors that live and have the same head.
@@ -455,25 +439,10 @@ class RunHistory:
             missing = self._heads.contacts(
                 peer for peer in self._lineage.electors if peer not in contributors and peer != self._own
             )
-        async with asyncio.TaskGroup() as tasks:
-            asked = {one.peer_id: tasks.create_task(self._has_head(one, head)) for one in missing}
-        present = {peer for peer, answer in asked.items() if answer.result()}
+        present = {self._own, *contributors}
+        present |= await peers_at_head(self._node.channels, self._run, missing, head)
         with self._lock:
-            if self._lineage.has_quorum({*contributors, *present}):
-                return ""
-            electors = self._lineage.electors
-        missing_count = len({*electors} - {*contributors, *present, self._own})
-        return (
-            f"the group lacks a majority of the {len(electors)} peers that decide how this run goes on; "
-            f"{missing_count} cannot be reached"
-        )
-
-    async def _has_head(self, contact: Contact, head: bytes) -> bool:
-        """Return whether a peer answers, and its history ends with this head."""
-        try:
-            return (await fetch_chain(self._node.channels, self._run, contact, [head])).last_head == head
-        except (NetworkError, PeerError):
-            return False
+            return "" if self._lineage.has_quorum(present) else self._lineage.lacking_text(present)
 
     def _may_vote(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
         """Return why this peer must not vote so; "" after it has promised to vote for nothing else on this

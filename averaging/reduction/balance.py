@@ -32,10 +32,10 @@ _SLOWER = 1.5  # bandwidths down to the median over this count as the median: me
 # sent more: where all links are alike, a member that was mistaken for a fast one becomes the bottleneck, the
 # others' sends wait for it, and next time they look slower still.
 _FASTER = 2.0
-# Every reducer exchanges a stream with every other member: n reducers among n members cost n * n streams, each
-# about a millisecond of processor time on both ends. A group of up to REDUCERS_ALWAYS members shares any vector
-# among all of them; a larger one only as far as shards have SHARD_BYTES_MIN. Smaller: rounds of many members
-# over a small vector cost more than their bytes; larger: fast links stay idle.
+# Every reducer exchanges a stream with every other member: n reducers among n members cost n * n streams,
+# each about a millisecond of processor time on both ends. A group of up to REDUCERS_ALWAYS members shares any
+# vector among all of them; a larger one only as far as shards have SHARD_BYTES_MIN. Smaller: rounds of many
+# members over a small vector cost more than their bytes; larger: fast links stay idle.
 SHARD_BYTES_MIN = 64 << 10
 REDUCERS_ALWAYS = 8
 
@@ -57,8 +57,9 @@ def shares_of(
 ) -> list[float]:
     """Return the shares of a group's members of a vector with `size_bytes` encoded bytes, computed from the
     bandwidths that they announced. When the vector is too small for all of them, those that could take the
-    largest shares reduce; of equals, the earlier in group order. `reducers`: those that may have a share;
-    None: all that can be dialed.
+    largest shares reduce; of equals, the earlier in group order. Members without a weight that are no
+    auxiliary peers are on their way into the run, and reduce only where the others are too few. `reducers`:
+    those that may have a share; None: all that can be dialed.
     """
     loads = [
         ReducerLoad(
@@ -71,8 +72,11 @@ def shares_of(
         )
         for member in members
     ]
-    found = shares(loads)
     reducers_max = max(REDUCERS_ALWAYS, size_bytes // SHARD_BYTES_MIN)
+    staying = [load.reduces and (load.contributes or not load.receives) for load in loads]
+    if len(loads) > reducers_max and sum(staying) >= reducers_max:
+        loads = [replace(load, reduces=stays) for load, stays in zip(loads, staying, strict=True)]
+    found = shares(loads)
     if sum(share > 0.0 for share in found) <= reducers_max:
         return found
     chosen = sorted(range(len(loads)), key=lambda place: (-found[place], place))[:reducers_max]

@@ -47,7 +47,7 @@ class Admission:
         self._confirmed: frozenset[PeerId] | None = None
         self.revoked: frozenset[PeerId] = frozenset()
         self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
-        # by holder, of whom the owner is one without a capability
+        # by holder; the owner is one without a capability
         self._standings: dict[PeerId, Rights] = {owner: _OWNERS_RIGHTS}
         self._uses: dict[PeerId, _Uses] = {}  # by subject of a grant
 
@@ -101,7 +101,7 @@ class Admission:
         return standing.roles
 
     def follow_owner(self, owner: PeerId, confirmed: Iterable[PeerId]) -> None:
-        """Take the run's present owner, whom its recovery key has named, from its specification. Of the
+        """Take the run's present owner, that its recovery key has named, from its specification. Of the
         founder's capabilities only those count that the new owner has confirmed: the founder's key may be
         stolen, and a grant can be given any date.
         """

@@ -39,7 +39,7 @@ class GrowthConfig:
 
 @dataclass
 class GrowthFigures:
-    """What came of it."""
+    """The electors of one simulated run."""
 
     admitted_s: list[float] = field(default_factory=list)  # when each identity of the crowd became elector
     newcomer_s: float | None = None  # after how long the honest newcomer became an elector; None: it did not

@@ -53,8 +53,14 @@ class PlayConfig:
     newcomers: int = 1  # join later
     steps: int = 2000
     has_liar: bool = False
-    is_owned: bool = False  # the first peer owns the run, and others become electors one after the other
     quiet_interval: int = 250  # steps between two checks without faults
+
+    @property
+    def is_owned(self) -> bool:
+        """Return whether the first peer owns the run, so that others become electors one after the other: it
+        does in every other play.
+        """
+        return self.seed % 2 == 1
 
 
 @dataclass

@@ -431,21 +431,13 @@ def _is_together(play: Play) -> bool:
 @click.option("--newcomers", default=1, show_default=True, type=click.IntRange(0, 8))
 @click.option("--steps", default=2000, show_default=True, help="Of each play.")
 @click.option("--liar", is_flag=True, help="One of the electors lies.")
-@click.option("--owned", is_flag=True, help="The run has an owner, who is the first elector.")
-def main(seed: int, plays: int, electors: int, newcomers: int, steps: int, liar: bool, owned: bool) -> None:
+def main(seed: int, plays: int, electors: int, newcomers: int, steps: int, liar: bool) -> None:
     """Play peers that keep one history under faults, with real signatures. When a promise is broken, print
     the command that replays the play and exit with code 1.
     """
     counts: Counter[str] = Counter()
     for number in range(seed, seed + plays):
-        config = PlayConfig(
-            seed=number,
-            electors=electors,
-            newcomers=newcomers,
-            steps=steps,
-            has_liar=liar,
-            is_owned=owned,
-        )
+        config = PlayConfig(seed=number, electors=electors, newcomers=newcomers, steps=steps, has_liar=liar)
         try:
             counts += RandomPlay(config, SeededIdentity).run()
         except BrokenPromiseError as error:
@@ -459,8 +451,7 @@ def replay_line(config: PlayConfig) -> str:
     """Return the command that replays a play."""
     return (
         f"python -m swarm.testing.history_plays --seed {config.seed} --electors {config.electors} "
-        f"--newcomers {config.newcomers} --steps {config.steps}"
-        f"{' --liar' if config.has_liar else ''}{' --owned' if config.is_owned else ''}"
+        f"--newcomers {config.newcomers} --steps {config.steps}{' --liar' if config.has_liar else ''}"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.certificate import RoundKind
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group, Member
@@ -32,7 +33,7 @@ class Groups:
     async def find(self, **_: Any) -> Group:
         return Group(group_id=bytes(32), members=(MEMBER,), codec="float32", gathered=(b"",))
 
-    def round_over(self, *, committed: bool, left_out: frozenset[PeerId], accused: dict[PeerId, str]) -> None:
+    def round_over(self, *, committed: bool, **_: Any) -> None:
         self.overs.append(committed)
 
 
@@ -79,3 +80,24 @@ def test_a_step_cancelled_while_it_asks_for_a_quorum_frees_its_averager(times: i
         assert groups.overs == [False] * times
 
     asyncio.run(play())
+
+
+def test_a_step_says_whether_a_group_counts_on_this_peer() -> None:
+    """A download that ends leaves a search, and no round that others have begun with this peer."""
+
+    async def play() -> list[bool]:
+        groups, seen = Groups(), []
+
+        async def run_round(group: Group, end_s: float) -> RoundOutcome:
+            seen.append(runner.in_round)
+            return RoundOutcome.broken("this peer ran out of memory", out_of_memory=True)
+
+        strategy = SimpleNamespace(run=run_round, gathered_prefix_bytes=0)
+        runner = StepRunner(groups, strategy, SystemClock(), 0.0)
+        seen.append(runner.in_round)
+        await runner.run(
+            MEMBER, RoundOptions(weight=1.0, round_key="1", gathered=b"", timeout_s=30.0, history=None)
+        )
+        return [*seen, runner.in_round]
+
+    assert asyncio.run(play()) == [False, True, False]

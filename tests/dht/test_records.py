@@ -16,6 +16,7 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import verify
 from swarm.core.ids import Key
 from swarm.dht.logic import records
+from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.records import (
     FUTURE_MAX_US,
     TTL_MAX_US,
@@ -27,6 +28,7 @@ from swarm.dht.logic.records import (
     signed,
     signing_bytes,
 )
+from swarm.dht.logic.rules import NamespaceRules
 from swarm.testing.identities import SeededIdentity
 
 NOW_US = 1_800_000_000_000_000
@@ -152,6 +154,27 @@ def test_the_signature_cache_is_bounded_and_correct(monkeypatch: pytest.MonkeyPa
     for number in range(10):
         assert validator.refusal(record_of(value=encode_value(number)), NOW_US) is None
     assert len(validator._verified) == 3
+
+
+def test_an_accepted_record_is_judged_again_only_when_the_rules_have_changed() -> None:
+    namespaces, judged = Namespaces(), []
+
+    class Counted:
+        changes = property(lambda self: namespaces.changes)
+
+        def refusal(self, record: Record) -> str | None:
+            judged.append(record)
+            return namespaces.refusal(record)
+
+    validator, record = RecordValidator(Counted()), record_of()
+    for _ in range(3):
+        assert validator.refusal(record, NOW_US) is None
+    assert len(judged) == 1
+    assert validator.refusal(record, NOW_US + 61_000_000) == "it expired 1 s ago"  # time is always checked
+    namespaces.register("public", NamespaceRules(writers=frozenset()))
+    for _ in range(2):
+        assert "may write" in (validator.refusal(record, NOW_US) or "")  # refusals are not remembered
+    assert len(judged) == 3
 
 
 scalars = (

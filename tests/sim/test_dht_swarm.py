@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from swarm.core.errors import DeadlineExceeded
-from swarm.core.ids import Key
+from swarm.core.ids import Contact, Key
 from swarm.dht.service.dht_service import DhtService
+from swarm.dht.service.upkeep import Upkeep
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.dht_scenarios import peer_of, service_of, value_at
@@ -44,6 +45,46 @@ def test_a_lone_peer_is_its_own_replica() -> None:
         assert await value_at(alone, key) == {"x": [1, 2.5, b"y", None]}
         await asyncio.sleep(61)
         assert await alone.get(key) is None
+        await finish(network)
+
+    run_virtual(scenario())
+
+
+def test_a_newcomer_looks_its_neighbours_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    find = Upkeep.find
+
+    async def counted(self: Upkeep, target: int, wanted: int | None = None) -> tuple[Contact, ...]:
+        found.append(target)
+        return await find(self, target, wanted)
+
+    async def scenario() -> None:
+        network = SimulatedNetwork(seed=3)
+        services = await swarm_of(network, 6)
+        found.clear()
+        newcomer = service_of(network.peer())
+        await newcomer.join([services[0].own()])
+        await asyncio.sleep(60)
+        assert found.count(newcomer.overlay.own_id_number) == 1
+        assert len(newcomer.overlay.table) == 6
+        await finish(network)
+
+    monkeypatch.setattr(Upkeep, "find", counted)
+    run_virtual(scenario())
+
+
+def test_most_peers_of_a_swarm_of_thirty_store_without_a_search() -> None:
+    async def scenario() -> None:
+        network = SimulatedNetwork(seed=4, config=LinkConfig(delay_s=0.05, jitter=0.0))
+        services = await swarm_of(network, 30)
+        await asyncio.sleep(30)
+        loop, quick = asyncio.get_running_loop(), 0
+        for number, service in enumerate(services):
+            started_s = loop.time()
+            result = await service.store(Key.parse(f"key.{number}"), number, ttl_s=60)
+            assert result.replicas >= 5
+            quick += loop.time() - started_s < 0.15  # one round trip
+        assert quick >= 15, quick
         await finish(network)
 
     run_virtual(scenario())

@@ -39,14 +39,9 @@ def play_seeds(seeds: Iterable[int]) -> None:
         play(config_of(seed, has_liar=False))
 
 
-def config_of(seed: int, *, has_liar: bool, is_owned: bool = False, steps: int = 2000) -> PlayConfig:
+def config_of(seed: int, *, has_liar: bool, steps: int = 2000) -> PlayConfig:
     return PlayConfig(
-        seed=seed,
-        electors=3 + seed % 3,
-        newcomers=seed // 3 % 3,
-        steps=steps,
-        has_liar=has_liar,
-        is_owned=is_owned,
+        seed=seed, electors=3 + seed % 3, newcomers=seed // 3 % 3, steps=steps, has_liar=has_liar
     )
 
 
@@ -57,19 +52,12 @@ def test_peers_keep_one_history(seed: int, has_liar: bool) -> None:
     play(config_of(seed, has_liar=has_liar))
 
 
-@pytest.mark.usefixtures("_stand_in_signatures")
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("has_liar", [False, True], ids=["honest", "liar"])
-def test_peers_of_a_run_with_an_owner_keep_one_history(seed: int, has_liar: bool) -> None:
-    play(config_of(seed, has_liar=has_liar, is_owned=True))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in_signatures")
 @pytest.mark.parametrize("seed", range(1000, 1250))
 @pytest.mark.parametrize("has_liar", [False, True], ids=["honest", "liar"])
 def test_peers_keep_one_history_for_a_million_steps(seed: int, has_liar: bool) -> None:
-    play(config_of(seed, has_liar=has_liar, is_owned=seed % 2 == 0))
+    play(config_of(seed, has_liar=has_liar))
 
 
 @pytest.mark.parametrize("has_liar", [False, True], ids=["honest", "liar"])

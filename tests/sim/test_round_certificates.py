@@ -463,7 +463,7 @@ def test_newcomers_that_vote_for_none_do_not_keep_the_electors_from_committing(c
 def test_votes_of_electors_count_in_every_all_reduce_of_a_round(extends: bool) -> None:
     scene = Scene(12, [1.0] * 4)
     electors = [peer.peer_id for peer in scene.peers[:2]]
-    history = replace(lineage(electors, {}), register=Register(at_once=0))
-    about = proposal_of(scene.group, history, extends=extends)
+    history = replace(lineage(electors, {}), register=Register(at_once=0), extends=extends)
+    about = proposal_of(scene.group, history)
     assert about.deciders == tuple(electors)
     assert (about.head == NO_HEAD) is not extends

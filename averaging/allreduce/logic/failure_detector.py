@@ -3,8 +3,9 @@ probe before a member is marked failed.
 
 A pure state machine: events go in, and it says what to do. Three things prevent false accusations on
 overloaded machines: every message from a peer counts as a heartbeat; the clock of silence runs only while
-this process itself runs; and timeouts grow with recent observations: pauses of the peer, its round trips, and
-the delays of this process. Members that answer promptly get fewer heartbeats, which keeps long rounds cheap;
+this process itself runs; and timeouts grow with recent observations: pauses of the peer, its round trips, the
+delays of this process, and what is usual among the members: where half of them pause, one more that pauses is
+not dead. Members that answer promptly get fewer heartbeats, which keeps long rounds cheap;
 a failure is then noticed up to `REST_S` later. A peer that only receives must still send heartbeats:
 otherwise the reducer that serves it, and cannot call back, would declare it failed.
 """
@@ -14,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-_FADING = 0.9  # decay of recent observations, per sign of life or tick
+_FADING = 0.9  # decay of recent pauses of a member, per sign of life
+_LATE_FADING = 0.97  # decay of the delay of this process, per tick: half in 2.3 s
 _SIGNS_MIN = 3
 _LATE_HEARTBEATS = 2  # a heartbeat may be on its way
 _ROUNDING_S = 1e-6  # sums of heartbeats are not exact
@@ -72,15 +74,18 @@ class FailureDetector:
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
         self._late_s = 0.0  # recent delay of ticks, decaying
+        self._usual_pause_s = 0.0  # the median of the members' pauses, of an even number the lower one
 
     def heard(self, place: int) -> None:
         """Record that a message came from this member."""
         peer = self._peers.get(place)
         if peer is not None:
             silent_s = self._awake_s - peer.heard_s
+            # messages that come in a burst after a pause are one sign of life
+            fading = _FADING ** min(silent_s / HEARTBEAT_INTERVAL_S, 1.0)
             if silent_s <= REST_S + _LATE_HEARTBEATS * HEARTBEAT_INTERVAL_S:
                 silent_s -= self._rest_s(peer)
-            peer.pause_s = max(_FADING * peer.pause_s, silent_s if peer.known else 0.0)
+            peer.pause_s = max(fading * peer.pause_s, silent_s if peer.known else 0.0)
             peer.signs += not peer.calls
             peer.heard_s = self._awake_s
             peer.known = True
@@ -121,9 +126,11 @@ class FailureDetector:
         a probe to, and the failed members with their silence in seconds, which are forgotten.
         """
         elapsed_s = now_s - self._ticked_s
-        self._late_s = max(_FADING * self._late_s, elapsed_s - HEARTBEAT_INTERVAL_S)
+        self._late_s = max(_LATE_FADING * self._late_s, elapsed_s - HEARTBEAT_INTERVAL_S)
         self._awake_s += min(elapsed_s, HEARTBEAT_INTERVAL_S)
         self._ticked_s = now_s
+        pauses_s = sorted(peer.pause_s for peer in self._peers.values())
+        self._usual_pause_s = pauses_s[(len(pauses_s) - 1) // 2] if pauses_s else 0.0
         heartbeats: list[int] = []
         dead: list[tuple[int, float]] = []
         for place, peer in list(self._peers.items()):
@@ -140,7 +147,7 @@ class FailureDetector:
         """Return whether the member gets fewer heartbeats: it exchanges no values with this one, or it has
         answered, or sent heartbeats, promptly.
         """
-        return peer.distant or peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S
+        return peer.distant or (peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S)
 
     def _quiet_s(self, peer: _Peer) -> float:
         """Return how long this member or this process has been silent to the other. A member that only sends
@@ -161,11 +168,17 @@ class FailureDetector:
             peer
         )
 
+    def probe_s(self, place: int) -> float:
+        """Return how long this member has to answer a probe."""
+        peer = self._peers.get(place)
+        pause_s = max(peer.pause_s if peer is not None else 0.0, self._usual_pause_s)
+        slack_s = max(_SLACK * pause_s, _OWN_DELAY_FACTOR * self._late_s)
+        return min(max(PROBE_S, slack_s), TIMEOUT_S_MAX)
+
     def timeout_s(self, place: int) -> float:
         """Return the silence after which this member is marked failed."""
-        peer = self._peers.get(place)
-        slack_s = max(_SLACK * (peer.pause_s if peer is not None else 0.0), _OWN_DELAY_FACTOR * self._late_s)
+        peer, answer_s = self._peers.get(place), self.probe_s(place)
         if peer is not None and (peer.starting or not peer.known):
-            slack_s = max(slack_s, FIRST_S)
+            answer_s = max(answer_s, FIRST_S)
         rest_s = self._rest_s(peer) if peer is not None else 0.0
-        return _MISSED_MAX * HEARTBEAT_INTERVAL_S + rest_s + min(max(PROBE_S, slack_s), TIMEOUT_S_MAX)
+        return _MISSED_MAX * HEARTBEAT_INTERVAL_S + rest_s + answer_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from averaging.allreduce.logic.effects import Effect, Ping
-from averaging.allreduce.logic.failure_detector import PROBE_S, FailureDetector
+from averaging.allreduce.logic.failure_detector import FailureDetector
 from averaging.allreduce.logic.setup import RoundSetup
 from averaging.allreduce.logic.values import CallFailure, RoundState
 
@@ -93,7 +93,7 @@ class Membership:
             return [Alive(place, suspicion)]
         probing = place in self._suspects
         self._suspects.setdefault(place, []).append(suspicion)
-        return [] if probing else [Ping(place, PROBE_S, probe=True)]
+        return [] if probing else [Ping(place, self.detector.probe_s(place), probe=True)]
 
     def on_answer(
         self, place: int, state: RoundState, reason: str, round_trip_s: float, now_s: float

@@ -20,10 +20,8 @@ from swarm.compression import Codec
 from swarm.core.ids import PeerId
 
 
-def proposal_of(group: Group, history: RoundLineage | None, *, extends: bool = True) -> Proposal:
-    """Return what the members of this group vote on, apart from the result. `extends`: the round extends the
-    history; else the history only says whose votes count.
-    """
+def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
+    """Return what the members of this group vote on, apart from the result."""
     contributors = tuple(member.peer_id for member in group.members if member.weight > 0.0)
     electors = history.electors if history is not None else ()
     register = history.register if history is not None else NEW_REGISTER
@@ -33,7 +31,7 @@ def proposal_of(group: Group, history: RoundLineage | None, *, extends: bool = T
     next_electors, next_register = electors_after(
         electors, register, contributors, is_break=is_break, new_hour=new_hour
     )
-    if history is None or not extends:
+    if history is None or not history.extends:
         return Proposal(
             run="",
             head=NO_HEAD,

@@ -484,8 +484,6 @@ class Tracker:
             told = self._with_state(reports)
             alike = not told and self._progress.own_report.joining  # all begin together
             due = [p for p in self._records.relays(reports if alike else told) if p in self._unreported]
-        if self.history is not None:
-            self.history.keep_waiting(self.voters(), self._node.clock.monotonic_s())
         self._announce.notify()
         await self._report_to(due)
         return True
@@ -494,6 +492,8 @@ class Tracker:
         """Find out what the heads of others mean before a read of their records counts as complete."""
         if self.history is None:
             return
+        # in modes with local steps the trainer looks for a quorum at the end of its epochs only
+        self.history.keep_waiting(self.voters(), self._node.clock.monotonic_s())
         for writer, report, _ in received:
             contact = self._records.contacts.get(writer)
             if contact is not None:

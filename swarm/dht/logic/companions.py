@@ -103,7 +103,7 @@ class Companions:
     def to_ask(
         self, key: Key, owners: Collection[Owner], answered: Collection[PeerId], now_s: float, now_us: int
     ) -> list[Contact]:
-        """Return whom a read of a key asks beside those that have answered; nobody most of the time.
+        """Return the peers that a read of a key asks beside those that have answered; none most of the time.
         `owners`: of the records that were found.
         """
         run = run_of(key)

@@ -104,7 +104,7 @@ class DhtService:
             self.supervisor,
             self.timings,
         )
-        # beside the replicas, whom the records of runs are written to and read from
+        # members that the records of runs are written to and read from, beside the replicas
         self.companions = Companions(self.peer_id, self.standing, self.overlay.find_contact)
         self.namespaces = Namespaces()
         self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max, self.standing)

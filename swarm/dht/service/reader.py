@@ -294,7 +294,7 @@ class Reader:
         now_s = overlay.clock.monotonic_s()
         due = companions.to_ask(key, search.latest, search.versions_by_peer, now_s, overlay.now_us)
         has_answered = False
-        while due:  # those that were named are asked next, and nobody whom these name
+        while due:  # those that were named are asked next
             asked.update(contact.peer_id for contact in due)
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._ask_companion(search, contact)) for contact in due]

@@ -54,6 +54,7 @@ class Upkeep:
         self._rng = rng
         self._rejoin_candidates = RejoinCandidates(rng)
         self._remembered = frozenset[PeerId]()  # contacts of an earlier run: nothing is expected of them
+        self._attempts = 0  # that are in progress
         self._book_sampled_s = self._neighbours_looked_up_s = 0.0
         self._replication = replication
         self.join_attempted = asyncio.Event()  # a peer is known, or no peer answered the first attempt
@@ -91,6 +92,7 @@ class Upkeep:
         """Ping all contacts; the first that answers leads to the neighbours, without waiting for dead
         ones.
         """
+        self._attempts += 1
         limit = asyncio.Semaphore(_CONTACTS_AT_ONCE)
         reached: list[Contact] = []
 
@@ -103,9 +105,12 @@ class Upkeep:
                     self._neighbours_looked_up_s = self._overlay.clock.monotonic_s()
                     await self.find(self._overlay.own_id_number)
 
-        async with asyncio.TaskGroup() as group:
-            for contact in contacts[:_ATTEMPT_CONTACTS_MAX]:
-                group.create_task(ping(contact))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for contact in contacts[:_ATTEMPT_CONTACTS_MAX]:
+                    group.create_task(ping(contact))
+        finally:
+            self._attempts -= 1
         self.set_clock()
 
     async def find(self, target: int, wanted: int | None = None) -> tuple[Contact, ...]:
@@ -136,7 +141,7 @@ class Upkeep:
     async def _maintain(self) -> None:
         backoff = Backoff(REJOIN_S_FIRST, REJOIN_S_MAX, self._rng)
         while True:
-            if not len(self._overlay.table):
+            if not len(self._overlay.table) and not self._attempts:
                 await self._attempt(self._all_known_contacts())
             if len(self._overlay.table):
                 backoff.reset()

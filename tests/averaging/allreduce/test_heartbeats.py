@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from averaging.allreduce.logic.failure_detector import FailureDetector
+from averaging.allreduce.logic.failure_detector import REST_S, FailureDetector
 
 
 def answering(round_trip_s: float, seconds: int) -> tuple[FailureDetector, int]:
@@ -63,3 +63,71 @@ def test_a_member_that_only_receives_still_sends_heartbeats() -> None:
         if heartbeats:
             liveness.answered(1, 0.01)
     assert 50 * 0.05 / 0.35 <= heartbeats_sent <= 50 * 0.05 / 0.1
+
+
+def heartbeats_in_first_second(distant: bool) -> int:
+    """Return how many heartbeats a member gets in the first second of a round that answers each at once."""
+    liveness = FailureDetector([1], [], 0.0, distant=[1] if distant else [])
+    count = 0
+    for nth in range(1, 11):
+        heartbeats, dead = liveness.tick(nth / 10)
+        assert not dead
+        for place in heartbeats:
+            liveness.answered(place, 0.0)
+        count += len(heartbeats)
+    return count
+
+
+def test_members_that_exchange_no_values_cost_a_short_round_half_as_many_heartbeats() -> None:
+    assert heartbeats_in_first_second(distant=False) >= 5
+    assert heartbeats_in_first_second(distant=True) <= 3
+
+
+def test_a_silent_member_that_exchanges_no_values_with_this_one_is_found_nearly_as_soon() -> None:
+    died_s = {}
+    for distant in (False, True):
+        liveness = FailureDetector([1], [], 0.0, distant=[1] if distant else [])
+        liveness.answered(1, 0.01)
+        died_s[distant] = next(nth / 10 for nth in range(1, 100) if liveness.tick(nth / 10)[1])
+    assert died_s[True] <= died_s[False] + REST_S
+
+
+def pausing(places: list[int], pause_s: float, seconds: int) -> FailureDetector:
+    """Return a detector of members that are heard in bursts of ten messages, a pause after each, and of
+    member 0, which is heard all the time.
+    """
+    liveness = FailureDetector([0, *places], [], 0.0)
+    for nth in range(1, seconds * 10 + 1):
+        liveness.heard(0)
+        for place in places:
+            for _ in range(10 if nth % round(pause_s * 10) == 0 else 0):
+                liveness.heard(place)
+        _, dead = liveness.tick(nth / 10)
+        assert not dead
+    return liveness
+
+
+def test_a_burst_of_messages_does_not_hide_the_pause_before_it() -> None:
+    assert pausing([1], 0.6, 6).timeout_s(1) >= 0.3 + 3 * 0.5
+
+
+def test_where_most_members_pause_one_more_that_pauses_is_not_dead() -> None:
+    usual, alone = pausing([1, 2, 3], 0.6, 6), pausing([1], 0.6, 6)
+    assert usual.timeout_s(0) >= 0.3 + 3 * 0.5
+    assert alone.timeout_s(0) <= 1.1 + 1e-6  # the pauses of one member say nothing about another
+    assert usual.probe_s(0) >= 3 * 0.5  # nor is a probe of it answered sooner
+
+
+def test_a_process_that_was_late_judges_nobody_for_some_seconds() -> None:
+    liveness = FailureDetector([1], [], 0.0)
+    liveness.answered(1, 0.01)
+    liveness.tick(0.1)
+    liveness.tick(0.6)  # 0.4 s late
+    for nth in range(7, 27):
+        liveness.answered(1, 0.01)
+        liveness.tick(nth / 10)
+    assert liveness.probe_s(1) >= 1.6  # 2 s later
+    for nth in range(27, 200):
+        liveness.answered(1, 0.01)
+        liveness.tick(nth / 10)
+    assert liveness.probe_s(1) == pytest.approx(0.6)

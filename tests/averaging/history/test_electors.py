@@ -1,4 +1,4 @@
-"""How peers become electors: by certified work, and only so many in an hour; and what a thousand free
+"""How peers become electors: by certified work, and only a few in an hour; and what a thousand free
 identities get of it.
 """
 

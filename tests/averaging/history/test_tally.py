@@ -58,6 +58,21 @@ def test_a_peer_that_votes_twice_counts_for_nothing() -> None:
     assert votes.certificate is None
     votes.add(vote(B, about, X))
     assert votes.certificate is None
+    assert votes.results == {X: 1}
+
+
+def test_a_certificate_is_made_anew_when_a_vote_or_a_goodbye_comes() -> None:
+    votes, about = tally([A, B, C], [A, B, C])
+    votes.add(vote(A, about, X))
+    votes.add(vote(B, about, X))
+    assert votes.certificate is votes.certificate is not None
+    assert set(votes.certificate.votes) == {A, B}
+    votes.add(vote(C, about, X))
+    assert set(votes.certificate.votes) == {A, B, C}
+    votes.add(vote(C, about, Y))  # a liar
+    assert set(votes.certificate.votes) == {A, B}
+    votes.add(vote(B, about, Y))
+    assert votes.certificate is None
 
 
 @pytest.mark.parametrize("contributors", [1, 2, 3, 4])

@@ -9,8 +9,11 @@ import random
 
 import pytest
 
-from averaging.reduction.balance import ReducerLoad, shares
+from averaging.matchmaking.logic.group import Member
+from averaging.reduction.balance import REDUCERS_ALWAYS, SHARD_BYTES_MIN, ReducerLoad, shares, shares_of
 from swarm.core.errors import UsageError
+from swarm.core.ids import Address, Contact
+from swarm.testing.identities import SeededIdentity
 
 
 def load(
@@ -158,3 +161,39 @@ def test_shares_of_two_members_of_which_one_contributes_add_up_to_one(seed: int)
     ]
     assert sum(shares(members)) == pytest.approx(1.0)
     assert sum(shares(members[::-1])) == pytest.approx(1.0)
+
+
+def member(place: int, *, weight: float = 1.0, auxiliary: bool = False, bandwidth: float = 1e8) -> Member:
+    contact = Contact(SeededIdentity(place).peer_id, (Address("127.0.0.1", 4000 + place),))
+    return Member(contact=contact, weight=weight, bandwidth=bandwidth, auxiliary=auxiliary)
+
+
+def reducers(members: list[Member], size_bytes: int) -> list[int]:
+    found = shares_of(members, size_bytes)
+    assert sum(found) == pytest.approx(1.0)
+    return [place for place, share in enumerate(found) if share > 0.0]
+
+
+def test_a_large_group_shares_a_small_vector_among_as_few_members_as_its_bytes_need() -> None:
+    members = [member(place) for place in range(33)]
+    assert reducers(members, 1000) == list(range(REDUCERS_ALWAYS))
+    assert reducers(members, 20 * SHARD_BYTES_MIN) == list(range(20))
+    assert reducers(members, 33 * SHARD_BYTES_MIN) == list(range(33))
+
+
+def test_a_small_group_shares_any_vector_among_all_members() -> None:
+    members = [member(place) for place in range(REDUCERS_ALWAYS)]
+    assert reducers(members, 1) == list(range(REDUCERS_ALWAYS))
+
+
+def test_members_on_their_way_into_the_run_reduce_only_where_others_are_too_few() -> None:
+    joining = [member(place, weight=0.0, bandwidth=2e8) for place in range(10)]
+    trainers = [member(place) for place in range(10, 20)]
+    helper = member(20, weight=0.0, auxiliary=True)
+    assert not set(reducers([*joining, *trainers, helper], 1)) & set(range(10))
+    assert len(reducers([*joining, *trainers[:6], helper], 1)) == REDUCERS_ALWAYS
+
+
+def test_the_members_with_the_best_links_reduce_a_small_vector() -> None:
+    members = [member(place, bandwidth=1e8 if place % 2 else 4e8) for place in range(20)]
+    assert reducers(members, 1) == [0, 2, 4, 6, 8, 10, 12, 14]
