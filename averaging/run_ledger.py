@@ -16,7 +16,7 @@ from swarm.core.errors import PeerError
 from swarm.core.files import write_private
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
-from swarm.membership.ledger import Ledger
+from swarm.membership.ledger import MemberLedger
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _FILE_BYTES_MAX = 1 << 20
 
 
 class RunLedger:
-    """A `Ledger` that any thread may use."""
+    """A `MemberLedger` that any thread may use."""
 
     def __init__(
         self, own: PeerId, run: str, clock: Clock, standing: PeerStanding, path: Path | None = None
@@ -35,7 +35,7 @@ class RunLedger:
         """
         self._own, self._run, self._standing = own, run, standing
         self._head = b""  # up to which certificates were counted
-        self._ledger, self._clock, self._path = Ledger(own), clock, path
+        self._ledger, self._clock, self._path = MemberLedger(own), clock, path
         self._lock = threading.Lock()
         self._saved_s = clock.monotonic_s()
         if path is not None:
@@ -61,11 +61,11 @@ class RunLedger:
         with self._lock:
             self._ledger.contributed(samples, self._clock.swarm_s())
 
-    def fault(self, peer: PeerId, reason: str) -> None:
-        """Record that a member of a group kept its round from going well."""
+    def fault(self, peer: PeerId, reason: str, *, held: bool = False) -> None:
+        """Record that a member of a group kept its round from going well; `held`: as its leader."""
         _log.info("peer %s is passed over for some rounds: %s", peer, reason)
         with self._lock:
-            self._ledger.fault(peer, reason, self._clock.swarm_s())
+            self._ledger.fault(peer, reason, self._clock.swarm_s(), held=held)
 
     @property
     def rounds(self) -> int:
@@ -84,6 +84,7 @@ class RunLedger:
             electors=frozenset(electors),
             is_member=lambda peer: self._standing.is_member(peer, self._run),
             is_proven=self.has_standing,
+            is_holding=self._ledger.is_holding,
             is_passed_over=lambda peer: bool(electors) and passes_over and self._ledger.is_passed_over(peer),
         )
 

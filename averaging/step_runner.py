@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgpack
@@ -128,16 +128,18 @@ class StepRunner:
             history = options.history
             electors = history.electors if history is not None and not history.is_break else ()
             # peers may disagree on whom to pass over: their second attempt has everybody
-            precedence = self._groups.ledger.precedence(electors, passes_over=not self._attempts)
+            precedence = replace(
+                self._groups.ledger.precedence(electors, passes_over=not self._attempts),
+                may_be_alone=options.weight > 0.0
+                and history is not None
+                and (history.may_be_alone or (electors == (member.peer_id,) and not history.seats)),
+            )
             found = await self._groups.find(
                 member=member,
                 round_key=options.round_key,
                 deadline_s=search_end_s,
                 gathered=options.gathered,
                 electors=history.seats if history is not None else 0,
-                may_be_alone=options.weight > 0.0
-                and history is not None
-                and (history.may_be_alone or (electors == (member.peer_id,) and not history.seats)),
                 precedence=precedence,
             )
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s

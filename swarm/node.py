@@ -25,7 +25,7 @@ from swarm.core.standing import Founding, PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
-from swarm.net.channels import Channels
+from swarm.net.channels import Channels, ConnectionLimits
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
 from swarm.net.listening import announced, parse_listen
@@ -143,13 +143,13 @@ class Node:
             throttle=throttle,
             membership=self.membership,
             surroundings=surroundings,
-            dial_timeout_s=self.timings.dial_timeout_s,
+            limits=ConnectionLimits(dial_timeout_s=self.timings.dial_timeout_s),
         )
         self._server = Server(
             throttle=throttle,
             standing=self.standing,
             membership=self.membership,
-            on_called=surroundings.on_called,
+            surroundings=surroundings,
         )
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)

@@ -44,6 +44,7 @@ GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to not
 GRACE_S_MAX: Final = 60.0
 GRACE_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
 _CLOSED_MAX: Final = 1024  # attempts on one head in which a peer votes for none; in further ones it is silent
+_DECIDING: Final = "a majority of the {} peers that decide how this run goes on"
 _AWAKE_S_MAX: Final = 2.0  # of the grace that passes between two calls: a suspended machine does not wait
 
 
@@ -87,8 +88,6 @@ class Lineage:
         # this head was loaded, and may be older than that: this peer may have voted on it before
         self._restored = False
         self.growth = GrowthClock()
-
-    # ---- what it is
 
     @property
     def head(self) -> bytes:
@@ -244,8 +243,6 @@ class Lineage:
         self._promise, self._waited_s, self._waiting_at_s, self._restored = None, 0.0, None, restored
         self._closed, self._goodbyes = frozenset(), {}
 
-    # ---- rounds
-
     def propose(
         self,
         *,
@@ -400,6 +397,16 @@ class Lineage:
     def waited_s(self) -> float:
         """Return how long this peer has waited for a quorum, in seconds."""
         return self._waited_s
+
+    def waiting_text(self) -> str:
+        """Return a sentence about the quorum that this peer waits for, for people."""
+        waits = _DECIDING.format(len(self.electors))
+        return f"this peer waits for {waits} (for {self._waited_s:.0f} s so far)"
+
+    def lacking_text(self, present: Collection[PeerId]) -> str:
+        """Return why a group cannot commit, when only these electors can be reached."""
+        missing = sum(elector not in present for elector in self.electors)
+        return f"the group lacks {_DECIDING.format(len(self.electors))}; {missing} cannot be reached"
 
     @staticmethod
     def grace_s(epoch_s: float, *, refused: bool = False) -> float:

@@ -4,6 +4,7 @@ node serves all its runs.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +16,7 @@ from google.protobuf.message import DecodeError
 from averaging.history.chain import Chain
 from averaging.history.encoding import decode_chain
 from averaging.optim.state.snapshot import CHUNK_BYTES
-from swarm.core.errors import PeerError, UsageError
+from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.ids import Contact, PeerId
 from swarm.net.rpc import UNARY_BYTES_MAX, Caller, Method, Stream, StreamMethod
 from swarm.wire import state_pb2
@@ -166,3 +167,17 @@ async def fetch_chain(caller: Caller, run: str, contact: Contact, heads: Sequenc
     request = state_pb2.HistoryRequest(run=run, heads=heads)
     reply = await caller.call(contact, HISTORY, request, timeout_s=_HISTORY_TIMEOUT_S)
     return decode_chain(reply.chain)
+
+
+async def peers_at_head(caller: Caller, run: str, contacts: Sequence[Contact], head: bytes) -> set[PeerId]:
+    """Ask peers side by side. Return those that answer, and whose history ends with this head."""
+
+    async def has_head(contact: Contact) -> bool:
+        try:
+            return (await fetch_chain(caller, run, contact, [head])).last_head == head
+        except (NetworkError, PeerError):
+            return False
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = {one.peer_id: tasks.create_task(has_head(one)) for one in contacts}
+    return {peer for peer, answer in asked.items() if answer.result()}

@@ -31,7 +31,7 @@ from averaging.history.lineage import Lineage, Relation
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.tally import is_supported
-from averaging.optim.exchange import fetch_chain
+from averaging.optim.exchange import fetch_chain, peers_at_head
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
 from averaging.run_ledger import RunLedger
@@ -59,27 +59,24 @@ class RunHistory:
         ledger: RunLedger | None = None,
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
-        the grid. `introducers`: the peers that the user named to enter the swarm, in their order.
-        `ledger`: of this peer, which counts the certificates.
+        the grid. `introducers`: the peers that the user named, in their order. `ledger` counts certificates.
         """
-        self._node, self._run, self._sign = node, run, sign
-        self._own = node.contact.peer_id
+        self._node, self._run, self._own, self._sign = node, run, node.contact.peer_id, sign
         self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
-        self._lock = threading.Lock()
+        self._lock, self._wake = threading.Lock(), asyncio.Event()
         self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
         self._heads = KnownHeads()
         self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
-        self._probed_s, self._epoch_s = -1e9, 0.0  # the latter: how long an epoch took lately
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
-        self._has_left = False  # said goodbye: it votes no more
+        self._epoch_s = 0.0  # how long an epoch took when a quorum was looked for last
+        self._probed_s, self._has_left = -1e9, False  # the latter: it said goodbye, and votes no more
         self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
         self._comparing, self._fetches = asyncio.Lock(), asyncio.Semaphore(_FETCHES_MAX)
-        self._wake = asyncio.Event()
 
     # ---- this peer's state
 
@@ -204,8 +201,6 @@ class RunHistory:
         with self._lock:
             self._is_break = self._lineage.may_break(now_s, 0.0)
 
-    # ---- quorums
-
     def seek_quorum(self, present: Iterable[PeerId], now_s: float, epoch_s: float) -> bool:
         """Return whether this peer may try to commit: with the peers that are `present`, or after the grace,
         with a break. Call it every second or so while it may not.
@@ -243,8 +238,7 @@ class RunHistory:
     def quorum_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
         with self._lock:
-            waits = f"a majority of the {len(self._lineage.electors)} peers that decide how this run goes on"
-            return f"this peer waits for {waits} (for {self._lineage.waited_s:.0f} s so far)"
+            return self._lineage.waiting_text()
 
     def farewell(self) -> bytes:
         """Return the signed promise of a peer that leaves not to vote on this head; empty: it may not."""
@@ -434,8 +428,6 @@ class RunHistory:
         with self._lock:
             return state_pb2.HistoryReply(chain=encode_chain(self._lineage.chain(list(request.heads))))
 
-    # ---- rounds
-
     async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
         """Return why a group with these contributors cannot commit; "" when it can: they are a quorum, or
         with electors that live and have the same head.
@@ -447,25 +439,10 @@ class RunHistory:
             missing = self._heads.contacts(
                 peer for peer in self._lineage.electors if peer not in contributors and peer != self._own
             )
-        async with asyncio.TaskGroup() as tasks:
-            asked = {one.peer_id: tasks.create_task(self._has_head(one, head)) for one in missing}
-        present = {peer for peer, answer in asked.items() if answer.result()}
+        present = {self._own, *contributors}
+        present |= await peers_at_head(self._node.channels, self._run, missing, head)
         with self._lock:
-            if self._lineage.has_quorum({*contributors, *present}):
-                return ""
-            electors = self._lineage.electors
-        missing_count = len({*electors} - {*contributors, *present, self._own})
-        return (
-            f"the group lacks a majority of the {len(electors)} peers that decide how this run goes on; "
-            f"{missing_count} cannot be reached"
-        )
-
-    async def _has_head(self, contact: Contact, head: bytes) -> bool:
-        """Return whether a peer answers, and its history ends with this head."""
-        try:
-            return (await fetch_chain(self._node.channels, self._run, contact, [head])).last_head == head
-        except (NetworkError, PeerError):
-            return False
+            return "" if self._lineage.has_quorum(present) else self._lineage.lacking_text(present)
 
     def _may_vote(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
         """Return why this peer must not vote so; "" after it has promised to vote for nothing else on this
@@ -496,7 +473,6 @@ class RunHistory:
         """Vote as an elector on a round that this peer is not in, once a majority of its contributors has, or
         return why not.
         """
-        digest = proposal.digest()
         if not is_supported(proposal, result, votes):
             return "the votes of these contributors are no majority"
         if self._own not in self.root.electors:
@@ -506,4 +482,5 @@ class RunHistory:
             if not self._lineage.is_promised or self._may_vote(proposal, b""):
                 return reason
             result = b""
-        return Vote(voter=self._own, result=result, signature=self._sign(vote_statement(digest, result)))
+        statement = vote_statement(proposal.digest(), result)
+        return Vote(voter=self._own, result=result, signature=self._sign(statement))

@@ -1,4 +1,4 @@
-"""The ledger of one run on one peer: what this peer remembers of the others, and whom it passes over. Pure.
+"""The ledger of one run on one peer: what this peer remembers of the others, and which it passes over. Pure.
 
 Only proof of a lie travels between peers. Everything else (a member that stalls, that gives a round up while
 the others commit, that holds other averages than they do) may be the fault of a link, or of this peer itself.
@@ -54,13 +54,14 @@ class Account:
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """What this peer remembers about another one."""
+    """The memory of one other peer."""
 
     rounds: int = 0  # certified ones, to which it contributed
     samples: float = 0.0  # that it contributed to them, in groups of this peer
     faults: int = 0
     last_seen_s: float = 0.0  # Unix time
     reason: str = ""  # of the last fault
+    held: bool = False  # the last fault: it led a group of this peer, and did not begin
     account: Account = field(default_factory=Account)
 
     @property
@@ -69,7 +70,7 @@ class LedgerEntry:
         return self.rounds > 0
 
 
-class Ledger:
+class MemberLedger:
     """The ledger of one run. At most `entries_max` peers are remembered: those with certified rounds displace
     others, and of equals the one that was seen longest ago is forgotten.
     """
@@ -114,14 +115,16 @@ class Ledger:
             entry.samples = min(entry.samples + count, float(_COUNT_MAX))
             entry.account.success()
 
-    def fault(self, peer: PeerId, reason: str, now_s: float) -> None:
-        """Record that a member of a group kept its round from going well."""
+    def fault(self, peer: PeerId, reason: str, now_s: float, *, held: bool = False) -> None:
+        """Record that a member of a group kept its round from going well. `held`: as its leader, which
+        did not begin.
+        """
         if peer == self._own:
             return
         if not self.is_proven(peer):
             self._strangers.fault(self.rounds)
         if (entry := self._find_or_add(peer, now_s)) is not None:
-            entry.faults, entry.reason = min(entry.faults + 1, _COUNT_MAX), reason
+            entry.faults, entry.reason, entry.held = min(entry.faults + 1, _COUNT_MAX), reason, held
             entry.account.fault(self.rounds)
 
     # ---- who is passed over
@@ -134,6 +137,11 @@ class Ledger:
         if entry is not None and self.rounds < entry.account.until:
             return True
         return not self.is_proven(peer) and self.rounds < self._strangers.until
+
+    def is_holding(self, peer: PeerId) -> bool:
+        """Return whether a peer is passed over because it led a group and did not begin."""
+        entry = self._entries.get(peer)
+        return entry is not None and entry.held and self.is_passed_over(peer)
 
     # ---- on disk
 

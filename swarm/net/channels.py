@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -36,6 +37,7 @@ from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.scope import Surroundings
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.runtime.sockets import Endpoint
 from swarm.runtime.supervise import Supervisor
 
 _DIALED_MAX = 256
@@ -53,6 +55,7 @@ class ConnectionLimits:
 
     connections_max: int = CONNECTIONS_MAX
     idle_s: float = IDLE_S
+    dial_timeout_s: float = WAN.dial_timeout_s
 
 
 @dataclass(slots=True)
@@ -92,19 +95,18 @@ class Channels:
         *,
         membership: RunMembership | None = None,
         surroundings: Surroundings | None = None,
-        dial_timeout_s: float = WAN.dial_timeout_s,
         limits: ConnectionLimits | None = None,
     ) -> None:
         """`surroundings` say which addresses of a peer are dialed; None: all."""
         limits = limits or ConnectionLimits()
-        self._dial_timeout_s = dial_timeout_s
+        self._dial_timeout_s = limits.dial_timeout_s
         self._connections_max, self._idle_s = limits.connections_max, limits.idle_s
         self._own = identity.peer_id
         self._certificate = client_certificate(identity)
         self._on_connected = on_connected
         self._throttle = throttle or Throttle(Bandwidth())
         self._membership = membership  # of this process in an invited run: shown to every peer that is dialed
-        self._surroundings = surroundings
+        self._surroundings = surroundings or Surroundings()
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
@@ -354,10 +356,9 @@ class Channels:
                 contact,
                 self._certificate,
                 timeout_s=max(dial_s, 0.001),
-                surroundings=self._surroundings,
                 first=self._last_working.get(contact.peer_id),
                 options=self._throttle.options + (BULK_OPTIONS if link.number > 0 else ()),
-                on_dial=self._dialed.extend,
+                permitted=functools.partial(self._permitted, contact.peer_id),
             )
             if self._membership is not None:
                 await _admit(self._membership, contact.peer_id, connection, deadline_s - loop.time())
@@ -374,6 +375,13 @@ class Channels:
         if self._on_connected is not None:
             self._on_connected(contact, connection.address, connection.seconds)
         return connection
+
+    def _permitted(self, peer_id: PeerId, address: Address, endpoints: list[Endpoint]) -> list[Endpoint]:
+        """Return where a peer may be dialed, and remember these sockets as this node's."""
+        hosts = self._surroundings.dialable(peer_id, address, [host for host, _ in endpoints])
+        found = [one for one in endpoints if one[0] in hosts]
+        self._dialed.extend(found)
+        return found
 
     async def _make_room(self) -> None:
         while len(self._links) >= self._connections_max:

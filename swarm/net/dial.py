@@ -14,7 +14,8 @@ from swarm.core.errors import DeadlineExceeded, NetworkError
 from swarm.core.ids import ADDRESSES_MAX, Address, Contact
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
 from swarm.net.rpc import SIZE_OPTIONS
-from swarm.net.scope import NOT_DIALED, Surroundings
+from swarm.net.scope import NOT_DIALED
+from swarm.runtime.sockets import Endpoint
 
 _STAGGER_S = 0.2  # head start of the address that is dialed first
 _RESOLVED_MAX = 4
@@ -48,15 +49,13 @@ async def dial(
     own: KeyAndCertificate,
     *,
     timeout_s: float,
-    surroundings: Surroundings | None = None,
     first: Address | None = None,
     options: tuple[tuple[str, int], ...] = (),
-    on_dial: Callable[[list[tuple[str, int]]], None] = lambda endpoints: None,
+    permitted: Callable[[Address, list[Endpoint]], list[Endpoint]] = lambda address, endpoints: endpoints,
 ) -> Connection:
-    """Connect to the peer at any of its addresses that `surroundings` allow (None: any); `first` is tried
-    before the others. `options` are
-    gRPC options that add to the usual ones or replace them. `on_dial` is called with every (IP, port) before
-    it is dialed.
+    """Connect to the peer at any of its addresses; `first` is tried before the others. `options` are gRPC
+    options that add to the usual ones or replace them. `permitted` is called with each address and its
+    resolved (IP, port) pairs before they are dialed, and returns those that may be.
 
     Raises NetworkError that names the peer, each address and why it failed, or DeadlineExceeded when some
     address did not answer at all in `timeout_s`.
@@ -67,7 +66,7 @@ async def dial(
         trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem
     )
     addresses = sorted(contact.addresses[:ADDRESSES_MAX], key=lambda address: address != first)
-    race = _Race(contact, credentials, options, on_dial, surroundings or Surroundings())
+    race = _Race(contact, credentials, options, permitted)
     try:
         return await race.run(addresses, timeout_s)
     finally:
@@ -80,11 +79,9 @@ class _Race:
         contact: Contact,
         credentials: grpc.ChannelCredentials,
         options: tuple[tuple[str, int], ...],
-        on_dial: Callable[[list[tuple[str, int]]], None],
-        surroundings: Surroundings,
+        permitted: Callable[[Address, list[Endpoint]], list[Endpoint]],
     ) -> None:
-        self._on_dial = on_dial
-        self._surroundings = surroundings
+        self._permitted = permitted
         self._contact = contact
         self._credentials = credentials
         self._options = [
@@ -138,13 +135,10 @@ class _Race:
         except OSError as error:
             self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
             return None
-        hosts = [host for host, _ in resolved]
-        allowed = self._surroundings.dialable(self._contact.peer_id, address, hosts)
-        resolved = [one for one in resolved if one[0] in allowed]
+        resolved = self._permitted(address, resolved)
         if not resolved:
             self._failures[address] = NOT_DIALED
             return None
-        self._on_dial(resolved)
         channel = aio.secure_channel(_target(resolved), self._credentials, options=self._options)
         self._channels.append(channel)
         state = channel.get_state(try_to_connect=True)

@@ -8,6 +8,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -34,7 +35,7 @@ from swarm.net.rpc import (
     check_incoming,
     check_outgoing,
 )
-from swarm.net.scope import endpoint_of, prefix_of
+from swarm.net.scope import Surroundings, endpoint_of, prefix_of
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 
 _logger = logging.getLogger(__name__)
@@ -58,6 +59,15 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """Limits on what callers may do at a server."""
+
+    calls_max: int = 1024
+    calls_per_peer_max: int = 256
+    ping_interval_s_min: float = _PING_INTERVAL_S_MIN  # who pings an idle connection more often loses it
+
+
 class Server:
     """The gRPC server of a node. It identifies every caller by its certificate and bounds the calls that a
     caller may have open.
@@ -66,33 +76,31 @@ class Server:
     def __init__(
         self,
         *,
-        calls_max: int = 1024,
-        calls_per_peer_max: int = 256,
+        limits: CallLimits | None = None,
         throttle: Throttle | None = None,
-        ping_interval_s_min: float = _PING_INTERVAL_S_MIN,
         standing: PeerStanding | None = None,
         membership: RunMembership | None = None,
-        on_called: Callable[[PeerId, str], None] = lambda peer_id, host: None,
+        surroundings: Surroundings | None = None,
     ) -> None:
-        """`ping_interval_s_min`: a caller that pings an idle connection more often loses it. `standing`:
-        callers that are strangers share half of every limit. `membership`: of this process in an invited run;
-        it says which caller is answered. `on_called` is told from which host a peer calls.
+        """`standing`: callers that are strangers share half of every limit. `membership`: of this process in
+        an invited run; it says which caller is answered. `surroundings` learn from where peers call.
         """
+        limits = limits or CallLimits()
         self.throttle = throttle or Throttle(Bandwidth())
         self.standing = standing or PeerStanding()
         self.room = AnswerRoom(self.standing)
         self.reads = RequestReads(self.standing)
         self._membership = membership
-        self._calls_max = calls_max
+        self._calls_max = limits.calls_max
         self._options = (
             *_OPTIONS,
             *self.throttle.options,
-            ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * ping_interval_s_min)),
+            ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * limits.ping_interval_s_min)),
         )
-        self._on_called = on_called
-        self.calls = OpenCalls(self.standing, "calls", calls_max, calls_per_peer_max)
+        self._surroundings = surroundings or Surroundings()
+        self.calls = OpenCalls(self.standing, "calls", limits.calls_max, limits.calls_per_peer_max)
         self.call_streams = OpenCalls(
-            self.standing, "streams of shared calls", calls_max, STREAMS_PER_PEER_MAX
+            self.standing, "streams of shared calls", limits.calls_max, STREAMS_PER_PEER_MAX
         )
         self.connections = Connections(self.standing, lambda: self._port)
         self._port: int | None = None
@@ -154,7 +162,7 @@ class Server:
         """Return the caller of a connection whose other end gRPC names `peer`."""
         host, port = endpoint_of(peer)
         self.connections.on_called(peer_id, (host, port))
-        self._on_called(peer_id, host)
+        self._surroundings.on_called(peer_id, host)
         return RemoteCaller(peer_id, prefix_of(host))
 
     def refusal(self, peer_id: PeerId, method: str) -> str:

@@ -333,7 +333,7 @@ class _AttackRun:
                 one.cancel()
             await swarm.close()
         assert not self._violations.count, self._violations.lines
-        return self._figures(began_s, loop.time())
+        return self._figures(began_s)
 
     async def _found(self, calm_s: float) -> None:
         """Train in short epochs until no stranger becomes an elector at once any more, then in long ones."""
@@ -367,7 +367,7 @@ class _AttackRun:
     async def _strange(self, peer: SimulatedPeer) -> None:
         await Stranger(peer, self._honest).run([one.peer.contact for one in self._honest()])
 
-    def _figures(self, began_s: float, ended_s: float) -> AttackFigures:
+    def _figures(self, began_s: float) -> AttackFigures:
         committed = sorted(
             (committed_s, self._ledger.certificates[head])
             for head, committed_s in self._ledger.committed_s.items()
@@ -377,7 +377,7 @@ class _AttackRun:
         counted, since_s = committed[free:], committed[free - 1][0] if free else began_s
         contributors = [one.proposal.contributors for _, one in committed]
         return AttackFigures(
-            epochs_per_minute=60.0 * len(counted) / (ended_s - since_s),
+            epochs_per_minute=60.0 * len(counted) / max(counted[-1][0] - since_s, 1.0) if counted else 0.0,
             epochs=len(counted),
             rounds_failed=self._rounds_failed,
             by_stranger=sum(not self._members.issuperset(peers) for peers in contributors),

@@ -10,7 +10,7 @@ import pytest
 
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
-from swarm.membership.ledger import ENTRIES_MAX, Ledger
+from swarm.membership.ledger import ENTRIES_MAX, MemberLedger
 
 
 def peer(number: int) -> PeerId:
@@ -21,13 +21,13 @@ OWN = peer(0)
 MEMBERS = [peer(number) for number in range(1, 5)]
 
 
-def ledger_of_members() -> Ledger:
-    ledger = Ledger(OWN)
+def ledger_of_members() -> MemberLedger:
+    ledger = MemberLedger(OWN)
     ledger.certified(MEMBERS, 0.0)
     return ledger
 
 
-def rounds_passed_over(ledger: Ledger, one: PeerId) -> int:
+def rounds_passed_over(ledger: MemberLedger, one: PeerId) -> int:
     """Return how many of the rounds after the present one go by before a peer is taken again."""
     ledger.certified([], 0.0)  # the round with the fault
     count = 0
@@ -95,6 +95,16 @@ def test_a_stranger_that_contributes_has_an_account_of_its_own() -> None:
     assert (entry.rounds, entry.samples, entry.last_seen_s) == (1, 5.0, 7.0)
 
 
+def test_a_leader_that_did_not_begin_is_known_as_such_while_it_is_passed_over() -> None:
+    ledger = ledger_of_members()
+    ledger.fault(MEMBERS[0], "it did not begin", 0.0, held=True)
+    assert ledger.is_holding(MEMBERS[0])
+    rounds_passed_over(ledger, MEMBERS[0])
+    assert not ledger.is_holding(MEMBERS[0])
+    ledger.fault(MEMBERS[0], "it stalls", 0.0)
+    assert not ledger.is_holding(MEMBERS[0])
+
+
 def test_this_peer_never_blames_itself() -> None:
     ledger = ledger_of_members()
     ledger.fault(OWN, "it stalls", 0.0)
@@ -103,7 +113,7 @@ def test_this_peer_never_blames_itself() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_members_displace_strangers_and_never_the_reverse(seed: int) -> None:
-    rng, ledger = random.Random(seed), Ledger(OWN, entries_max=8)
+    rng, ledger = random.Random(seed), MemberLedger(OWN, entries_max=8)
     members: set[PeerId] = set()
     for now_s in range(200):
         one = peer(rng.randrange(1, 40))
@@ -117,7 +127,7 @@ def test_members_displace_strangers_and_never_the_reverse(seed: int) -> None:
 
 
 def test_of_equals_the_one_that_was_seen_longest_ago_is_forgotten() -> None:
-    ledger = Ledger(OWN, entries_max=2)
+    ledger = MemberLedger(OWN, entries_max=2)
     for number, now_s in ((1, 1.0), (2, 2.0), (1, 3.0), (3, 4.0)):
         ledger.contributed({peer(number): 1.0}, now_s)
     assert [ledger.is_proven(peer(number)) for number in (1, 2, 3)] == [True, False, True]
@@ -129,7 +139,7 @@ def test_the_copy_on_disk_keeps_what_is_known_and_the_steps_of_the_pauses() -> N
     for _ in range(2):
         ledger.fault(MEMBERS[0], "it stalls", 5.0)
         rounds_passed_over(ledger, MEMBERS[0])
-    again = Ledger(OWN)
+    again = MemberLedger(OWN)
     again.load(json.loads(json.dumps(ledger.encode())))
     assert again.encode() == ledger.encode()
     assert not again.is_passed_over(MEMBERS[0]), "a peer that starts again meets everybody once"
@@ -164,6 +174,6 @@ def test_what_is_no_ledger_changes_nothing(document: Any) -> None:
 
 def test_a_copy_that_is_too_long_is_cut() -> None:
     rows = [[peer(number).public_key.hex(), 1, 0.0, 0, 0.0, 0] for number in range(1, ENTRIES_MAX + 10)]
-    ledger = Ledger(OWN)
+    ledger = MemberLedger(OWN)
     ledger.load({"format": 1, "rounds": 1, "peers": rows})
     assert len(ledger) == ENTRIES_MAX

@@ -179,7 +179,7 @@ def test_records_with_expensive_values_do_not_freeze_a_peer(node: Node, is_signe
         )
         return signed(record, ATTACKER) if is_signed else record
 
-    request = DhtStoreRequest(sender=SENDER, records=[record_to_wire(record_of(n)) for n in range(15)])
+    request = DhtStoreRequest(sender=SENDER, records=[record_to_wire(record_of(n)) for n in range(10)])
 
     async def scenario() -> None:
         async with channel_to(node) as channel:
@@ -190,7 +190,7 @@ def test_records_with_expensive_values_do_not_freeze_a_peer(node: Node, is_signe
         if is_signed:
             assert set(refusals) == {""}
         else:
-            assert list(refusals) == [FORGED] * 8 + ["its sender forges records"] * 7
+            assert list(refusals) == [FORGED] * 8 + ["its sender forges records"] * 2
 
     run(scenario)
 
@@ -233,7 +233,7 @@ def test_connections_without_a_call_take_little_memory_and_lose_it_again(
         try:
             ends = [asyncio.create_task(reader.read()) for reader, _ in held]
             ended = 0
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(12):  # gRPC itself gives up a handshake after 20 s
                 while ended < 3 * idle_max:  # the node closes them
                     await asyncio.wait(
                         [end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED

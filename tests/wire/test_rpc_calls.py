@@ -13,7 +13,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.net.rpc import Handlers, Method
-from swarm.net.server import Server
+from swarm.net.server import CallLimits, Server
 from swarm.wire import peer_pb2
 from tests.wire.call_pair import ECHO, echo, pair, run
 
@@ -186,7 +186,7 @@ def test_a_handler_is_cancelled_when_its_caller_disconnects() -> None:
 
 def test_open_calls_per_caller_are_limited() -> None:
     async def scenario() -> None:
-        async with pair(Server(calls_per_peer_max=3)) as two:
+        async with pair(Server(limits=CallLimits(calls_per_peer_max=3))) as two:
             release = asyncio.Event()
 
             async def slow(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:

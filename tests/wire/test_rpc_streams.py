@@ -19,7 +19,7 @@ from swarm.net.certificate import client_certificate
 from swarm.net.channels import Channels
 from swarm.net.dial import dial
 from swarm.net.rpc import Handlers, Stream, StreamMethod
-from swarm.net.server import Server
+from swarm.net.server import CallLimits, Server
 
 TALK = StreamMethod(name="/swarm.Test/Talk", message_bytes_max=1 << 20)
 
@@ -352,7 +352,7 @@ def test_idle_stream_lives_while_its_caller_pings_no_more_often_than_the_server_
     async def scenario() -> None:
         identity, caller, handlers = Identity.generate(), Identity.generate(), Handlers()
         handlers.stream(TALK, echo)
-        server = Server(ping_interval_s_min=0.5)
+        server = Server(limits=CallLimits(ping_interval_s_min=0.5))
         port = await server.start(identity, handlers, "127.0.0.1", 0)
         connection = await dial(
             Contact(identity.peer_id, (Address("127.0.0.1", port),)),

@@ -21,7 +21,7 @@ from swarm.net.calls import CALLS_NAME
 from swarm.net.channels import Channels
 from swarm.net.room import AnswerRoom, PeerRoom
 from swarm.net.rpc import Handlers, Method
-from swarm.net.server import Server
+from swarm.net.server import CallLimits, Server
 from swarm.wire import peer_pb2
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
@@ -158,7 +158,7 @@ def test_a_large_request_is_sent_as_a_call_of_its_own() -> None:
 
 def test_a_handler_that_never_waits_is_counted_in_and_out_and_kept_to_the_limits() -> None:
     async def scenario() -> None:
-        async with pair(Server(calls_per_peer_max=20)) as two:
+        async with pair(Server(limits=CallLimits(calls_per_peer_max=20))) as two:
             seen: list[int] = []
 
             def direct(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:

@@ -141,13 +141,15 @@ def _nobody(peer_id: PeerId) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precedence:
-    """What stands behind the other peers of one search, from this peer's point of view."""
+    """The standing of the other peers of one search, from this peer's point of view."""
 
     # of the head that the group extends, the same in all searches under one key; empty: all peers are alike
     electors: frozenset[PeerId] = frozenset()
     is_member: IsMember = _nobody  # of the run
     is_proven: IsMember = _nobody  # it is a member, or has contributed to a certified round
     is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
+    is_holding: IsMember = _nobody  # the reason is that it led a group and did not begin
+    may_be_alone: bool = False  # a group of this peer alone is large enough
 
     def is_stranger(self, peer_id: PeerId) -> bool:
         """Return whether nothing stands behind a peer, in a run that has electors."""

@@ -450,6 +450,8 @@ class PeerTable:
             and peer.follows is not None
             and peer.round_key == key
             and not self.passes_over(peer_id)
+            # its followers will find out themselves, at their deadlines
+            and not self._precedence.is_holding(peer.follows.contact.peer_id)
         }
         return [
             (order(peer.rank), peer)

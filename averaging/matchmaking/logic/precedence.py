@@ -1,9 +1,9 @@
-"""Who comes first where a search has only so much room or time: in the places that it asks, in its table of
-peers, as its leader, and in its group. Pure.
+"""The order of peers where a search has only so much room or time: in the places that it asks, in its table
+of peers, as its leader, and in its group. Pure.
 
 In the order of what stands behind a peer: electors of the head, which all peers of a search know alike; other
-members of the run; peers that have contributed to a certified round; strangers. Whom this peer passes over
-(`swarm.membership.ledger`) leads nothing that it follows, and follows nothing that it leads.
+members of the run; peers that have contributed to a certified round; strangers. A peer that this one passes
+over (`swarm.membership.ledger`) leads nothing that it follows, and follows nothing that it leads.
 """
 
 from __future__ import annotations

@@ -122,11 +122,9 @@ class GroupService:
         deadline_s: float,
         gathered: bytes = b"",
         electors: int = 0,
-        may_be_alone: bool = False,
         precedence: Precedence = NO_PRECEDENCE,
     ) -> Group | SearchFailed:
         """Search for a group until `deadline_s` (monotonic seconds); after a group, call `round_over`.
-        `may_be_alone`: whether a group of this peer alone is large enough, once it has waited for the others.
 
         Cancelling informs the followers and the leader. In a grid the search alternates between this peer's
         cell and, when nobody is left to wait for there, the lobby of unmatched peers. `electors`: search in
@@ -142,7 +140,7 @@ class GroupService:
             weight=member.weight,
             gathered=gathered,
             precedence=precedence,
-            may_be_alone=may_be_alone,
+            may_be_alone=precedence.may_be_alone,
         )
         cells = self.cells
         place, stay_until_s = cells.grid.electors if electors else cells.grid.home, -math.inf
@@ -156,7 +154,7 @@ class GroupService:
                     cells.on_group_formed(outcome)
                     return outcome
                 if outcome is not None and outcome.held_by is not None:
-                    self.ledger.fault(outcome.held_by, "it led a group, and did not begin in time")
+                    self.ledger.fault(outcome.held_by, "it led a group, and did not begin", held=True)
                 now_s = self._clock.monotonic_s()
                 stay_until_s = -math.inf
                 if outcome is None:  # the grid has another shape by now

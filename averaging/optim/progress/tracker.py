@@ -63,12 +63,11 @@ class Tracker:
         `on_full` is called with the lock held when this peer's epoch is full and its round begins. `history`:
         of this peer's state; None in modes without a common state.
         """
-        self._observes = target is None
-        self._blocklist = blocklist or PeerBlocklist(node.contact.peer_id, node.clock)
+        self._observes, self.own = target is None, node.contact.peer_id
+        self._blocklist = blocklist or PeerBlocklist(self.own, node.clock)
         self._node, self.run_id, self._on_full = node, run, on_full
         self.history = history  # of this peer's state; None in modes without a common state
         dht, now_s = node.dht.service, node.clock.swarm_s()
-        self.own = node.contact.peer_id
         self.tree = Tree(dht, run, self.own, now_s)  # this peer's place in a run of several shards
         self._records = ProgressRecords(lambda: node.contact, dht, node.clock, self.tree)
         self._progress = EpochProgress(
@@ -77,9 +76,7 @@ class Tracker:
         self._lock = threading.Lock()
         # wakes the trainer's thread: an epoch began, or a refresh ended
         self._changed = node.network.waits.condition(self._lock)
-        self._refreshes = 0
-        self._refreshing = False
-        self._refreshed_s = -1e9
+        self._refreshes, self._refreshing, self._refreshed_s = 0, False, -1e9
         self._full_epoch = -1  # the latest epoch that was agreed to be full
         self._full_epoch_of_others = -1  # the latest epoch that another peer announced as full
         self._announced_epoch = -1  # the latest epoch that this peer announced as full
@@ -92,8 +89,10 @@ class Tracker:
             gap_s=0.0,
         )
         self._announce = ChangeEvent()  # announce the full epoch now
-        self._closed = False
-        self._unreported: set[PeerId] = set()  # peers in the records that this peer has not reported to yet
+        self._closed, self._unreported = (
+            False,
+            set[PeerId](),
+        )  # the latter: known by records, and not told yet
 
     # --- the trainer's thread
 
@@ -375,9 +374,9 @@ class Tracker:
         for attempt in range(2):
             now_s = self._node.clock.swarm_s()
             with self._changed:
+                ours = self._progress.epoch
                 if not self._progress.standing.counts(peer):
                     return False
-                ours = self._progress.epoch
                 if epoch <= ours + 1:
                     self._full_epoch_of_others = max(self._full_epoch_of_others, epoch)
                 self.full_announcements += attempt == 0 and epoch == ours

@@ -46,7 +46,7 @@ REPLICATION_INTERVAL_S = 900.0
 SECOND_HOLDER_DELAY_S = 3.0
 QUERIES_PER_CALL_MAX = 64
 RECORDS_PER_CALL_MAX = 256
-# Bytes of records in one call; the limit of a request is twice as high.
+# Bytes of records in one call; the limit of a request leaves room for their other fields.
 RECORD_BYTES_PER_CALL_MAX = 512 << 10
 # Entries of 16 bytes, and keys, in one call that compares the records of two peers.
 ENTRIES_PER_SUMMARY_MAX = 2048

@@ -63,7 +63,7 @@ STORE = Method(
     name="/swarm.Dht/Store",
     request=DhtStoreRequest,
     reply=DhtStoreReply,
-    request_bytes_max=1 << 20,
+    request_bytes_max=640 << 10,
     reply_bytes_max=256 << 10,
 )
 HOLDS = Method(

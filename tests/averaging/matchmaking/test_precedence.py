@@ -1,4 +1,4 @@
-"""Who comes first in a group: seats, weights and reducers of newcomers, and peers that are passed over."""
+"""The order of peers in a group: seats, weights and reducers of newcomers, and peers that are passed over."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def precedence(
     )
 
 
-# ---- whom a peer passes over
+# ---- the peers that a peer passes over
 
 
 @pytest.mark.parametrize(
@@ -274,6 +274,16 @@ def test_a_leader_that_is_passed_over_is_followed_once_others_follow_it() -> Non
     assert bench.machine.following is None
     bench.follows(6, leader=8)
     assert [effect.contact for effect in bench.poll(0.2) if isinstance(effect, SendJoin)] == [contact(8)]
+
+
+def test_a_leader_that_held_this_peer_is_not_followed_again_beside_those_that_it_still_holds() -> None:
+    """Their deadlines are a moment later. Four peers followed such a leader again and again, in turn."""
+    order = replace(precedence((OWN, 6, 7, 8), passed_over=(8,)), is_holding=ids(8).__contains__)
+    bench = Bench(order, holders=(6, 7, 8))
+    bench.searches(8, 1.0)
+    for number in (6, 7):
+        bench.follows(number, leader=8)
+    assert not [effect for effect in bench.poll(0.2) if isinstance(effect, SendJoin)]
 
 
 def test_of_two_peers_neither_passes_over_the_other() -> None:

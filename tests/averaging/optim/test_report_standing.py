@@ -1,4 +1,4 @@
-"""Whose reports close an epoch: those of electors, and of newcomers from their first certified round on."""
+"""The reports that close an epoch: those of electors, of newcomers from their first certified round on."""
 
 from __future__ import annotations
 

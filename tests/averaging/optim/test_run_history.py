@@ -40,6 +40,9 @@ def history_with(calls: Any) -> RunHistory:
         network=SimpleNamespace(loop=asyncio.get_running_loop()),
         standing=PeerStanding(),
         clock=SystemClock(),
+        dht=SimpleNamespace(
+            service=SimpleNamespace(companions=SimpleNamespace(named_by=lambda run, introducers: []))
+        ),
     )
     return RunHistory(node, "run", SeededIdentity(1).sign, group_size_max=64)
 

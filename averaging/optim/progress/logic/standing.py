@@ -1,4 +1,4 @@
-"""Whose reports count, and with how much. Pure."""
+"""The reports that count, and with how much. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE_RATIO_MAX = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ReportStanding:
-    """What stands behind the reports that one peer has. `own` is this peer."""
+    """The standing of the peers whose reports one peer has. `own` is this peer."""
 
     own: PeerId
     electors: Collection[PeerId] = ()  # of this peer's head
