@@ -82,6 +82,7 @@ class _Attempt:
     deadline_s: float
     started_s: float
     codec: str = EXACT
+    among: frozenset[PeerId] = frozenset()  # as in `load`
     failures: dict[PeerId, str] = field(default_factory=dict)
     partial: PartialState | None = None  # chunks of an incomplete download
     bytes_received: int = 0
@@ -134,7 +135,7 @@ class CatchUp:
         """
         retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, self._node.rng)
         now_s = self.clock.monotonic_s()
-        attempt = _Attempt(self.clock, retries, deadline_s=now_s + timeout_s, started_s=now_s, codec=codec)
+        attempt = _Attempt(self.clock, retries, now_s + timeout_s, now_s, codec, among)
         self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, timeout_s), first=True)
         while True:
             if self._blocklist.own_is_banned:
@@ -234,7 +235,7 @@ class CatchUp:
             partial=attempt.partial,
             pool=self._node.network.pool,
             codec=attempt.codec,
-            electors=self._electors,
+            electors=lambda: self._electors(attempt.among),
             waits_for_electors=attempt.seconds < _ELECTORS_WAIT_S,
         )
         # until a donor has a place for it, this peer is in nobody's way: rounds do not wait for it
@@ -267,11 +268,15 @@ class CatchUp:
             attempt.partial = download.partial
         return self._install(attempt, downloaded, captured, epoch)
 
-    def _electors(self) -> list[Contact]:
-        """Return the electors of the swarm's head that can be called, the most senior first."""
+    def _electors(self, among: frozenset[PeerId]) -> list[Contact]:
+        """Return the electors of the swarm's head that can be called, the most senior first. `among`: only
+        these, where a round has found which of them hold the state.
+        """
         ignored = {self._node.peer_id, *self.distrusted, *self._blocklist.banned}
         found = self._history.electors() if self._history is not None else ()
-        contacts = [self._tracker.contact(peer) for peer in found if peer not in ignored]
+        contacts = [
+            self._tracker.contact(peer) for peer in found if peer not in ignored and peer in (among or found)
+        ]
         return [contact for contact in contacts if contact is not None and contact.addresses]
 
     def _reserve(self, attempt: _Attempt, download: Download, donors: list[Contact]) -> bool:

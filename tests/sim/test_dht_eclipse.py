@@ -109,8 +109,8 @@ def test_members_read_every_record_of_each_other_while_their_keys_are_surrounded
 def test_a_newcomer_reads_every_record_of_the_members_and_they_read_its_own(
     kind: type[HostilePeer], by_member: bool, seed: int
 ) -> None:
-    """It comes by a member, or by a peer that takes no part in the run, as `swarm bootstrap` does, by which
-    the members have come, too.
+    """The newcomer comes by a member, or by a peer that takes no part in the run, as `swarm bootstrap` does,
+    by which the members have come, too.
     """
 
     async def scenario(network: SimulatedNetwork) -> None:

@@ -40,7 +40,7 @@ _CALLERS_MAX: Final = 64  # of one run; those that came first stay
 
 @dataclass(slots=True)
 class _Read:
-    """What others said about a key."""
+    """This is what others said about a key."""
 
     asked_s: float = -math.inf
     # of the records that members had when they were asked last, with the time when they expire, in µs

@@ -109,7 +109,7 @@ class DhtService:
         self.namespaces = Namespaces()
         self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max, self.standing)
         self._validator = RecordValidator(self.namespaces)
-        self.replication = Replication(self.overlay, self.storage, self.rng)
+        self.replication = Replication(self.overlay, self.storage, self.rng, self.companions)
         self._cache = ReadCache(CACHED_MAX, CACHED_BYTES_MAX)
         self._issued = IssuedRecords(self.peer_id, self.overlay.now_us)
         self._written = WrittenReplicas()
@@ -120,7 +120,6 @@ class DhtService:
             self.replication,
             self._cache,
             self._issued,
-            self.companions,
         )
         self._replica.serve(self.handlers)
         self.reader = Reader(
@@ -130,7 +129,6 @@ class DhtService:
             self.replication,
             self._cache,
             self.supervisor,
-            self.companions,
         )
         self.upkeep = Upkeep(self.overlay, self.replication, self.supervisor, self.rng)
         self._joins = 0

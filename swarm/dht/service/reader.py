@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.cache import CachedAnswer, ReadCache
-from swarm.dht.logic.companions import Companions
 from swarm.dht.logic.constants import (
     ENTRIES_PER_SUMMARY_MAX,
     LOCAL_READ_TTL_S,
@@ -118,14 +117,13 @@ class Reader:
         replication: Replication,
         cache: ReadCache,
         supervisor: Supervisor,
-        companions: Companions,
     ) -> None:
         self._overlay = overlay
         self._storage = storage
         self._replica = replica
         self._replication = replication
         self._supervisor = supervisor
-        self._companions = companions
+        self._companions = replication.companions
         self.cache = cache
         self.running: dict[tuple[Key, bool], RecordSearch] = {}
 

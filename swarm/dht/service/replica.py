@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from swarm.core.errors import PeerError
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.cache import CachedAnswer, ReadCache
-from swarm.dht.logic.companions import Companions
 from swarm.dht.logic.constants import (
     ENTRIES_PER_SUMMARY_MAX,
     KEYS_PER_SUMMARY_MAX,
@@ -77,7 +76,6 @@ class ReplicaStore:
         replication: Replication,
         cache: ReadCache,
         issued: IssuedRecords,
-        companions: Companions,
     ) -> None:
         self._overlay = overlay
         self._issued = issued
@@ -85,7 +83,7 @@ class ReplicaStore:
         self._validator = validator
         self._replication = replication
         self._cache = cache
-        self._companions = companions
+        self._companions = replication.companions
 
     def serve(self, handlers: Handlers) -> None:
         """Register the handlers of the DHT's calls."""

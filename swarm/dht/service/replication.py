@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.core.notify import ChangeEvent
+from swarm.dht.logic.companions import Companions
 from swarm.dht.logic.constants import (
     ENTRIES_PER_SUMMARY_MAX,
     KEYS_PER_SUMMARY_MAX,
@@ -53,7 +54,11 @@ _CALLS_AT_LEAVING_MAX = 8
 class Replication:
     """The replication work of one peer."""
 
-    def __init__(self, overlay: Overlay, storage: Storage, rng: random.Random) -> None:
+    def __init__(
+        self, overlay: Overlay, storage: Storage, rng: random.Random, companions: Companions
+    ) -> None:
+        """`companions`: the peers that hold records of runs beside the replicas."""
+        self.companions = companions
         self._overlay = overlay
         self._storage = storage
         self._rng = rng
