@@ -27,9 +27,9 @@ GOES_ON_S = GRACE_S_MIN + 12.0
 def test_peers_that_lost_the_quorum_go_on_after_the_grace(
     mode: str, epoch_s: float, moment: int, cut: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of four peers, the two that decide a tie are killed or cut off. Of the others, one may be in a search
-    for a group, while the other one has noticed. With local steps they train on meanwhile. `moment`: in 24ths
-    of an epoch, and the seed.
+    """The two of four peers that decide a tie are killed or cut off. One of the others may be in a search for
+    a group when the other one has noticed. With local steps they train on meanwhile. `moment`: in 24ths of
+    an epoch, and the seed.
     """
     caplog.set_level(logging.CRITICAL)
     goes_on_s = run_virtual(_seconds_until_two_of_four_go_on(mode, epoch_s, moment, cut=cut))
