@@ -8,9 +8,6 @@ from __future__ import annotations
 REPLICAS = 5
 # Peers in a bucket of the routing table (Kademlia's k), and in the neighbourhood of a key; at least REPLICAS.
 BUCKET_MAX = 20
-# A peer with fewer contacts takes them for the whole swarm, and stores with the first call instead of
-# searching before. More: peers of a large swarm that have just come store at peers that are not the nearest.
-KNOWN_ALL_MAX = 64
 # Calls in flight while searching for peers; reads and writes ask all replicas at once.
 PARALLEL = 4
 # A read joins a search for the same key that began at most this long ago. This is how stale a shared

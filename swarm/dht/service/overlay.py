@@ -18,7 +18,6 @@ from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
 from swarm.core.presets import Timings
 from swarm.dht.logic.clock_offset import ClockOffset
 from swarm.dht.logic.constants import (
-    KNOWN_ALL_MAX,
     REPLICAS,
     STABLE_AFTER_S,
     SUSPECT_S,
@@ -250,10 +249,10 @@ class Overlay:
 
     @property
     def knows_all(self) -> bool:
-        """Return whether this peer probably knows all peers: in a large swarm a table soon has more. When it
-        is wrong, a search still ends at the nearest peers, and stores at some more on its way.
+        """Return whether this peer probably knows all peers: each peer that it has met could have told it of
+        so many.
         """
-        return len(self.table) < KNOWN_ALL_MAX
+        return len(self.table) < self.bucket_max
 
     def replicas(self, dht_id: int) -> list[Contact]:
         """Return the peers that should hold a key, as far as this peer knows: nearest first, itself included

@@ -314,10 +314,9 @@ class Reader:
             members=True,
             have=have,
         )
-        search.asked += 1
         reply = await overlay.ask(contact, FIND, request)
         if reply is None or len(reply.results) != 1:
-            return None
+            return None  # it may be an address that nobody ever answered at, and makes no read fail
         try:
             members = overlay.contacts_from_answer(reply.results[0].members)
         except PeerError:
@@ -326,7 +325,7 @@ class Reader:
         validated = await self._replica.validate(reply.results[0].records)
         records = [one for one in validated if isinstance(one, Record) and one.key == key]
         search.merge(records)
-        search.answers += 1
+        search.asked, search.answers = search.asked + 1, search.answers + 1
         owners = {record.owner: record.expiration_us for record in records}
         self._companions.on_answer(key, owners, overlay.clock.monotonic_s(), overlay.now_us)
         return self._companions.on_named(key, contact.peer_id, members)
