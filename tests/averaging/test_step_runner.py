@@ -14,9 +14,11 @@ from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.certificate import RoundKind
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group, Member
+from averaging.run_ledger import RunLedger
 from averaging.step_runner import RoundOptions, StepRunner
 from swarm.core.clock import SystemClock
 from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.standing import PeerStanding
 from swarm.testing.identities import SeededIdentity
 
 MEMBER = Member(
@@ -29,6 +31,7 @@ class Groups:
 
     def __init__(self) -> None:
         self.overs: list[bool] = []
+        self.ledger = RunLedger(MEMBER.peer_id, "run", SystemClock(), PeerStanding())
 
     async def find(self, **_: Any) -> Group:
         return Group(group_id=bytes(32), members=(MEMBER,), codec="float32", gathered=(b"",))
