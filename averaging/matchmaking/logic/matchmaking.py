@@ -143,7 +143,13 @@ class Matchmaker:
         )
         begin_by_s = request.deadline_s - _BEGIN_EARLY_SHARE * max(request.deadline_s - now_s, 0.0)
         self._search = Search(
-            request=request, member=member, query=query, table=table, started_s=now_s, begin_by_s=begin_by_s
+            request=request,
+            member=member,
+            query=query,
+            table=table,
+            group_size=self._target_group_size,
+            started_s=now_s,
+            begin_by_s=begin_by_s,
         )
         table.on_holders(self._history.holders, self._history.unreachable(now_s))
 

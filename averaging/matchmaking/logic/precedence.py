@@ -56,12 +56,14 @@ def displaced_from_group(
     return strangers[-1] if strangers and is_member(peer_id) else None
 
 
-def seated(followers: Sequence[PeerId], precedence: Precedence) -> list[PeerId]:
-    """Return the followers that this peer begins its round with. Strangers have at most as many seats as
-    everybody else together, this peer included: the first that came.
+def seated(followers: Sequence[PeerId], group_size: int, precedence: Precedence) -> list[PeerId]:
+    """Return the followers that this peer begins its round with. Strangers have at most half of the seats of
+    a full group: the first that came. So one elector takes in many newcomers at once.
+
+    `group_size`: seats of a full group.
     """
     strangers = [peer for peer in followers if precedence.is_stranger(peer)]
-    excess = strangers[1 + len(followers) - len(strangers) :]
+    excess = strangers[max(group_size // 2, 1) :]
     return [peer for peer in followers if peer not in excess]
 
 

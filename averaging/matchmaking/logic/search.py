@@ -45,6 +45,7 @@ class Search:
     member: Member
     query: LookForGroup
     table: PeerTable
+    group_size: int  # of a full group
     started_s: float
     begin_by_s: float  # when this peer, as leader, begins with the followers it has
     followers: dict[PeerId, GroupFollower] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class Search:
     @property
     def size(self) -> int:
         """Return how many members a group of this peer would have now."""
-        return 1 + len(seated(list(self.followers), self.request.precedence))
+        return 1 + len(seated(list(self.followers), self.group_size, self.request.precedence))
 
     def leads(self, query: LookForGroup) -> bool:
         """Return whether this peer leads the one that sent this query, rather than following it."""
@@ -72,7 +73,7 @@ class Search:
 
     def unseated(self) -> dict[PeerId, GroupFollower]:
         """Take out the followers that have no seat in the group, and return them."""
-        seats = seated(list(self.followers), self.request.precedence)
+        seats = seated(list(self.followers), self.group_size, self.request.precedence)
         return {peer_id: self.followers.pop(peer_id) for peer_id in [*self.followers] if peer_id not in seats}
 
     def displace_stranger(self, peer_id: PeerId, answer: Answer) -> AnswerJoin | None:
