@@ -40,6 +40,7 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
             group_id=group.group_id,
             contributors=contributors,
             electors=next_electors,
+            register=next_register,
         )
     return Proposal(
         run=history.run,
