@@ -191,7 +191,7 @@ def test_duplicated_messages_train_once() -> None:
         assert {version for server in servers for version in server.versions.values()} == {1}
 
 
-# in the second step two calls without a hedge go to a slow server whose only call of the first step was given up
+# in the second step two calls without a hedge go to a server whose only call of the first step was given up
 SEED_OF_A_KNOWN_FAULT = 5
 
 
