@@ -68,7 +68,7 @@ class EpochCloser:
         self._traits = mode.traits
         self._epoch_began_s = self._clock.monotonic_s()
         self._sought_s = -math.inf  # when a quorum was looked for last during a round
-        self._round_is_break = False  # the round that runs now began after the grace
+        self.round_is_break = False  # the latest attempt began after the grace
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
 
     def is_behind(self) -> bool:
@@ -89,7 +89,7 @@ class EpochCloser:
         history = self._history
         if self.is_behind():
             return True
-        if history is None or history.grid_rounds > 1 or not history.root.electors or self._round_is_break:
+        if history is None or history.grid_rounds > 1 or not history.root.electors or self.round_is_break:
             return False
         now_s = self._clock.monotonic_s()
         if now_s - self._sought_s >= _QUORUM_POLL_S:
@@ -135,7 +135,7 @@ class EpochCloser:
         grace. Return None then, or the outcome of an attempt that ends here: others went on meanwhile, or the
         mode trains on while it waits.
         """
-        history = self._history
+        history, self.round_is_break = self._history, False
         if history is None:
             return None
         if not history.has_begun:
@@ -154,7 +154,7 @@ class EpochCloser:
             if self._traits.keeps_progress and not history.waits_briefly:
                 return CloseOutcome(stepped=False, reason=history.quorum_text(), rounds_failed=failed)
             self._tracker.wait_refresh(_QUORUM_POLL_S)
-        self._round_is_break = history.is_break
+        self.round_is_break = history.is_break
         if history.is_break:
             _log.warning("going on without a majority of the peers that decide about this run")
         return None

@@ -66,7 +66,7 @@ class EpochLoop:
         self._failed_at_samples = 0
         self._retry_at_samples = 0  # samples at which it is tried again: after as many more as had led to it
         self._announcements_at_failure = 0  # the tracker's `full_announcements` when the round failed
-        self._grace_was_over = False  # for a quorum, when the round failed
+        self._failed_after_grace = False  # the round that failed was to go on without a quorum
 
     def step(self, samples: int) -> StepReport:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
@@ -215,7 +215,7 @@ class EpochLoop:
         return (
             self._learner.samples >= self._retry_at_samples
             or self._tracker.full_announcements > self._announcements_at_failure
-            or (self._grace_is_over() and not self._grace_was_over)
+            or (self._grace_is_over() and not self._failed_after_grace)
         )
 
     def _grace_is_over(self) -> bool:
@@ -313,7 +313,8 @@ class EpochLoop:
         )
         if not outcome.stepped:
             self._announcements_at_failure = self._tracker.full_announcements
-            self._grace_was_over = self._grace_is_over()
+            # a search that was given up at the end of the grace is tried again at once, with the others
+            self._failed_after_grace = self._closer.round_is_break
             if self._traits.keeps_progress:
                 self._retry_at_samples, self._failed_at_samples = (
                     2 * contributed - self._failed_at_samples,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from averaging.history.certificate import RoundKind
+from averaging.history.certificate import Certificate, RoundKind, vote_statement
 from averaging.history.lineage import Lineage
 from averaging.run_ledger import RunLedger
 from swarm.core.standing import PeerStanding
 from swarm.testing.identities import SeededIdentity
 
 RUN = "r"
-OWN, OTHER = SeededIdentity(0), SeededIdentity(1)
+OWN, OTHER, STRANGER = SeededIdentity(0), SeededIdentity(1), SeededIdentity(2)
 
 
 @dataclass
@@ -53,6 +53,31 @@ def test_each_certificate_is_counted_once_and_its_electors_are_members() -> None
     assert standing.is_member(OTHER.peer_id, RUN)
     assert one.has_standing(OTHER.peer_id)
     assert not one.has_standing(OWN.peer_id)
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_an_elector_that_was_only_named_by_certificates_is_no_member(works: bool) -> None:
+    """Regression test: a stranger that sent nothing in three groups became an elector, and from then on its
+    claims of samples filled the epochs.
+    """
+    standing, lineage = PeerStanding(), Lineage(RUN, OTHER.peer_id)
+    certify_alone(lineage, OTHER)
+    contributors, one = [OTHER, STRANGER], ledger(standing=standing)
+    proposal = lineage.propose(
+        epoch=2,
+        kind=RoundKind.EPOCH,
+        group_id=bytes(32),
+        contributors=[each.peer_id for each in contributors],
+        is_break=False,
+    )
+    statement = vote_statement(proposal.digest(), bytes(32))
+    votes = {each.peer_id: each.sign(statement) for each in contributors if works or each is OTHER}
+    lineage.extend(Certificate(proposal=proposal, result=bytes(32), votes=votes, goodbyes={}))
+    assert STRANGER.peer_id in lineage.electors
+    for _ in range(2):
+        one.follow(lineage)
+        assert standing.is_member(STRANGER.peer_id, RUN) is works
+        assert standing.is_member(OTHER.peer_id, RUN)
 
 
 def test_a_restarted_process_remembers_its_ledger(tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ class ProgressRecords:
             changed = replace(report, rate=last.rate, at_s=last.at_s, since_s=last.since_s) != last
             if not changed and self._tree.published is None and now_s - at_s < REPORT_TTL_S / 3:
                 return True
-            report = replace(report, at_s=max(report.at_s, now_s if not changed else 0.0))
+            # others forget a peer whose values are as old as a record: one that waits would be gone for them
+            aged = not changed or now_s - report.at_s >= REPORT_TTL_S / 3
+            report = replace(report, at_s=max(report.at_s, now_s if aged else 0.0))
         value = {**report.encode(), "addresses": self._own().published}
         if self._tree.published is not None:
             value["total"] = self._tree.published.encode()

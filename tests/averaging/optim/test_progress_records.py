@@ -52,6 +52,20 @@ def test_a_record_is_written_when_it_is_new_or_a_third_of_its_ttl_is_over() -> N
     asyncio.run(scenario())
 
 
+def test_a_peer_that_waits_is_there_although_its_values_are_old() -> None:
+    """Its first record after the last step took over the time of that step, and expired before the next."""
+    dht = Dht()
+    records = records_of(dht)
+
+    async def scenario() -> None:
+        for samples, at_s in ((100, 1000.0), (101, 1004.9), (102, 1005.0)):
+            dht.now_s = at_s
+            await records.publish(replace(REPORTED, samples=samples))
+
+    asyncio.run(scenario())
+    assert [value["at"] for _, value in dht.stored] == [1000.0, 1000.0, 1005.0]
+
+
 def test_only_a_written_record_is_withdrawn() -> None:
     dht = Dht()
     records = records_of(dht)
