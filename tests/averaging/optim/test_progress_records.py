@@ -53,7 +53,7 @@ def test_a_record_is_written_when_it_is_new_or_a_third_of_its_ttl_is_over() -> N
 
 
 def test_a_peer_that_waits_is_there_although_its_values_are_old() -> None:
-    """Regression test: the first record after the last step took over the time of that step, and expired before the next."""
+    """Regression test: a record with the time of the last step expired before the next record."""
     dht = Dht()
     records = records_of(dht)
 
