@@ -96,7 +96,7 @@ fuzz-quick: install-dev
 
 sim-quick:
 	@$(MAKE) --no-print-directory sim PEERS=40 HOURS=0.2
-	@$(MAKE) --no-print-directory sim PEERS=4 HOURS=0.02 SCENARIO=training ARGS="--seeds 200"
+	@$(MAKE) --no-print-directory sim PEERS=4 HOURS=0.02 SCENARIO=training ARGS="--seeds 100"
 
 check: install-dev
 	$(BIN)/ruff format --check .

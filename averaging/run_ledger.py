@@ -46,7 +46,7 @@ class RunLedger:
 
         A certificate names everybody who was to contribute. Who has voted did contribute; of rounds that this
         peer was in it knows more (`contributed`). So an elector that the last certificate has admitted is no
-        member yet if it was not seen to work: three groups in which it sent nothing may have made it one.
+        member yet if it has not been seen to work: it may have sent nothing in its three groups.
         """
         if lineage.head == self._head:
             return
