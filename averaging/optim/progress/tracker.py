@@ -89,8 +89,7 @@ class Tracker:
             gap_s=0.0,
         )
         self._announce = ChangeEvent()  # announce the full epoch now
-        self._unreported = set[PeerId]()  # known by records, and not told yet
-        self._closed = False
+        self._closed, self._unreported = False, set[PeerId]()  # the latter: known by records, not told yet
 
     # --- the trainer's thread
 
@@ -121,7 +120,9 @@ class Tracker:
             return
         root, progress.abstains = history.root, history.abstains
         progress.head, progress.certified_epoch = root.head, history.certified_epoch
-        progress.standing = ReportStanding(self.own, root.electors, history.ledger.has_standing)
+        # while every contributor becomes an elector, nobody is a stranger: peers that begin together
+        electors = () if root.root_register.at_once else root.electors
+        progress.standing = ReportStanding(self.own, electors, history.ledger.has_standing)
         peers, there = progress.standing.peers(progress.others(self._node.clock.swarm_s()))
         history.size.update(progress.total.peers if progress.total else peers, there)
 
