@@ -142,15 +142,8 @@ class Matchmaker:
             first_max=QUERIED_PEERS_MAX if request.expected else FIRST_MAX,
         )
         begin_by_s = request.deadline_s - _BEGIN_EARLY_SHARE * max(request.deadline_s - now_s, 0.0)
-        self._search = Search(
-            request=request,
-            member=member,
-            query=query,
-            table=table,
-            group_size=self._target_group_size,
-            started_s=now_s,
-            begin_by_s=begin_by_s,
-        )
+        size = self._target_group_size
+        self._search = Search(request, member, query, table, size, started_s=now_s, begin_by_s=begin_by_s)
         table.on_holders(self._history.holders, self._history.unreachable(now_s))
 
     def stop(self, now_s: float) -> None:

@@ -249,8 +249,8 @@ class Overlay:
 
     @property
     def knows_all(self) -> bool:
-        """Return whether this peer probably knows all peers: each peer that it has met could have told it of
-        so many.
+        """Return whether this peer probably knows all peers: those that fit into one bucket it was told of by
+        the first peer that it met.
         """
         return len(self.table) < self.bucket_max
 
