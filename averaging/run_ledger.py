@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -12,8 +11,7 @@ from pathlib import Path
 from averaging.history.lineage import Lineage
 from averaging.matchmaking.logic.messages import Precedence
 from swarm.core.clock import Clock
-from swarm.core.errors import PeerError
-from swarm.core.files import write_private
+from swarm.core.files import read_json_copy, write_private
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.membership.ledger import MemberLedger
@@ -39,7 +37,7 @@ class RunLedger:
         self._lock = threading.Lock()
         self._saved_s = clock.monotonic_s()
         if path is not None:
-            self._load(path)
+            read_json_copy(path, "ledger", _FILE_BYTES_MAX, self._ledger.load)
 
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
@@ -110,23 +108,3 @@ class RunLedger:
             write_private(self._path, json.dumps(document).encode())
         except OSError as error:
             _log.warning("the ledger %s cannot be written: %s", self._path, error)
-
-    def _load(self, path: Path) -> None:
-        """Read the copy on disk. A copy that cannot be read is set aside and does not prevent the start."""
-        try:
-            with path.open("rb") as stream:
-                self._ledger.load(json.loads(stream.read(_FILE_BYTES_MAX)))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            _log.warning("the ledger %s cannot be read, and this peer begins a new one: %s", path, error)
-        except (ValueError, RecursionError, PeerError) as error:
-            aside = path.with_name(f"{path.name}.damaged")
-            with contextlib.suppress(OSError):  # then the next save replaces it
-                path.replace(aside)
-            _log.warning(
-                "the ledger %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
-                path,
-                error or type(error).__name__,
-                aside.name,
-            )

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from swarm.core.errors import PeerError
+
+_log = logging.getLogger(__name__)
+
+# what reading a file raises that holds something else, or is nested too deep for JSON
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, PeerError)
 
 
 def replace_durably(path: Path, write_to: Callable[[Path], object]) -> None:
@@ -35,3 +46,29 @@ def write_private(path: Path, raw: bytes) -> None:
             stream.write(raw)
 
     replace_durably(path, write_to)
+
+
+def read_json_copy(path: Path, name: str, bytes_max: int, take: Callable[[Any], None]) -> None:
+    """Let `take` read the JSON document of a file that a program can do without, `name` in messages. A
+    missing file is no document. A damaged one is moved aside, and one that cannot be read does not stop the
+    program; both are logged. `take` raises PeerError, or what values of wrong types raise, for a document
+    that it cannot use.
+    """
+    try:
+        with path.open("rb") as stream:
+            take(json.loads(stream.read(bytes_max)))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _log.warning("the %s %s cannot be read, and this node begins a new one: %s", name, path, error)
+    except _DAMAGE as error:
+        aside = path.with_name(f"{path.name}.damaged")
+        with contextlib.suppress(OSError):  # then the next save replaces it
+            path.replace(aside)
+        _log.warning(
+            "the %s %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
+            name,
+            path,
+            error or type(error).__name__,
+            aside.name,
+        )

@@ -6,7 +6,6 @@ PeerID in the handshake, so a wrong entry costs one failed attempt.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -16,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from swarm.core.errors import UsageError
-from swarm.core.files import write_private
+from swarm.core.files import read_json_copy, write_private
 from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
 
 _logger = logging.getLogger(__name__)
 
-# what reading a file raises that is not a peer book, or is nested too deep for JSON
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _FILE_BYTES_MAX = 4 << 20
 _FORMAT = 1
 _ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean
@@ -60,7 +57,7 @@ class PeerBook:
         self._lock = threading.Lock()
         self._changed = False
         if path is not None:
-            self._load(path)
+            read_json_copy(path, "peer book", _FILE_BYTES_MAX, self._take)
 
     def add_reported(self, contact: Contact) -> None:
         """Add addresses that another peer reported. They come after those that are known already."""
@@ -146,30 +143,9 @@ class PeerBook:
                     ).peer_id
                 ]
 
-    def _load(self, path: Path) -> None:
-        """Read the copy on disk. A copy that cannot be read is set aside and does not prevent the start."""
-        try:
-            with path.open("rb") as stream:
-                document = json.loads(stream.read(_FILE_BYTES_MAX))
-            peers = [_from_json(item) for item in _checked(document)]
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            _logger.warning(
-                "the peer book %s cannot be read, and this node begins a new one: %s", path, error
-            )
-            return
-        except _DAMAGE as error:
-            aside = path.with_name(f"{path.name}.damaged")
-            with contextlib.suppress(OSError):  # then the next save replaces it
-                path.replace(aside)
-            _logger.warning(
-                "the peer book %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
-                path,
-                error or type(error).__name__,
-                aside.name,
-            )
-            return
+    def _take(self, document: Any) -> None:
+        """Take over the entries of the copy on disk."""
+        peers = [_from_json(item) for item in _checked(document)]
         for peer in peers[: self._entries_max]:
             if peer.peer_id != self._own:
                 self._peers[peer.peer_id] = peer
