@@ -33,6 +33,7 @@ from swarm.net.contacts import contact_to_wire
 from swarm.wire import state_pb2
 from swarm.wire.calls_pb2 import Call, CallBatch
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
+from swarm.wire.peer_pb2 import Contact as WireContact
 
 CONNECTIONS = 13  # of a flood of calls
 IDLE_CONNECTIONS = 500
@@ -111,7 +112,7 @@ async def _repeat(seconds: float, one: Callable[[int], Awaitable[int]], side_by_
     return total
 
 
-def _sender(identity: Identity):  # type: ignore[no-untyped-def]
+def _sender(identity: Identity) -> WireContact:
     return contact_to_wire(Contact(identity.peer_id))
 
 

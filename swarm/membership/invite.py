@@ -217,10 +217,14 @@ def make_invite(run: RunIdentity, issuer: Identity, held: Grants, terms: Terms, 
         standing = _own_standing(run, held, now_s, issuer.peer_id)
         uses = min(uses, standing.grants[-1].uses)
         expires_s = min(expires_s, int(standing.expires_s))
-    key = Identity.generate() if terms.peer is None else None
+    private, subject = b"", terms.peer
+    if subject is None:
+        key = Identity.generate()
+        private = key.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+        subject = key.peer_id
     grant = Grant(
-        kind="invite" if key is not None else "peer",
-        subject=key.peer_id if key is not None else terms.peer,  # type: ignore[arg-type]
+        kind="invite" if private else "peer",
+        subject=subject,
         roles=terms.roles,
         uses=uses,
         issued_s=int(now_s),
@@ -231,7 +235,6 @@ def make_invite(run: RunIdentity, issuer: Identity, held: Grants, terms: Terms, 
         check_rooted(run_id, run.owners, grants, now_s)
     except PeerError as error:
         raise UsageError(f"this identity cannot give that invite to {run.name}: {error}") from error
-    private = key.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption()) if key else b""
     return Invite(run=run, contacts=(), grants=grants, key=private)
 
 
