@@ -161,7 +161,7 @@ class TestReplicaStats:
         stats = replica_stats(selection_exponent=50.0, budget=HedgeBudget(budget_max=2.0))
         stats.answered("e", THREE, 1.0)
         for peer in (ONE, TWO):
-            stats.overtaken("other", peer, 0.0)
+            stats.slow("other", peer, 0.0, "it was overtaken")
         assert stats.order("e", PEERS, 0.5)[0] == THREE, "for a while they come last"
         first = stats.order("e", PEERS, 2.0)[0]
         assert first in (ONE, TWO), "unknown ones count as quick"

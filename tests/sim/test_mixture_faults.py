@@ -191,17 +191,7 @@ def test_duplicated_messages_train_once() -> None:
         assert {version for server in servers for version in server.versions.values()} == {1}
 
 
-# in the second step two calls without a hedge go to a server whose only call of the first step was given up
-SEED_OF_A_KNOWN_FAULT = 5
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.xfail(strict=True)] if seed == SEED_OF_A_KNOWN_FAULT else [])
-        for seed in range(12)
-    ],
-)
+@pytest.mark.parametrize("seed", range(12))
 def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
     """Half of the servers become slow at once. As many calls are delayed for a moment as second requests had
     accumulated; an expert beyond these, if the draw sent more calls to the slow half, is replaced for its

@@ -82,7 +82,7 @@ class ReplicaStats:
 
         `declared_waits_s` holds for each of `peers` how long a request waits there by its declaration, 0 when
         it declares none. The wait that came with the peer's last answer counts instead while it is recent. A
-        peer that was overtaken lately comes last, for a while as after failures. After that, until it answers
+        peer that was slow lately comes last, for a while as after failures. After that, until it answers
         in time, it still comes last while it is working on another call of this peer, or while the hedging
         budget has no second request left that could rescue the attempt.
         """
@@ -165,12 +165,12 @@ class ReplicaStats:
         """Record that a replica refused, was late, or gave an unusable answer."""
         self._avoidance.failed((uid, peer), now_s, reason)
 
-    def overtaken(self, uid: str, peer: PeerId, now_s: float) -> None:
-        """Record that another replica, asked later, answered first. Slowness is attributed to the whole peer:
-        where there is a choice, other peers come first.
+    def slow(self, uid: str, peer: PeerId, now_s: float, reason: str) -> None:
+        """Record that another replica, asked later, answered first, or that a call was given up. Slowness is
+        attributed to the whole peer: where there is a choice, other peers come first.
         """
-        self._avoidance.failed((_SLOW, peer), now_s, "it was overtaken")
-        self.failed(uid, peer, now_s, "it was overtaken by another replica")
+        self._avoidance.failed((_SLOW, peer), now_s, reason)
+        self.failed(uid, peer, now_s, reason)
 
     def overloaded(self, peer: PeerId, now_s: float) -> None:
         """Record that a peer's queue is full. It is not avoided, but where there is a choice other peers come

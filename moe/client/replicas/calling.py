@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _TOO_SLOW = "it was too slow to be waited for"
+_OVERTAKEN = "it was overtaken by another replica"
 _REPEATS_MAX = 3  # of a backward pass that got no reply
 _REPEAT_FIRST_S = 0.05  # before the first repetition; doubles
 # share of the remaining time that one attempt may take, so that a lost reply can be asked for again
@@ -202,10 +203,10 @@ class ReplicaCalls:
                 now_s, winner = self.clock.monotonic_s(), hedged.winner
                 for task, peer in running.items():
                     if task.cancel() and winner is not None and asked_s[peer] < asked_s[winner]:
-                        self.stats.overtaken(str(call.uid), peer, now_s)
+                        self.stats.slow(str(call.uid), peer, now_s, _OVERTAKEN)
                     # it had at least half of the available time
                     elif winner is None and asked_s[peer] < (begun_s + now_s) / 2.0:
-                        self.stats.failed(str(call.uid), peer, now_s, _TOO_SLOW)
+                        self.stats.slow(str(call.uid), peer, now_s, _TOO_SLOW)
         if hedged.winner is None:
             raise error
         return ForwardResult(call.uid, by_peer[hedged.winner], reply)
