@@ -33,6 +33,10 @@ from swarm.net.rpc import Handlers
 from swarm.net.server import Server
 
 
+def is_one_of(means: list[float], found: torch.Tensor | None) -> bool:
+    return found is None or bool(sum(found == float(mean) for mean in set(means)).bool().all())
+
+
 async def main() -> None:
     loop = asyncio.get_running_loop()
     identity, handlers, server = Identity.generate(), Handlers(), Server()
@@ -62,10 +66,8 @@ async def main() -> None:
         outcome = await begun
         survivors = [place for place in places if place != setup["victim"]]
         means = [sum(some) / len(some) for some in (places, survivors)]
-        found = outcome.vector
-        right = found is None or bool(
-            sum(found == torch.tensor(float(mean)) for mean in set(means)).bool().all()
-        )
+        # not on this thread: while it compares, this peer would be silent for those that still commit
+        right = await loop.run_in_executor(None, is_one_of, means, outcome.vector)
         least = min([outcome.contributions.get(member.peer_id, 0.0) for member in chosen])
         left_out = {str(peer_id): why for peer_id, why in outcome.left_out.items()}
         result = [outcome.failed, outcome.reason, outcome.digest, right, time.time(), least, left_out]
