@@ -119,6 +119,12 @@ class RunHistory:
             return self._lineage.abstains
 
     @property
+    def is_bound(self) -> bool:
+        """Return whether this peer cannot vote on its head before it learns how an earlier attempt ended."""
+        with self._lock:
+            return self._lineage.is_bound
+
+    @property
     def certified_epoch(self) -> int:
         """Return the epoch that certificates prove: of this peer's history or of one that it should
         follow.
@@ -154,6 +160,7 @@ class RunHistory:
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,
+                leave=self._leave,
                 find_contact=self._find_contact,
             )
 
@@ -456,12 +463,16 @@ class RunHistory:
                 return "it admits further electors before an hour has passed"
             reason = self._lineage.refusal(proposal, result)
             if not reason:
-                self._lineage.promise(proposal, result)
+                self._lineage.promise(proposal, result, outside=outside)
             return reason
 
     def _release(self, proposal: Proposal) -> None:
         with self._lock:
             self._lineage.release(proposal)
+
+    def _leave(self, proposal: Proposal) -> bool:
+        with self._lock:
+            return self._lineage.leave(proposal)
 
     async def _find_contact(self, peer: PeerId) -> Contact | None:
         with self._lock:

@@ -264,6 +264,7 @@ def lineage(
         may_begin=may_begin,
         may_vote=may_vote,
         release=lambda proposal: None,
+        leave=lambda proposal: False,
         find_contact=find_contact,
     )
 
