@@ -388,7 +388,8 @@ class RunHistory:
             for contacts in holders:
                 tasks.create_task(self._fetch_from_one(contacts))
         with self._lock:
-            chosen = self._offers.choose(self._lineage, self._heads.reported())
+            voices = self._heads.reported(self._node.clock.monotonic_s())
+            chosen = self._offers.choose(self._lineage, voices)
             if chosen is not None and (self._ahead is None or self._ahead.chain != chosen.chain):
                 self._ahead = chosen
                 _log.info("of %s this peer follows that in epoch %d", self._offers, chosen.chain.epoch)
@@ -411,9 +412,9 @@ class RunHistory:
                 self._judge(contact, chain)
                 return True
             except NetworkError as error:
-                if "connection refused" in str(error).lower():
-                    with self._lock:
-                        self._heads.refused(contact.peer_id)
+                refused = "connection refused" in str(error).lower()
+                with self._lock:
+                    self._heads.missed(contact.peer_id, self._node.clock.monotonic_s(), refused=refused)
             except PeerError as error:
                 _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
             return False
