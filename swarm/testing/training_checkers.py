@@ -233,6 +233,8 @@ class TrainingChecks:
 
     def newest(self, live: Collection[TrainingPeer]) -> bytes | None:
         """Return the newest head that a live peer holds."""
+        for one in live:  # all of them may have moved since the last watch
+            self.ledger.read(one, asyncio.get_running_loop().time())
         heads = {bytes.fromhex(one.optimizer.history_head) for one in live if one.optimizer is not None}
         found = [head for head in heads if head in self.ledger.certificates]
         return max(
