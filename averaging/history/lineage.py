@@ -310,8 +310,8 @@ class Lineage:
         return ""
 
     def promise(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> None:
-        """Remember the vote that is about to be sent. One for none (b"") binds in this attempt only. `outside`:
-        this peer is not in the attempt's group.
+        """Remember the vote that is about to be sent. One for none (b"") binds in this attempt only.
+        `outside`: this peer is not in the attempt's group.
         """
         self._promises = self._promises.voted(proposal, result, outside=outside)
 
