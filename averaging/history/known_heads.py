@@ -10,8 +10,8 @@ from swarm.core.ids import Contact, PeerId
 _DISMISSED_MAX = 1024  # beyond this the head that was dismissed first is compared again
 _PEERS_MAX = 256  # beyond this the peer that was silent for the longest time is forgotten
 _ASKED_MAX = 3  # peers that are asked for the history of one head, one after the other
-# A peer that answers no call for this long has no voice any more; its records have expired by then. Too large:
-# the dead keep a newcomer from following the living; too small: who can silence peers decides what it follows
+# A peer that answers no call for this long has no voice any more: its records have expired by then. Too
+# large: the dead keep a newcomer from following the living; too small: who silences peers decides for it
 SILENT_S = 15.0
 
 
