@@ -32,6 +32,7 @@ from averaging.history.electors import (
     GrowthClock,
     Register,
     electors_after,
+    leaving,
 )
 from averaging.history.promises import Promises
 from swarm.core.errors import PeerError
@@ -242,13 +243,15 @@ class Lineage:
         group_id: bytes,
         contributors: Sequence[PeerId],
         is_break: bool,
+        gone: Collection[PeerId] = (),
         new_hour: bool = False,
     ) -> Proposal:
         """Return the proposal of a round of this group on the present head. One group is enough for the
-        epoch after it.
+        epoch after it. `gone`: peers whose goodbyes all members of the group know.
         """
+        gone = leaving(self.electors, self.register, contributors, gone, is_break=is_break)
         electors, register = electors_after(
-            self.electors, self.register, contributors, is_break=is_break, new_hour=new_hour
+            self.electors, self.register, contributors, gone=gone, is_break=is_break, new_hour=new_hour
         )
         return Proposal(
             run=self.run,
@@ -259,6 +262,7 @@ class Lineage:
             contributors=tuple(contributors),
             electors=electors,
             register=register,
+            gone=gone,
             new_hour=new_hour,
             is_break=is_break,
         )
@@ -279,7 +283,12 @@ class Lineage:
         to the head of an earlier process, with another state, and could have voted there before.
         """
         proposal = self.propose(
-            epoch=epoch, kind=kind, group_id=group_id, contributors=(self.own,), is_break=is_break
+            epoch=epoch,
+            kind=kind,
+            group_id=group_id,
+            contributors=(self.own,),
+            is_break=is_break,
+            gone=self._goodbyes,
         )
         result = blake3(b"swarm alone\0" + proposal.digest()).digest()
         signature = sign(vote_statement(proposal.digest(), result))

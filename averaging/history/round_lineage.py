@@ -44,6 +44,13 @@ class RoundLineage:
     find_contact: Callable[[PeerId], Awaitable[Contact | None]]
 
     @property
+    def gone(self) -> int:
+        """Return the electors that have left with a goodbye, as far as this peer knows: a bit for each
+        elector, the lowest for the most senior one.
+        """
+        return sum(1 << place for place, peer in enumerate(self.electors) if peer in self.goodbyes)
+
+    @property
     def may_be_alone(self) -> bool:
         """Return whether a group of this peer alone may begin: of two peers, the one that is busy with a long
         step signs as an elector. In a larger swarm such groups would compete with those of all others. Before

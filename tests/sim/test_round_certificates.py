@@ -16,7 +16,15 @@ from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.outcome import RoundOutcome
-from averaging.history.certificate import NO_HEAD, Proposal, RoundKind, Vote, genesis, vote_statement
+from averaging.history.certificate import (
+    NO_HEAD,
+    Proposal,
+    RoundKind,
+    Vote,
+    genesis,
+    goodbye_statement,
+    vote_statement,
+)
 from averaging.history.electors import Register, electors_after
 from averaging.history.promises import Promises
 from averaging.history.round_lineage import RoundLineage
@@ -24,6 +32,7 @@ from averaging.matchmaking.logic.group import Group, Member
 from averaging.mixed_codecs import MixedCodecs
 from averaging.reduction.framing import pack, unpack
 from swarm.core.ids import Contact, PeerId
+from swarm.testing.identities import SeededIdentity
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
@@ -456,6 +465,33 @@ def test_newcomers_that_vote_for_none_do_not_keep_the_electors_from_committing(c
             outcome.certificate.check(electors, Register(at_once=0))
             assert outcome.certificate.proposal.electors == tuple(electors)
         assert len({outcome.digest for outcome in outcomes}) == 1
+        await scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("unaware", [None, 0, 2])
+def test_an_elector_leaves_the_list_once_all_members_of_a_group_know_its_goodbye(unaware: int | None) -> None:
+    scene = Scene(13, [1.0] * 3)
+    leaver = SeededIdentity(99)
+    electors = [scene.peers[0].peer_id, scene.peers[1].peer_id, leaver.peer_id]
+    goodbyes = {leaver.peer_id: leaver.sign(goodbye_statement("a run", genesis("a run")))}
+    for place in range(3):
+        known = {} if place == unaware else goodbyes
+        history = replace(lineage(electors, {}), register=Register(at_once=0), goodbyes=known)
+        scene.histories[place] = history
+        member = replace(scene.group.members[place], gone=history.gone)
+        members = (*scene.group.members[:place], member, *scene.group.members[place + 1 :])
+        scene.group = replace(scene.group, members=members)
+
+    async def main() -> None:
+        for outcome in await scene.conduct():
+            assert outcome.certificate is not None, outcome
+            outcome.certificate.check(electors, Register(at_once=0))
+            proposal = outcome.certificate.proposal
+            left = unaware is None
+            assert proposal.gone == ((leaver.peer_id,) if left else ())
+            assert proposal.electors == tuple(electors[:2] if left else electors)
         await scene.close()
 
     run_virtual(main())
