@@ -1,4 +1,4 @@
-"""How a round ended that failed here after this member had voted: its vote binds it until it knows.
+"""The end of a round that failed here after this member had voted: its vote binds it until it knows.
 
 Others may have committed such a round, so this peer votes on no other attempt at the head. Most often nobody
 has: the members that did not vote for the same result have signed votes for none since, and say so when they
