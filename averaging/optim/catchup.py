@@ -49,6 +49,9 @@ CAPTURE_AFTER_S = 0.5
 # small: others have just reckoned with this peer
 CAPTURE_GRACE_S = 3.0
 
+# The first attempt at a download does with a read of the others' progress that began at most this long ago: one
+# that takes its time on a busy machine is not repeated. Too large: it begins with donors that are gone
+_REFRESH_AGE_S_MAX = 5.0
 _POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 _READ_TIMEOUT_S = 5.0
 _HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
@@ -87,6 +90,7 @@ class _Attempt:
     partial: PartialState | None = None  # chunks of an incomplete download
     bytes_received: int = 0
     reason: str = ""
+    has_tried: bool = False
 
     @property
     def left_s(self) -> float:
@@ -140,7 +144,9 @@ class CatchUp:
         while True:
             if self._blocklist.own_is_banned:
                 return self._not_loaded(attempt, "the owner of this run has banned this peer")
-            self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
+            if self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX or attempt.has_tried:
+                self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
+            attempt.has_tried = True
             donors = self._donors(attempt, among)
             if not donors:
                 alone = self._reason_to_begin(attempt)
