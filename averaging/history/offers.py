@@ -48,8 +48,8 @@ class Offers:
         return (*lineage.electors, *self.introducers) if lineage.is_waiting else ()
 
     def to_ask(self, lineage: Lineage, heads: Mapping[PeerId, bytes]) -> list[PeerId]:
-        """Return those of `asked_first` that may have something new: a newcomer has no need of a history again
-        that a peer has shown with the head that it reports (`heads`).
+        """Return those of `asked_first` that may have something new. A newcomer does not ask again for a
+        history that a peer has shown with the head that it reports (`heads`).
         """
         first = self.asked_first(lineage)
         if lineage.has_begun:

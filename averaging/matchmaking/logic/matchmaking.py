@@ -5,10 +5,9 @@ holder of the averager (`LookForGroup`) and learns the status of each. Then it e
 lead (`Join`, answered when the group begins) or, being the best itself, waits for the others.
 
 A leader begins when the group is full; when every expected peer has joined, declined or failed to answer;
-when the grace periods of the missing peers are over; or at its deadline. It does not begin while a quorum of
-the run's electors is in another group: only that one can commit. A follower accepts nobody and names its
-leader; a leader that learns of a better one sends its followers there. A peer only ever waits for a lower
-rank, and ranks are fixed per search, so that peers never wait in a circle.
+when the grace periods of the missing peers are over; or at its deadline; never while another group has a
+quorum of the run's electors. A follower accepts nobody and names its leader; a leader that learns of a better
+one sends its followers there. A peer only ever waits for a lower rank, fixed per search: never in a circle.
 
 Effects come out of `poll(now_s)`, events go in through `on_*`; `wake_s()` says when to poll at the latest.
 """
@@ -429,10 +428,8 @@ class Matchmaker:
             self._answer(search.followers, group)
             self._begin_round(group, now_s)
             self._answer(unseated, self._history.status(now_s))
-        elif overdue:
-            self._end_search(search.table.explain(deadline=True), now_s)
-        elif search.is_committed_elsewhere():
-            self._end_search(search.table.explain(deadline=False), now_s)
+        elif overdue or search.is_committed_elsewhere():
+            self._end_search(search.table.explain(deadline=overdue), now_s)
         # in a grid: try another place, but only when there is nobody left to wait for
         elif search.request.expected:
             if search.records_read and now_s >= max(search.request.stay_until_s, self._wait_until_s(search)):

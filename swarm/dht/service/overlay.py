@@ -79,9 +79,8 @@ _BOOK_UPDATES_MAX = 2048
 _CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
 _CHECKED_PEERS_MAX = 1024
 _CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often
-# A new caller is checked when it calls after this, or by the upkeep, unless it has answered a call by then, as
-# most peers of a small swarm have. Too small: peers that come at once check one another before anything else;
-# too large: one that cannot be called stays in the table
+# A new caller that has answered nothing is checked this much later. Too small: peers that come at once check
+# one another before anything else; too large: one that cannot be called stays in the table
 _CHECK_AFTER_S = 5.0
 
 DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
@@ -192,17 +191,12 @@ class Overlay:
         if self._is_book_update_due(self._called, contact):
             self.book.record_seen(contact)
         to_ping = self.table.on_call(contact, self.clock.monotonic_s())
-        if to_ping is None:
-            return
-        if (
-            to_ping.peer_id == contact.peer_id
-            and contact.peer_id not in self.table
-            and not self.suspects.failures(contact.peer_id)
-        ):
+        is_new = to_ping is contact and contact.peer_id not in self.table
+        if is_new and not self.suspects.failures(contact.peer_id):
             if self._is_check_due(contact.peer_id, later_s=_CHECK_AFTER_S):
                 self._enter(contact, proven=False)
-            return
-        self._check_callable(to_ping)
+        elif to_ping is not None:
+            self._check_callable(to_ping)
 
     def _enter(self, contact: Contact, *, proven: bool) -> None:
         known = contact.peer_id in self.table
@@ -293,12 +287,10 @@ class Overlay:
             return None
         return self.table.contact(peer_id) or self.book.contact(peer_id)
 
-    def _check_callable(self, contact: Contact) -> bool:
-        """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether
-        a ping was started.
-        """
+    def _check_callable(self, contact: Contact) -> None:
+        """Ping a peer that called this one, or whose place in the table a newcomer waits for."""
         if self._checks_running >= _CHECKS_MAX or not self._is_check_due(contact.peer_id):
-            return False
+            return
         self._checks_running += 1
 
         async def check() -> None:
@@ -308,10 +300,9 @@ class Overlay:
                 self._checks_running -= 1
 
         self._supervisor.spawn("DHT check of a caller", check)
-        return True
 
     def _is_check_due(self, peer_id: PeerId, later_s: float = _CHECK_INTERVAL_S) -> bool:
-        """Return whether a peer that calls may be checked now; if so, the next check is due `later_s` later."""
+        """Return whether a peer that calls may be checked now; the next check is due `later_s` later."""
         now_s = self.clock.monotonic_s()
         if now_s < self._check_due_s.get(peer_id, now_s):
             return False
