@@ -49,15 +49,11 @@ CAPTURE_AFTER_S = 0.5
 # small: others have just reckoned with this peer
 CAPTURE_GRACE_S = 3.0
 
-_REFRESH_AGE_S_MAX = (
-    5.0  # of the read of the others' progress that the first attempt at a download is based on
-)
+_REFRESH_AGE_S_MAX = 5.0  # of the read of others' progress that a first attempt is based on
 _POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 _READ_TIMEOUT_S = 5.0
 _HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
-_UNREADABLE_S = (
-    15.0  # a peer with a state of its own believes to be alone when it could read no record so long
-)
+_UNREADABLE_S = 15.0  # a peer with a state believes to be alone when it could read no record for this long
 _SURVEY_S_MAX = 12.0  # longer than a read of the records and the comparison of histories
 # A report that the run has begun, of a peer that is no introducer, is believed without a certificate for this
 # long in all. Too small: a peer whose history cannot be fetched yet is ignored; too large: a liar delays the
