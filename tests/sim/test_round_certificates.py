@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from averaging.allreduce.allreduce import AllReduce
-from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.config import ENDORSE, RoundConfig
 from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.outcome import RoundOutcome
+from averaging.allreduce.wire import endorsement_to_wire
 from averaging.history.certificate import NO_HEAD, Proposal, RoundKind, Vote, genesis, vote_statement
 from averaging.history.electors import Register, electors_after
 from averaging.history.round_lineage import RoundLineage
@@ -338,6 +339,40 @@ def test_a_group_of_one_commits_when_the_senior_elector_signs_from_outside(answe
             outcome.certificate.check(electors, Register())
             assert outcome.certificate.proposal.electors == (scene.peers[0].peer_id,)
         busy.service.close()
+        await scene.close()
+
+    run_virtual(main())
+
+
+def test_an_elector_in_a_round_signs_for_no_other_group_until_its_own_is_over() -> None:
+    """Newcomers that missed the round of all others asked its only elector, and made that round fail."""
+    scene = Scene(5, [1.0, 1.0, 1.0])
+    outsider, elector = scene.network.peer(), scene.peers[0]
+    history = lineage([elector.peer_id], {})
+    scene.histories = dict.fromkeys(range(3), history)
+    asked: list[Proposal] = []
+
+    async def endorse(caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]) -> str:
+        asked.append(proposal)
+        return "it has voted for another round"
+
+    scene.services[0].serve_history("a run", endorse)
+    proposal = replace(proposal_of(scene.group, history), group_id=bytes(32))
+    request = endorsement_to_wire(proposal, bytes(32), ())
+
+    async def ask() -> str:
+        reply = await outsider.caller.call(elector.contact, ENDORSE, request, timeout_s=5.0)
+        return reply.refusal
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            conducting = tasks.create_task(scene.conduct())
+            await asyncio.sleep(0)
+            assert "another round on this head" in await ask()
+            assert not asked
+        assert not any(outcome.failed for outcome in conducting.result())
+        await ask()
+        assert asked == [proposal]
         await scene.close()
 
     run_virtual(main())
