@@ -394,20 +394,12 @@ class AllReduce:
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
         proposal, result, votes = wire.endorsement_from_wire(request)
-        if self._is_in_another_round(proposal):
-            return EndorseReply(refusal="this peer is in another round on this head")
-        answer = await endorser(caller, proposal, result, votes)
+        answer: Vote | str = "this peer is in another round on this head"
+        if not any(driver.voter.competes_with(proposal) for driver in self.running):
+            answer = await endorser(caller, proposal, result, votes)
         if isinstance(answer, Vote):
             return EndorseReply(vote=wire.vote_to_wire(answer))
         return EndorseReply(refusal=answer)
-
-    def _is_in_another_round(self, proposal: Proposal) -> bool:
-        """Return whether a group of this peer may still commit a round on the same head: with its vote for a
-        group that it is not in, its own one would fail.
-        """
-        own = [driver.machine.setup.proposal for driver in self.running]
-        place = proposal.run, proposal.head
-        return any((one.run, one.head) == place and one.group_id != proposal.group_id for one in own)
 
     async def _find_repairable(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
         """Return the round of this name. Raises PeerError where reducers are audited: a member that took a

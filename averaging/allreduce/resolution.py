@@ -53,7 +53,9 @@ def _to_ask(machine: RoundMachine) -> list[int]:
 async def _ask(place: int, machine: RoundMachine, network: RoundNetwork) -> None:
     """Ask one member, and count the votes that it knows."""
     setup, votes = machine.setup, machine.votes
-    request = VoteRequest(group_id=setup.group.group_id, statement=wire.statement_to_wire(votes.statement()))
+    request = VoteRequest(
+        group_id=setup.group.group_id, statement=wire.statement_to_wire(votes.statement())
+    )
     contact = setup.group.members[place].contact
     try:
         reply = await network.call(contact, VOTE, request, timeout_s=_CALL_S)

@@ -35,9 +35,7 @@ EPOCH_MAX: Final = 1 << 40
 GRID_ROUNDS_MAX: Final = 16  # in one epoch: 2^16 peers in groups of two
 NO_HEAD: Final = bytes(DIGEST_BYTES)  # what a round without a history extends
 
-_SIGNATURES_MAX: Final = (
-    4096  # remembered; those of a history of 64 certificates with a vote of every elector
-)
+_SIGNATURES_MAX: Final = 4096  # remembered: a vote of every elector on 64 certificates
 
 _HEAD: Final = b"swarm head\0"
 _GENESIS: Final = b"swarm genesis\0"

@@ -22,9 +22,7 @@ class KnownHeads:
         self._heads: OrderedDict[PeerId, tuple[bytes, Contact]] = OrderedDict()
         self._dismissed: OrderedDict[bytes, None] = OrderedDict()
         self._refused: set[PeerId] = set()  # peers whose hosts refused the last connection
-        self._silent_s: dict[
-            PeerId, float
-        ] = {}  # since when peers answer no call; those that do are not in it
+        self._silent_s: dict[PeerId, float] = {}  # since when peers answer no call; those that do are not in it
 
     def heard(self, contact: Contact, head: bytes) -> None:
         """Record what a peer reports."""

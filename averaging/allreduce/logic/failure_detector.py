@@ -28,8 +28,8 @@ HEARTBEAT_INTERVAL_S = (
 # The interval for a member that answers promptly. Shorter: in a long round heartbeats cost more than small
 # tensors; longer: failures are noticed late.
 REST_S = 0.3
-# Members that exchange no values get so many heartbeats within `REST_S`, up to a rest of `DISTANT_REST_S_MAX`
-# for each: in a group of 33 with one reducer, all of them together took a third of two processors. Only their
+# Members that exchange no values get this number of heartbeats within `REST_S` in all, until each rests for
+# `DISTANT_REST_S_MAX`: in a group of 33 with one reducer, all of them together took a third of two processors. Only their
 # votes are waited for, and who needs their values watches them as closely as before
 DISTANT_PER_REST = 8
 DISTANT_REST_S_MAX = 4 * REST_S

@@ -81,7 +81,7 @@ class Search:
         return precedence.is_quorum(precedence.electors - taken)
 
     def is_committed_elsewhere(self) -> bool:
-        """Return whether so many electors have committed this round that no group can commit it again."""
+        """Return whether the electors that have not committed this round yet are no quorum any more."""
         precedence = self.request.precedence
         passed = self.table.in_other_groups(precedence.electors, committed=True)
         return bool(passed) and not precedence.is_quorum(precedence.electors - passed)

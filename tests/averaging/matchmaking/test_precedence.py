@@ -409,7 +409,7 @@ def found_in(effects: list[Effect]) -> list[Group | SearchFailed]:
 
 @pytest.mark.parametrize("second", [IN_THEIR_ROUND, FOLLOWS])
 def test_a_group_of_newcomers_does_not_begin_beside_a_round_with_the_quorum(second: Answer) -> None:
-    """It could not commit, and its members would miss the next round, too."""
+    """Such a group could not commit, and its members would miss the next round, too."""
     newcomer = _Newcomer.make()
     assert not found_in(newcomer.told(IN_THEIR_ROUND, second, IDLE))
 
