@@ -394,9 +394,9 @@ class AllReduce:
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
         proposal, result, votes = wire.endorsement_from_wire(request)
-        answer: Vote | str = "this peer is in another round on this head"
-        if not any(driver.voter.competes_with(proposal) for driver in self.running):
-            answer = await endorser(caller, proposal, result, votes)
+        if any(driver.voter.competes_with(proposal) for driver in self.running):
+            return EndorseReply(refusal="this peer is in another round on this head")
+        answer = await endorser(caller, proposal, result, votes)
         if isinstance(answer, Vote):
             return EndorseReply(vote=wire.vote_to_wire(answer))
         return EndorseReply(refusal=answer)
