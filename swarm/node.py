@@ -10,7 +10,7 @@ import os
 import platform
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,10 +25,12 @@ from swarm.core.standing import Founding, PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
+from swarm.net.announcing import Announcing, OwnAddresses
 from swarm.net.channels import Channels, ConnectionLimits
+from swarm.net.dialback import DialBacks
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
-from swarm.net.listening import announced, parse_listen
+from swarm.net.listening import given_addresses, machine_addresses, parse_listen
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
@@ -154,6 +156,7 @@ class Node:
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
+        DialBacks(self.channels, self.standing).register(self.handlers)
         service = DhtService(
             own=lambda: self.contact,
             identity=self.identity,
@@ -168,16 +171,27 @@ class Node:
         self.dht = Dht(service, self.network)
         # Registered first and called last, because other services send their goodbyes through it.
         self.at_close(service.leave)
+        own = OwnAddresses(named=tuple(bootstrap))
         if self._listen_address is not None:
             host, port = self._listen_address
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
-            self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
-            surroundings.widen(address.host for address in self.contact.addresses)
+            own = replace(
+                own,
+                port=port,
+                of_machine=machine_addresses(host, port),
+                given=given_addresses(self.config.announce, port),
+            )
+        self._announcing = Announcing(
+            self.peer_id, own, self.channels, self.book, self.standing, surroundings, self._announce
+        )
+        self.contact = self._announcing.contact
+        self._introductions.on_introduced.append(self._announcing.on_introduced)
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
+        self.supervisor.spawn("addresses of this peer", self._announcing.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
@@ -195,8 +209,17 @@ class Node:
 
     @property
     def reach(self) -> str:
-        """Return "direct" when others can call this peer, as far as it knows; else "none"."""
-        return "direct" if self.contact.addresses else "none"
+        """Return "direct" when others can call this peer, as far as it knows; "hidden" when they have tried
+        in vain; "unknown" until one has tried; "none" for a peer that does not listen.
+        """
+        return self._announcing.reach
+
+    def tell_reach(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` on the network thread with a sentence that says how others reach this peer, as soon
+        as it is known and whenever it changes. It is not called where nobody has to be asked: with given
+        addresses, and in a private network.
+        """
+        self.network.loop.call_soon_threadsafe(self._announcing.tell, listener)
 
     @property
     def closed(self) -> bool:
@@ -316,6 +339,11 @@ class Node:
             await asyncio.sleep(_HOUSEKEEPING_S)
             await self.channels.close_idle()
             await asyncio.get_running_loop().run_in_executor(self.network.pool, self.book.save)
+
+    def _announce(self, contact: Contact) -> None:
+        self.contact = contact
+        if contact.addresses:
+            self.supervisor.spawn("telling the neighbours", self.dht.service.announce)
 
     def _connected(self, contact: Contact, address: Address, seconds: float) -> None:
         self.book.record_connection(contact.peer_id, address)
