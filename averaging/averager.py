@@ -450,6 +450,7 @@ class Averager:
         self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(
             f"presence of {self.name}", self._presence.renew, restart=True
         )
+        self._forget_addresses = node.at_announced(self._presence.renew_soon)
         self._service.add(self._close_on_loop)
         announcing = node.supervisor.spawn(f"announcing {self.name}", self._announce)
         await asyncio.wait([announcing], timeout=DECLARE_S)
@@ -482,6 +483,7 @@ class Averager:
         if pending is not None:
             pending.close()
         self._renewing.cancel()
+        self._forget_addresses()
         self._groups.close()
         self._service.remove(self._close_on_loop)
         await self._presence.withdraw()

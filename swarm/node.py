@@ -54,6 +54,7 @@ _CLOSE_S_MAX = 1.8
 # the widest network that a node of a preset takes itself to be in
 _WIDEST: dict[Preset, Scope] = {"local": Scope.MACHINE, "lan": Scope.SITE, "wan": Scope.INTERNET}
 ServiceT = TypeVar("ServiceT")
+CallbackT = TypeVar("CallbackT", bound=Callable[[], object])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,7 @@ class Node:
             self.standing.set_founding(invited.run_id, Founding(is_invited=True))
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._at_announced: list[Callable[[], None]] = []
         self._closed = False
         self._listen_address = listen_address
         self.network = NetworkThread()
@@ -232,15 +234,25 @@ class Node:
     @property
     def entry(self) -> str:
         """Return the text by which another peer can join: in an invited run the invite by which this peer
-        joined, with this peer's address first, for as long as it has uses left; elsewhere the first address.
-        Empty when no peer can connect to this one, or its invite is for its PeerID alone.
+        joined, with this peer's address first, for as long as it has uses left; elsewhere the first of
+        `entries`. Empty when there is none, or the invite is for this PeerID alone.
         """
         if self.membership is None:
-            return self.addresses[0] if self.addresses else ""
+            return next(iter(self.entries), "")
         if not self.membership.invite.key:
             return ""
         others = [one for one in self._entrance.contacts if one.peer_id != self.peer_id]
         return self.membership.invite.with_contacts([self.contact, *others]).text()
+
+    @property
+    def entries(self) -> list[str]:
+        """Multiaddrs by which another peer can enter the swarm: this peer's own, or, where no peer can
+        connect to it, those of the peers by which it has entered.
+        """
+        if self.addresses:
+            return self.addresses
+        others = [one for one in self._entrance.contacts if one.peer_id != self.peer_id]
+        return [address for one in others for address in one.multiaddrs]
 
     @property
     def introducers(self) -> tuple[PeerId, ...]:
@@ -279,8 +291,13 @@ class Node:
 
         Returns a function that removes the callback again, for services that close before the node does.
         """
-        self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+        return _entered(self._callbacks, callback)
+
+    def at_announced(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Run `callback` on the network loop whenever `contact` has changed: records with the old addresses
+        are out of date. Returns a function that removes the callback again.
+        """
+        return _entered(self._at_announced, callback)
 
     def close(self) -> None:
         """Say goodbye, stop the services, release the port and the identity file. Idempotent; takes under two
@@ -342,6 +359,8 @@ class Node:
 
     def _announce(self, contact: Contact) -> None:
         self.contact = contact
+        for callback in list(self._at_announced):
+            callback()
         if contact.addresses:
             self.supervisor.spawn("telling the neighbours", self.dht.service.announce)
 
@@ -362,6 +381,12 @@ class Node:
 
     def _own_sockets(self) -> NodeSockets:
         return NodeSockets(self._listen_address, self.channels.endpoints)
+
+
+def _entered(callbacks: list[CallbackT], callback: CallbackT) -> Callable[[], None]:
+    """Add a callback, and return a function that removes it."""
+    callbacks.append(callback)
+    return lambda: callbacks.remove(callback) if callback in callbacks else None
 
 
 def _book_path(identity: Identity) -> Path | None:

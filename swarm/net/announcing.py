@@ -69,6 +69,7 @@ class Announcing:
             presumed = [one for one in own.of_machine if scope_of(one.host) is Scope.INTERNET]
         self._machine = Reachability(own.port or 0, asyncio.get_running_loop().time(), presumed)
         self._changed = ChangeEvent()
+        self._was_asked = False  # others, once
         self._told = ""
         self._listeners: list[Callable[[str], None]] = []
         self.contact = Contact(peer_id, self._addresses())
@@ -87,7 +88,7 @@ class Announcing:
         """Return how others reach this peer, as a sentence for its user; empty while that is not known, and
         where nobody needs to be asked.
         """
-        return _sentence(self._machine.reach, self._own.port) if self._asks() else ""
+        return _sentence(self._machine.reach, was_asked=self._was_asked) if self._asks() else ""
 
     def tell(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with `sentence` now, unless it is empty, and with every later one."""
@@ -165,6 +166,7 @@ class Announcing:
         asked = self._machine.whom_to_ask(candidates)
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(self._ask(contact)) for contact in asked]
+        self._was_asked = True
         found = [one for task in asking if (one := task.result()) is not None]
         # A peer of one's own network may be on one's own side of its firewall.
         outside = [answer for answer, source in found if prefix_of(source) != prefix_of(answer.observed)]
@@ -187,7 +189,7 @@ class Announcing:
             return Answer(contact.peer_id, reply.observed, reply.reached), source()
 
 
-def _sentence(reach: Reach, port: int | None) -> str:
+def _sentence(reach: Reach, *, was_asked: bool) -> str:
     names = ", ".join(peer.short for peer in reach.by[:_NAMES_MAX])
     if reach.verdict == "direct" and reach.by:
         places = " and ".join(f"{one.host}:{one.port}" for one in reach.addresses)
@@ -195,7 +197,12 @@ def _sentence(reach: Reach, port: int | None) -> str:
     if reach.verdict == "hidden":
         return (
             f"others cannot call this machine ({names} tried in vain), so it takes part over connections "
-            "that it opens itself. To change that, forward a TCP port of the router to it, or open one in the "
-            "firewall, and listen there with --listen 0.0.0.0:PORT"
+            "that it opens itself. To change that, forward a TCP port of the router to it, or open one in "
+            "the firewall, and listen there with --listen 0.0.0.0:PORT"
+        )
+    if reach.verdict == "unknown" and was_asked:
+        return (
+            "no peer has called this machine back yet: until one has, it takes part over connections that it "
+            "opens itself"
         )
     return ""

@@ -83,5 +83,8 @@ def _parse_announced(text: str, port: int) -> Address:
         pass
     if ":" not in text:
         return Address(text, port)
-    host, port = parse_listen(text)
+    try:
+        host, port = parse_listen(text)
+    except UsageError:
+        raise UsageError(f"{text!r:.80} is no address to announce: give HOST or HOST:PORT") from None
     return Address(host, port)

@@ -5,6 +5,8 @@ are reduced.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,21 @@ with swarm.Node(bootstrap=sys.argv[3:]) as node:
         sys.stdin.readline()
 """
 ROUNDS = 4
+
+RUN = """
+name = "reach"
+target_batch_size = 32
+batch_size = 4
+state_sync_epochs = 3
+[task]
+name = "bytelm"
+[task.settings]
+width = 32
+layers = 1
+heads = 2
+context = 32
+data_bytes = 1000000
+"""
 
 
 @pytest.fixture
@@ -74,3 +91,60 @@ def test_peers_behind_routers_average_with_a_public_one(internet: Internet) -> N
         process.wait("end", lambda event: event["event"] == "done")
         rounds = [event for event in process.events if event["event"] == "round"]
         assert [(one["failed"], one["peers"], one["value"]) for one in rounds] == [(False, 3, 6.0)] * ROUNDS
+
+
+def command(internet: Internet, host: str, *arguments: str) -> Process:
+    """Run a command of `swarm` on a host."""
+    identity = ("--identity", "new")
+    return internet.start(host, "-m", "swarm.cli", *arguments, *identity, "--json", "--exit-with-parent")
+
+
+def epochs(process: Process, **fits: Any) -> list[dict[str, Any]]:
+    return [
+        event
+        for event in process.events
+        if event["event"] == "epoch" and all(event[name] == value for name, value in fits.items())
+    ]
+
+
+def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    internet.public("r")
+    for name in ("a", "b"):
+        internet.behind_router(name)
+    public = command(internet, "r", "start", str(run), "--device", "cpu")
+    invite = public.wait("invite", lambda event: event["event"] == "listening")["invite"]
+    hidden = [command(internet, name, "join", invite, "--yes", "--device", "cpu") for name in ("a", "b")]
+    for process in hidden:
+        process.wait("contribution", lambda event: event["event"] == "contributing")
+        reach = process.wait("verdict", lambda event: "others cannot call" in event.get("text", ""))
+        assert reach["event"] == "notice"
+    for process in (public, *hidden):
+        process.wait("rounds of three", lambda _, of=process: len(epochs(of, peers=3)) >= 3)
+    digests: dict[int, set[str]] = {}
+    for process in (public, *hidden):
+        for event in epochs(process):
+            if event["digest"]:
+                digests.setdefault(event["epoch"], set()).add(event["digest"])
+    assert all(len(found) == 1 for found in digests.values())
+    for process in hidden:
+        assert any(event["samples"] > 0 for event in epochs(process, peers=3))
+
+
+def test_volunteers_that_nobody_can_call_are_told_so(internet: Internet, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    internet.public("r")
+    for name in ("a", "b"):
+        internet.behind_router(name)
+    entry = command(internet, "r", "bootstrap")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    founder = command(internet, "a", "start", str(run), "--bootstrap", address, "--device", "cpu")
+    invite = founder.wait("invite", lambda event: event["event"] == "listening")["invite"]
+    founder.wait("verdict", lambda event: "others cannot call" in event.get("text", ""))
+    founder.wait("epoch", lambda event: event["event"] == "epoch")
+    guest = command(internet, "b", "join", invite, "--yes", "--device", "cpu")
+    said = guest.wait("sentence", lambda event: event["event"] == "error")["text"]
+    assert "none of them can be called" in said
+    founder.wait("more epochs", lambda _: len(epochs(founder)) >= 3)
