@@ -173,7 +173,7 @@ class Node:
         self.dht = Dht(service, self.network)
         # Registered first and called last, because other services send their goodbyes through it.
         self.at_close(service.leave)
-        own = OwnAddresses(named=tuple(bootstrap))
+        own = OwnAddresses(peer_id=self.peer_id, named=tuple(bootstrap))
         if self._listen_address is not None:
             host, port = self._listen_address
             port = await self._server.start(self.identity, self.handlers, host, port)
@@ -185,7 +185,7 @@ class Node:
                 given=given_addresses(self.config.announce, port),
             )
         self._announcing = Announcing(
-            self.peer_id, own, self.channels, self.book, self.standing, surroundings, self._announce
+            own, self.channels, self.book, self.standing, surroundings, self._announce
         )
         self.contact = self._announcing.contact
         self._introductions.on_introduced.append(self._announcing.on_introduced)

@@ -32,6 +32,7 @@ _NAMES_MAX = 3  # of peers, in a sentence
 class OwnAddresses:
     """What is known about a node's addresses when it starts."""
 
+    peer_id: PeerId
     port: int | None = None  # None: it does not listen
     # addresses of this machine's interfaces, or the one that the node listens on
     of_machine: tuple[Address, ...] = ()
@@ -46,7 +47,6 @@ class Announcing:
 
     def __init__(
         self,
-        peer_id: PeerId,
         own: OwnAddresses,
         channels: Channels,
         book: PeerBook,
@@ -55,7 +55,7 @@ class Announcing:
         on_changed: Callable[[Contact], None],
     ) -> None:
         """`on_changed` is called with every other contact than the first."""
-        self._peer_id, self._own = peer_id, own
+        self._peer_id, self._own = own.peer_id, own
         self._channels, self._book, self._standing = channels, book, standing
         self._surroundings, self._on_changed = surroundings, on_changed
         hosts = [address.host for one in own.named for address in one.addresses]
@@ -72,7 +72,7 @@ class Announcing:
         self._was_asked = False  # others, once
         self._told = ""
         self._listeners: list[Callable[[str], None]] = []
-        self.contact = Contact(peer_id, self._addresses())
+        self.contact = Contact(own.peer_id, self._addresses())
 
     @property
     def reach(self) -> str:
