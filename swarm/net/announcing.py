@@ -16,7 +16,7 @@ from swarm.core.standing import PeerStanding
 from swarm.net.channels import Channels
 from swarm.net.dialback import DIAL_BACK, DIAL_S
 from swarm.net.hello import Introduction
-from swarm.net.logic.reachability import Answer, Reach, Reachability
+from swarm.net.logic.reachability import DialedBack, Reach, Reachability
 from swarm.net.peerbook import PeerBook
 from swarm.net.scope import Scope, Surroundings, ip_of, prefix_of, scope_of
 from swarm.wire import peer_pb2
@@ -30,7 +30,7 @@ _NAMES_MAX = 3  # of peers, in a sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnAddresses:
-    """What is known about a node's addresses when it starts."""
+    """The facts about a node's addresses that are known when it starts."""
 
     peer_id: PeerId
     port: int | None = None  # None: it does not listen
@@ -163,7 +163,7 @@ class Announcing:
         return sorted(found.values(), key=lambda one: not self._standing.is_member(one.peer_id))
 
     async def _check(self, candidates: Sequence[Contact]) -> None:
-        asked = self._machine.whom_to_ask(candidates)
+        asked = self._machine.choose(candidates)
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(self._ask(contact)) for contact in asked]
         self._was_asked = True
@@ -173,7 +173,7 @@ class Announcing:
         answers = outside or [answer for answer, _ in found]
         self._machine.on_answers(answers, len(candidates), asyncio.get_running_loop().time())
 
-    async def _ask(self, contact: Contact) -> tuple[Answer, str] | None:
+    async def _ask(self, contact: Contact) -> tuple[DialedBack, str] | None:
         """Return a peer's answer, and the IP address that it called from; None when there is no answer, or it
         says that it has called, and did not.
         """
@@ -186,7 +186,7 @@ class Announcing:
                 return None
             if ip_of(reply.observed) is None or (reply.reached and not source()):
                 return None
-            return Answer(contact.peer_id, reply.observed, reply.reached), source()
+            return DialedBack(contact.peer_id, reply.observed, reply.reached), source()
 
 
 def _sentence(reach: Reach, *, was_asked: bool) -> str:

@@ -1,5 +1,5 @@
-"""Peers behind routers that translate addresses, in network namespaces: who can be called, and by whom rounds
-are reduced.
+"""Peers behind routers that translate addresses, in network namespaces: who can be called, and which peers
+reduce.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Peers that are asked to call back, over real sockets: whom they call, what they say, and how often."""
+"""Peers that are asked to call back, over real sockets: which address they call, what they
+say, and how often."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from swarm.core.errors import PeerError
 from swarm.core.ids import Address, Contact
 from swarm.net.dialback import DIAL_BACK
-from swarm.net.hello import Introduction
+from swarm.net.hello import HELLO
 from swarm.node import Node, NodeConfig
 from swarm.wire import peer_pb2
 
@@ -58,9 +59,9 @@ def test_what_is_no_port_is_refused(asked: Node, port: int) -> None:
 
 def test_a_hello_says_where_it_came_from(asked: Node) -> None:
     with Node(listen=None) as asker:
-        introducing = asker._introductions.introduce(asked.contact, timeout_s=TIMEOUT_S)
-        introduction: Introduction = asker.network.run(introducing, TIMEOUT_S + 1.0)
-        assert introduction.observed == "127.0.0.1"
+        request = peer_pb2.Hello(contact={"peer_id": asker.peer_id.to_bytes()})
+        calling = asker.channels.call(asked.contact, HELLO, request, timeout_s=TIMEOUT_S)
+        assert asker.network.run(calling, TIMEOUT_S + 1.0).observed == "127.0.0.1"
 
 
 def test_a_peer_that_enters_through_the_internet_announces_nothing_before_it_was_called(asked: Node) -> None:

@@ -1,1 +1,1 @@
-"""What the transport decides without doing any I/O. Times are seconds of a monotonic clock, passed in."""
+"""The decisions of the transport, without any I/O. Times are seconds of a monotonic clock, passed in."""

@@ -15,7 +15,7 @@ _CALLERS_MAX = 4096
 
 
 class DialBackBudget:
-    """Who was called back in the last minute."""
+    """Counts the peers that were called back in the last minute."""
 
     def __init__(self, standing: PeerStanding) -> None:
         self._standing = standing

@@ -1,4 +1,4 @@
-"""Whether other peers can call this one: what they say after they have tried, and what follows from it.
+"""The verdict whether other peers can call this one: it follows from what they say after they have tried.
 
 A peer behind a router has addresses that work in its own network only. If it announced them, everybody would
 dial in vain, and rounds would wait for averages of its shard. In the internet a peer therefore announces
@@ -28,8 +28,8 @@ _MOVES_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a peer says that was asked to call this one back. `observed`: the IP address that it was asked
+class DialedBack:
+    """The answer of a peer that was asked to call this one back. `observed`: the IP address that it was asked
     from, and called. `reached`: it was seen to call from the internet; False: it has failed to.
     """
 
@@ -66,7 +66,7 @@ class Reachability:
         self._failures = 0
         self._observed: dict[str, set[PeerId]] = {}  # other addresses of this peer, by who saw them
 
-    def whom_to_ask(self, candidates: Iterable[Contact]) -> list[Contact]:
+    def choose(self, candidates: Iterable[Contact]) -> list[Contact]:
         """Return the peers to ask in one check: of every network the first candidate, and first those that
         have not failed to call this peer.
         """
@@ -79,12 +79,13 @@ class Reachability:
                 networks |= own
         return found
 
-    def on_answers(self, answers: Iterable[Answer], askable: int, now_s: float) -> None:
+    def on_answers(self, answers: Iterable[DialedBack], askable: int, now_s: float) -> None:
         """Take the answers of one check. `askable`: how many peers could have been asked; where there are
-        fewer than three, all of them count instead.
+        fewer than three, all of them count instead. Where they saw this peer at different addresses, those
+        that saw it at the most frequent one count: one liar cannot make it announce a third party's address.
         """
         self._checked_s = now_s
-        counted = [one for one in answers if scope_of(one.observed) is Scope.INTERNET]
+        counted = _in_agreement([one for one in answers if scope_of(one.observed) is Scope.INTERNET])
         reached = [one for one in counted if one.reached]
         if reached:
             self._failed.clear()
@@ -94,7 +95,7 @@ class Reachability:
         for one in counted if not reached else ():
             self._failed[one.peer] = None
             self._failures += 1
-            self._note_move(one.peer, one.observed, now_s)
+            self.on_observed(one.peer, one.observed, now_s)
         if not reached and len(self._failed) >= min(FAILURES_MIN, max(askable, 1)):
             was_direct = self.reach.verdict == "direct"
             if not was_direct or self._failures >= FAILURES_MIN:
@@ -106,9 +107,6 @@ class Reachability:
         """Take the address from which a peer sees this one call. Another one than before is a reason to
         check, and seen by two peers the end of a verdict.
         """
-        self._note_move(peer, host, now_s)
-
-    def _note_move(self, peer: PeerId, host: str, now_s: float) -> None:
         if self.reach.verdict != "direct" or scope_of(host) is not Scope.INTERNET:
             return
         known, seen = [ip_of(address.host) for address in self.reach.addresses], ip_of(host)
@@ -121,11 +119,11 @@ class Reachability:
             self._observed.clear()
             self._settle("unknown", (), (), now_s)
 
-    def _proven(self, reached: Sequence[Answer]) -> tuple[Address, ...]:
+    def _proven(self, reached: Sequence[DialedBack]) -> tuple[Address, ...]:
         """Return the addresses that were called now, and those of the other IP version that were before."""
         now = dict.fromkeys(Address(one.observed, self._port) for one in reached)
-        versions = {_version(address) for address in now}
-        before = [address for address in self.reach.addresses if _version(address) not in versions]
+        versions = {_version(address.host) for address in now}
+        before = [one for one in self.reach.addresses if _version(one.host) not in versions]
         return (*now, *(before if self.reach.by else ()))
 
     def _settle(
@@ -135,6 +133,18 @@ class Reachability:
         self.reach = Reach(verdict, self.reach.since_s if same else now_s, addresses, by)
 
 
-def _version(address: Address) -> int:
-    ip = ip_of(address.host)
+def _in_agreement(answers: Sequence[DialedBack]) -> list[DialedBack]:
+    """Return the answers that saw this peer where most did, of each IP version; of equally frequent addresses
+    the first one's.
+    """
+    frequent: dict[int, str] = {}
+    for version in (4, 6):
+        hosts = [one.observed for one in answers if _version(one.observed) == version]
+        if hosts:
+            frequent[version] = max(hosts, key=hosts.count)
+    return [one for one in answers if one.observed in frequent.values()]
+
+
+def _version(host: str) -> int:
+    ip = ip_of(host)
     return ip.version if ip is not None else 0
