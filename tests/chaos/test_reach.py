@@ -36,6 +36,20 @@ with swarm.Node(bootstrap=sys.argv[3:]) as node:
 """
 ROUNDS = 4
 
+# A node that says what it announces, and what is known about others, until its input ends.
+NODE = """
+import json, sys, swarm
+with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
+    def show(sentence):
+        print(json.dumps({"event": "reach", "verdict": node.reach, "addresses": node.addresses}), flush=True)
+    node.tell_reach(show)
+    print(json.dumps({"event": "listening", "addresses": node.addresses}), flush=True)
+    for line in sys.stdin:
+        contacts = [one.contact for one in node.peers()]
+        known = {str(one.peer_id): [address.host for address in one.addresses] for one in contacts}
+        print(json.dumps({"event": "known", "peers": known}), flush=True)
+"""
+
 RUN = """
 name = "reach"
 target_batch_size = 32
@@ -91,6 +105,30 @@ def test_peers_behind_routers_average_with_a_public_one(internet: Internet) -> N
         process.wait("end", lambda event: event["event"] == "done")
         rounds = [event for event in process.events if event["event"] == "round"]
         assert [(one["failed"], one["peers"], one["value"]) for one in rounds] == [(False, 3, 6.0)] * ROUNDS
+
+
+def test_peers_whose_port_is_open_or_forwarded_announce_the_address_that_others_called(
+    internet: Internet,
+) -> None:
+    internet.public("r")
+    hosts = {"open": internet.public("open"), "forwarded": internet.behind_router("forwarded")}
+    internet.forward("forwarded", 4000)
+    first = internet.start("r", "-c", NODE, "0.0.0.0:4000")
+    address = address_of(first)
+    for name, host in hosts.items():
+        process = internet.start(name, "-c", NODE, "0.0.0.0:4000", address)
+        assert process.wait("start", lambda event: event["event"] == "listening")["addresses"] == []
+        reach = process.wait("verdict", lambda event: event["event"] == "reach")
+        assert reach["verdict"] == "direct"
+        (announced,) = reach["addresses"]
+        assert announced.startswith(f"/ip4/{host}/tcp/4000/")
+        own = announced.rpartition("/")[2]
+        while True:
+            first.tell("")
+            known = first.wait("peers", lambda event: event["event"] == "known" and not event.get("seen"))
+            known["seen"] = True
+            if known["peers"].get(own) == [host]:
+                break
 
 
 def command(internet: Internet, host: str, *arguments: str) -> Process:
