@@ -218,8 +218,8 @@ class Node:
 
     def tell_reach(self, listener: Callable[[str], None]) -> None:
         """Call `listener` on the network thread with a sentence that says how others reach this peer, as soon
-        as it is known and whenever it changes. It is not called where nobody has to be asked: with given
-        addresses, and in a private network.
+        as it is known and whenever it changes. It is not called on loopback, and with addresses that were
+        given.
         """
         self.network.loop.call_soon_threadsafe(self._announcing.tell, listener)
 

@@ -85,10 +85,18 @@ class Announcing:
 
     @property
     def sentence(self) -> str:
-        """Return how others reach this peer, as a sentence for its user; empty while that is not known, and
-        where nobody needs to be asked.
+        """Return how others reach this peer, as a sentence for its user; empty while that is not known, on
+        loopback, and where the user has said it.
         """
-        return _sentence(self._machine.reach, was_asked=self._was_asked) if self._asks() else ""
+        if self._asks():
+            return _sentence(self._machine.reach, was_asked=self._was_asked)
+        if self._own.given or not self.contact.addresses or self._surroundings.own is not Scope.SITE:
+            return ""
+        first = self.contact.addresses[0]
+        elsewhere = "; for others, forward a TCP port of the router to it and name it with --announce"
+        return f"peers in this network reach this machine at {first.host}:{first.port}" + (
+            elsewhere if self._surroundings.is_open else ""
+        )
 
     def tell(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with `sentence` now, unless it is empty, and with every later one."""

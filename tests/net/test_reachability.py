@@ -78,7 +78,8 @@ def test_a_success_forgets_the_failures_before() -> None:
     machine = direct()
     machine.on_answers([failed(PEERS[0]), failed(PEERS[1])], 5, 601.0)
     machine.on_answers([reached(PEERS[2])], 5, 616.0)
-    machine.on_answers([failed(PEERS[3])], 5, 1216.0)
+    for at_s in (1216.0, 1231.0, 1246.0):
+        machine.on_answers([failed(PEERS[3])], 5, at_s)
     assert machine.reach.verdict == "direct"
 
 
