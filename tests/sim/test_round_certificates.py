@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from averaging.allreduce.allreduce import AllReduce
-from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
@@ -19,72 +18,20 @@ from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.certificate import (
     NO_HEAD,
     Proposal,
-    RoundKind,
     Vote,
     genesis,
     goodbye_statement,
     vote_statement,
 )
 from averaging.history.electors import Register, electors_after
-from averaging.history.promises import Promises
-from averaging.history.round_lineage import RoundLineage
-from averaging.matchmaking.logic.group import Group, Member
 from averaging.mixed_codecs import MixedCodecs
 from averaging.reduction.framing import pack, unpack
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
-from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.network import LinkConfig, SimulatedPeer
 from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
-
-DEADLINE_S = 20.0
-CONFIG = RoundConfig(chunk_bytes=4096)
-
-
-@dataclass
-class Scene:
-    """A group of peers, and what each of them knows of the history of its run."""
-
-    seed: int
-    weights: Sequence[float]
-    auxiliary: Sequence[int] = ()
-    histories: dict[int, RoundLineage] = field(default_factory=dict)  # by place
-
-    def __post_init__(self) -> None:
-        rng = random.Random(self.seed)
-        self.network = SimulatedNetwork(self.seed, LinkConfig(delay_s=rng.choice([0.005, 0.03])))
-        self.peers = [self.network.peer() for _ in self.weights]
-        self.services = [all_reduce_of(peer) for peer in self.peers]
-        members = tuple(
-            Member(contact=peer.contact, weight=weight, bandwidth=1.0, auxiliary=place in self.auxiliary)
-            for place, (peer, weight) in enumerate(zip(self.peers, self.weights, strict=True))
-        )
-        self.group = Group(
-            group_id=rng.randbytes(32), members=members, codec="float32", gathered=(b"",) * len(members)
-        )
-        generator = torch.Generator().manual_seed(self.seed)
-        self.vectors = [torch.randn(10_000, generator=generator) for _ in self.peers]
-
-    async def run(self, place: int, deadline_s: float = DEADLINE_S) -> RoundOutcome:
-        return await self.services[place].run(
-            self.group,
-            self.vectors[place],
-            deadline_s=self.peers[place].clock.monotonic_s() + deadline_s,
-            config=CONFIG,
-            history=self.histories.get(place),
-        )
-
-    async def conduct(self, during: Callable[[], object] = lambda: None) -> list[RoundOutcome]:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self.run(place)) for place in range(len(self.peers))]
-            during()
-        return [task.result() for task in running]
-
-    async def close(self) -> None:
-        for service in self.services:
-            service.close()
-        await self.network.close()
-        assert not self.network.errors
+from tests.sim.round_scene import CONFIG, DEADLINE_S, Scene, lineage
 
 
 def one_result(outcomes: Sequence[RoundOutcome]) -> None:
@@ -251,32 +198,6 @@ def test_half_of_the_contributors_die_and_the_attempt_fails_at_once() -> None:
 
 
 # ---- rounds with a history
-
-
-def lineage(
-    electors: Sequence[PeerId],
-    contacts: dict[PeerId, Contact],
-    may_vote: Callable[[Proposal, bytes], str] = lambda proposal, result: "",
-) -> RoundLineage:
-    async def find_contact(peer: PeerId) -> Contact | None:
-        return contacts.get(peer)
-
-    async def may_begin(contributors: Sequence[PeerId]) -> str:
-        return ""
-
-    return RoundLineage(
-        run="a run",
-        head=genesis("a run"),
-        epoch=1,
-        kind=RoundKind.EPOCH,
-        electors=tuple(electors),
-        goodbyes={},
-        may_begin=may_begin,
-        may_vote=may_vote,
-        release=lambda proposal: None,
-        leave=lambda proposal: False,
-        find_contact=find_contact,
-    )
 
 
 class Elector:
@@ -505,57 +426,3 @@ def test_votes_of_electors_count_in_every_all_reduce_of_a_round(extends: bool) -
     about = proposal_of(scene.group, history)
     assert about.deciders == tuple(electors)
     assert (about.head == NO_HEAD) is not extends
-
-
-class Bound:
-    """What one member has promised by its votes. One that is `unwilling` votes for none."""
-
-    def __init__(self, *, unwilling: bool) -> None:
-        self.promises = Promises()
-        self._unwilling = unwilling
-
-    def may_vote(self, proposal: Proposal, result: bytes) -> str:
-        if result and self._unwilling:
-            return "it does not want to"
-        reason = self.promises.refusal(proposal, result)
-        if not reason:
-            self.promises = self.promises.voted(proposal, result, outside=False)
-        return reason
-
-    def leave(self, proposal: Proposal) -> bool:
-        self.promises = self.promises.ended(proposal)
-        return self.promises.binds(proposal)
-
-    def release(self, proposal: Proposal) -> None:
-        self.promises = self.promises.released(proposal)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_votes_in_a_failed_round_bind_until_the_other_members_can_be_asked(seed: int) -> None:
-    """Two of four members vote for the averages and the others for none, and a cut keeps either side from
-    hearing the other. When it is over the first two ask, and may then vote in another attempt.
-    """
-    scene = Scene(seed, [1.0] * 4)
-    bound = [Bound(unwilling=place >= 2) for place in range(4)]
-    for place, one in enumerate(bound):
-        votes = lineage([peer.peer_id for peer in scene.peers], {}, one.may_vote)
-        scene.histories[place] = replace(votes, leave=one.leave, release=one.release)
-
-    async def main() -> None:
-        async def cut() -> None:
-            while not any(one.promises.attempt for one in bound):  # noqa: ASYNC110 - virtual time
-                await asyncio.sleep(0.001)
-            scene.network.partition(scene.peers[:2])
-
-        cutting = asyncio.create_task(cut())
-        outcomes = await scene.conduct()
-        await cutting
-        assert [outcome.unresolved for outcome in outcomes] == [True, True, False, False]
-        await asyncio.sleep(10.0)
-        assert [one.promises.has_ended for one in bound] == [True, True, False, False]
-        scene.network.heal()
-        await asyncio.sleep(6.0)  # the longest pause between two times of asking, and the calls
-        assert not any(one.promises.attempt for one in bound)
-        await scene.close()
-
-    run_virtual(main())
