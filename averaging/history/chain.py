@@ -55,8 +55,8 @@ class Chain:
                 raise PeerError(
                     f"a certificate of epoch {certificate.proposal.epoch} after one of epoch {epoch}"
                 )
-            head, electors = certificate.head, certificate.proposal.electors
-            epoch, register = certificate.proposal.epoch, certificate.proposal.register
+            head, electors = certificate.head, certificate.electors
+            epoch, register = certificate.proposal.epoch, certificate.register
 
 
 def beginning(run: str, founding: Founding) -> Chain:
@@ -74,10 +74,10 @@ def after(certificate: Certificate, line: bytes) -> Chain:
     proposal = certificate.proposal
     return Chain(
         head=certificate.head,
-        electors=proposal.electors,
+        electors=certificate.electors,
         certificates=(),
         root_epoch=proposal.epoch,
         root_line=certificate.head if proposal.is_break else line,
         root_grid_rounds=proposal.grid_rounds,
-        root_register=proposal.register,
+        root_register=certificate.register,
     )

@@ -98,12 +98,12 @@ class Lineage:
     @property
     def electors(self) -> tuple[PeerId, ...]:
         """Return the electors of the present head, the most senior first."""
-        return self._certificates[-1].proposal.electors if self._certificates else self._root.electors
+        return self._certificates[-1].electors if self._certificates else self._root.electors
 
     @property
     def register(self) -> Register:
         """Return what the present head remembers about the admission of electors."""
-        return self._certificates[-1].proposal.register if self._certificates else self._root.root_register
+        return self._certificates[-1].register if self._certificates else self._root.root_register
 
     @property
     def knows_founding(self) -> bool:
@@ -189,7 +189,7 @@ class Lineage:
         if certificate.proposal.head != self.head:
             raise PeerError("a certificate that extends another head than this peer's")
         self._append(certificate)
-        if certificate.proposal.new_hour or certificate.proposal.register.at_once:
+        if certificate.proposal.new_hour or certificate.register.at_once:
             self.growth.begin(is_sure=True)
         if self._new_from is None:
             self._new_from = self._places[certificate.proposal.head]
