@@ -27,13 +27,7 @@ from averaging.history.certificate import (
     vote_statement,
 )
 from averaging.history.chain import Chain, after, beginning
-from averaging.history.electors import (
-    FOUNDING_MAX,
-    GrowthClock,
-    Register,
-    electors_after,
-    leaving,
-)
+from averaging.history.electors import FOUNDING_MAX, GrowthClock, Register, electors_after, leaving
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
 from swarm.core.ids import PeerId
@@ -125,9 +119,8 @@ class Lineage:
     @property
     def grid_rounds(self) -> int:
         """Return how many rounds the present epoch has; 1: one group has room for the whole swarm."""
-        return (
-            self._certificates[-1].proposal.grid_rounds if self._certificates else self._root.root_grid_rounds
-        )
+        last = self._certificates[-1].proposal if self._certificates else None
+        return last.grid_rounds if last is not None else self._root.root_grid_rounds
 
     @property
     def line(self) -> bytes:
@@ -409,8 +402,7 @@ class Lineage:
 
     def waiting_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
-        waits = _DECIDING.format(len(self.electors))
-        return f"this peer waits for {waits} (for {self._waited_s:.0f} s so far)"
+        return f"this peer waits for {_DECIDING.format(len(self.electors))} ({self._waited_s:.0f} s so far)"
 
     def lacking_text(self, present: Collection[PeerId]) -> str:
         """Return why a group cannot commit, when only these electors can be reached."""
