@@ -167,7 +167,10 @@ def read_idle(proposal: Proposal, result: bytes) -> tuple[PeerId, ...]:
     count = len(proposal.contributors)
     bits = int.from_bytes(result[DIGEST_BYTES:], "little")
     if len(result) != DIGEST_BYTES + (count + 7) // 8 or not 0 < bits < 1 << count:
-        raise PeerError(f"a result of {len(result)} bytes among {count} contributors")
+        raise PeerError(
+            f"a result of {len(result)} bytes: it has {DIGEST_BYTES} bytes, and more only to name some of "
+            f"{count} contributors"
+        )
     return tuple(peer for place, peer in enumerate(proposal.contributors) if bits >> place & 1)
 
 
