@@ -128,9 +128,10 @@ class StepRunner:
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
             history = options.history
             electors = history.electors if history is not None and not history.is_break else ()
+            present = history.present if history is not None and not history.is_break else ()
             # peers may disagree on which peers to pass over: their second attempt has everybody
             precedence = replace(
-                self._groups.ledger.precedence(electors, passes_over=not self._attempts),
+                self._groups.ledger.precedence(present, passes_over=not self._attempts),
                 is_cell=options.is_cell,
                 may_be_alone=options.weight > 0.0
                 and history is not None

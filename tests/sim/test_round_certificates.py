@@ -500,6 +500,15 @@ def test_a_contributor_that_sends_nothing_is_no_elector_after_the_round(register
     run_virtual(main())
 
 
+def test_an_elector_that_missed_the_last_certificate_does_not_lead() -> None:
+    """One that leads and never begins would hold the others once for each certificate that it may miss."""
+    first, second, third = [SeededIdentity(number).peer_id for number in range(3)]
+    history = lineage([first, second, third], {})
+    assert history.present == (first, second, third)
+    assert replace(history, register=Register(misses=(1, 0, 2))).present == (second,)
+    assert replace(history, register=Register(misses=(1, 1, 1))).present == (first, second, third)
+
+
 @pytest.mark.parametrize("unaware", [None, 0, 2])
 def test_an_elector_leaves_the_list_once_all_members_of_a_group_know_its_goodbye(unaware: int | None) -> None:
     scene = Scene(13, [1.0] * 3)
