@@ -37,6 +37,9 @@ class RoundLineage:
     may_vote: Callable[[Proposal, bytes], str]
     # Told that this attempt can no longer be committed by anybody.
     release: Callable[[Proposal], None]
+    # Told that this attempt has ended here without an outcome that this peer knows. It returns whether the
+    # peer's vote there still binds it.
+    leave: Callable[[Proposal], bool]
     # the contact of an elector that is not in the group, to ask it for its vote; None: it is not known
     find_contact: Callable[[PeerId], Awaitable[Contact | None]]
 

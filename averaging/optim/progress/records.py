@@ -32,6 +32,8 @@ class ProgressRecords:
         self._own, self._dht, self._clock, self._tree = own, dht, clock, tree
         self._own_id = own().peer_id
         self._published: tuple[ProgressReport, float] | None = None
+        # of the last read, by writer: when each record was issued, and its report
+        self._read: dict[PeerId, tuple[float, ProgressReport]] = {}
 
     def invalidate(self) -> None:
         """Forget the last publication: the record belongs under another key, or has new contents, so that
@@ -107,18 +109,22 @@ class ProgressRecords:
     ) -> tuple[list[tuple[PeerId, ProgressReport, float]], list[PeerId]]:
         """Return the others' reports with the time when they expire, and the peers whose contacts are new."""
         received, newcomers, now_s = [], [], self._clock.swarm_s()
+        before, self._read = self._read, {}
         for entry in entries:
             if entry.writer == self._own_id or (
                 self._tree.bits == 0 and isinstance(entry.value, dict) and "total" in entry.value
             ):
                 continue  # the latter is a notice about a run of several shards, not a report
+            known, contact = before.get(entry.writer), self.contacts.get(entry.writer)
             try:
-                report = ProgressReport.decode(entry.value, now_s)
-                contact = self._contact_of(entry)
+                if known is None or contact is None or known[0] != entry.issued_at:
+                    known = entry.issued_at, ProgressReport.decode(entry.value, now_s)
+                    contact = self._contact_of(entry)
             except PeerError as error:
                 _log.info("peer %s keeps a malformed progress record: %s", entry.writer, error)
                 continue
-            received.append((entry.writer, report, entry.expiration))
+            self._read[entry.writer] = known
+            received.append((entry.writer, known[1], entry.expiration))
             if entry.writer not in self.contacts:
                 newcomers.append(entry.writer)
             self.contacts[entry.writer] = contact

@@ -23,6 +23,7 @@ from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, P
 from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.records import ProgressRecords
+from averaging.optim.progress.telling import Telling
 from averaging.optim.progress.tree import Tree
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
@@ -34,7 +35,6 @@ _log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 2.0  # of a report to a peer; a live one answers within a round trip
 _GOODBYE_S = 0.5  # leaving must not take long
-_CONCURRENT_REPORTS_MAX = 16
 _COMPARE_S_MAX = 3.0  # histories that take longer to fetch are compared after the next read
 _RETRY_S = 1.0  # after the DHT could not be written or read
 _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because of an unexpected announcement
@@ -42,6 +42,10 @@ _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because
 
 def _nothing() -> None:
     return None
+
+
+def _with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:
+    return [peer for peer, report in reports.items() if not report.joining]
 
 
 class Tracker:
@@ -89,6 +93,7 @@ class Tracker:
             gap_s=0.0,
         )
         self._announce = ChangeEvent()  # announce the full epoch now
+        self._telling = Telling(self._report_one)
         self._closed, self._unreported = False, set[PeerId]()  # the latter: known by records, not told yet
 
     # --- the trainer's thread
@@ -118,11 +123,12 @@ class Tracker:
         history, progress = self.history, self._progress
         if history is None:
             return
-        root, progress.abstains = history.root, history.abstains
+        root, progress.abstains = history.root, history.abstains or history.is_bound
         progress.head, progress.certified_epoch = root.head, history.certified_epoch
         # while every contributor becomes an elector, nobody is a stranger: peers that begin together
         electors = () if root.root_register.at_once else root.electors
-        progress.standing = ReportStanding(self.own, electors, history.ledger.has_standing)
+        is_large = root.root_grid_rounds > 1
+        progress.standing = ReportStanding(self.own, electors, history.ledger.has_standing, is_large)
         peers, there = progress.standing.peers(progress.others(self._node.clock.swarm_s()))
         history.size.update(progress.total.peers if progress.total else peers, there)
 
@@ -296,6 +302,7 @@ class Tracker:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_record(), name=f"progress of run {self.run_id}")
             group.create_task(self._announce_loop(), name=f"announcing full epochs of run {self.run_id}")
+            group.create_task(self._telling.run(), name=f"telling strangers of run {self.run_id}")
 
     async def _keep_record(self) -> None:
         # read before the first publication: a newcomer to a large run does not know its shard yet
@@ -322,28 +329,22 @@ class Tracker:
                 if not self._full_epoch >= epoch > self._announced_epoch:
                     continue
                 self._announced_epoch = epoch
-                peers = [
-                    peer for peer, report in self._progress.others(now_s).items() if report.epoch <= epoch
-                ]
-            await self._report_to(self._records.relays(peers), full=True)
+                others = self._progress.others(now_s)
+            await self._report_to([peer for peer, one in others.items() if one.epoch <= epoch], full=True)
 
     async def probe(self, *, everybody: bool = True) -> None:
         """Exchange reports directly with the live peers that have a state: with all, or with those that this
         one passes news to. A peer that cannot be reached does not count any more.
         """
-        peers = self._with_state(self.others())
-        await self._report_to(peers if everybody else self._records.relays(peers))
-
-    @staticmethod
-    def _with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:
-        return [peer for peer, report in reports.items() if not report.joining]
+        peers = _with_state(self.others())
+        await (self._telling.tell(self._counted(peers)) if everybody else self._report_to(peers))
 
     async def close(self) -> None:
         """Report that this peer leaves, and withdraw its record. The caller has cancelled `run`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        await self._report_to(list(self.others()), goodbye=True)
+        await self._telling.tell(self._counted(self.others()), goodbye=True)
         await self._records.withdraw(_GOODBYE_S)
 
     async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
@@ -384,50 +385,52 @@ class Tracker:
                 break
             await self._refresh()
         # in different epochs: one of the two peers is about to notice
-        _log.log(
-            logging.INFO if epoch == ours else logging.DEBUG,
-            "peer %s announced that epoch %d of run %s is full; the view of this peer (in epoch %d) differs",
-            peer,
-            epoch,
-            self.run_id,
-            ours,
+        level = logging.INFO if epoch == ours else logging.DEBUG
+        text = (
+            "peer %s announced that epoch %d of run %s is full; the view of this peer (in epoch %d) differs"
         )
+        _log.log(level, text, peer, epoch, self.run_id, ours)
         return False
 
-    async def _report_to(self, peers: list[PeerId], *, full: bool = False, goodbye: bool = False) -> None:
-        if self._observes:
-            return
-        limit = asyncio.Semaphore(_CONCURRENT_REPORTS_MAX)
-        async with asyncio.TaskGroup() as group:
-            for peer in peers:
-                group.create_task(self._report_one(peer, full, goodbye, limit))
+    async def _report_to(
+        self, peers: Collection[PeerId], *, among: Collection[PeerId] | None = None, full: bool = False
+    ) -> None:
+        """Report to those of `peers` that this one passes news to (`among`: to these only), and wait for the
+        answers of those that count.
+        """
+        counted = self._counted(peers)
+        members, strangers = (
+            [peer for peer in self._records.relays(one) if among is None or peer in among]
+            for one in (counted, [peer for peer in peers if peer not in counted])
+        )
+        self._telling.tell_strangers(strangers, full=full)
+        await self._telling.tell(members, full=full)
 
-    async def _report_one(self, peer: PeerId, full: bool, goodbye: bool, limit: asyncio.Semaphore) -> None:
-        contact = self._records.contacts.get(peer)
-        if contact is None or not contact.addresses:
-            return  # a client peer: it reads the DHT instead
-        async with limit:
-            with self._lock:
-                report = claim_of(self._progress.own_report)
-                self._unreported.discard(peer)
-            request = state_pb2.ReportRequest(run=self.run_id, claim=report, full=full, goodbye=goodbye)
-            if goodbye and self.history is not None:
-                request.farewell = self.history.farewell()
-            try:
-                reply = await self._node.channels.call(
-                    contact, REPORT, request, timeout_s=_GOODBYE_S if goodbye else _CALL_TIMEOUT_S
-                )
-                self._take_report(peer, reply.claim)
-            except PeerError as error:
-                _log.info("peer %s refused this peer's progress report: %s", peer, error)
-                self._mark_unreachable(peer, refused=True)
-            except NetworkError as error:
-                _log.info("peer %s did not answer a progress report: %s", peer, error)
-                self._mark_unreachable(peer, refused=not isinstance(error, DeadlineExceeded))
-
-    def _mark_unreachable(self, peer: PeerId, *, refused: bool) -> None:
+    def _counted(self, peers: Iterable[PeerId]) -> Collection[PeerId]:
+        """Return those of the peers whose reports count."""
         with self._lock:
-            self._progress.on_unreachable(peer, refused=refused)
+            return self._progress.standing.counted(dict.fromkeys(peers))
+
+    async def _report_one(self, peer: PeerId, full: bool, goodbye: bool) -> None:
+        contact = self._records.contacts.get(peer)
+        if self._observes or contact is None or not contact.addresses:
+            return  # a client peer reads the DHT instead
+        with self._lock:
+            report = self._progress.own_report
+            full = full and self._full_epoch >= report.epoch  # strangers are told later
+            self._unreported.discard(peer)
+        request = state_pb2.ReportRequest(run=self.run_id, claim=claim_of(report), full=full, goodbye=goodbye)
+        if goodbye and self.history is not None:
+            request.farewell = self.history.farewell()
+        try:
+            reply = await self._node.channels.call(
+                contact, REPORT, request, timeout_s=_GOODBYE_S if goodbye else _CALL_TIMEOUT_S
+            )
+            self._take_report(peer, reply.claim)
+        except (PeerError, NetworkError) as error:
+            _log.info("peer %s did not take this peer's progress report: %s", peer, error)
+            with self._lock:
+                self._progress.on_unreachable(peer, refused=not isinstance(error, DeadlineExceeded))
 
     def _take_report(self, peer: PeerId, wire: state_pb2.Claim) -> ProgressReport:
         now_s = self._node.clock.swarm_s()
@@ -464,9 +467,10 @@ class Tracker:
             now_s = self._node.clock.swarm_s()
             for writer, report, expires_s in received:
                 self._progress.on_report(writer, report, now_s, expires_s)
+            self._update_history()
             own = {} if self._observes else {self.own: self._progress.own_report}
-            reports = {**own, **self._progress.others(now_s)}
-        if await self.tree.after_refresh(entries, reports, now_s):
+            reports, standing = {**own, **self._progress.others(now_s)}, self._progress.standing
+        if await self.tree.after_refresh(entries, reports, standing, now_s):
             self._records.invalidate()
             self._keeper.renew_soon()
         await self._compare_histories(received)
@@ -478,11 +482,10 @@ class Tracker:
             self._changed.notify_all()
             reports = self._progress.others(now_s)
             self._unreported = (self._unreported | set(newcomers)) & reports.keys()
-            told = self._with_state(reports)
+            told = _with_state(reports)
             alike = not told and self._progress.own_report.joining  # all begin together
-            due = [p for p in self._records.relays(reports if alike else told) if p in self._unreported]
         self._announce.notify()
-        await self._report_to(due)
+        await self._report_to(list(reports) if alike else told, among=self._unreported)
         return True
 
     async def _compare_histories(self, received: Iterable[tuple[PeerId, ProgressReport, float]]) -> None:
@@ -492,8 +495,7 @@ class Tracker:
         # in modes with local steps the trainer looks for a quorum at the end of its epochs only
         self.history.keep_waiting(self.voters(), self._node.clock.monotonic_s())
         for writer, report, _ in received:
-            contact = self._records.contacts.get(writer)
-            if contact is not None:
+            if (contact := self._records.contacts.get(writer)) is not None:
                 self.history.heard(contact, report.head)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_COMPARE_S_MAX):

@@ -25,6 +25,7 @@ from averaging.optim.progress.logic.shards import (
     sum_of_children,
     sum_of_reports,
 )
+from averaging.optim.progress.logic.standing import ReportStanding
 from swarm.core.errors import PeerError, SwarmError
 from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import DhtService, Entry
@@ -78,15 +79,19 @@ class Tree:
         return shard_of(self._run, peer, self.bits) == self.leaf
 
     async def after_refresh(
-        self, entries: Iterable[Entry], reports: Mapping[PeerId, ProgressReport], now_s: float
+        self,
+        entries: Iterable[Entry],
+        reports: Mapping[PeerId, ProgressReport],
+        standing: ReportStanding,
+        now_s: float,
     ) -> bool:
         """Update the totals from the shard's dictionary, and do an aggregator's work if this peer is one.
-        `reports` are the live reports, this peer's included. Return whether this peer belongs to another
-        shard now.
+        `reports` are the live reports, this peer's included; `standing` says which of them count. Return
+        whether this peer belongs to another shard now.
         """
         totals = self._totals_by_writer(entries, now_s)
         if self.bits == 0:
-            return self._enter_from_flat(totals, reports, now_s)
+            return self._enter_from_flat(totals, reports, standing, now_s)
         members = {peer: report for peer, report in reports.items() if self.is_in_shard(peer)}
         aggregating = aggregators(self.leaf, self._run, members, now_s)
         self.published = None
@@ -111,15 +116,21 @@ class Tree:
         return False
 
     def _enter_from_flat(
-        self, totals: Mapping[PeerId, ProgressTotal], reports: Mapping[PeerId, ProgressReport], now_s: float
+        self,
+        totals: Mapping[PeerId, ProgressTotal],
+        reports: Mapping[PeerId, ProgressReport],
+        standing: ReportStanding,
+        now_s: float,
     ) -> bool:
         """Decide, from the single dictionary of a small run, whether the run is larger than that: by the
-        reports there, or by the notices of a larger part.
+        reports there, or by the notices of a larger part. Strangers alone do not divide a run: its members
+        would not find each other in the parts.
         """
         self.total = self.published = None
-        present = len(reports)
-        bits = bits_for(present, 0)
-        notice = median_of(list(totals.values())[:3]) if len(totals) > 1 else None
+        present, _ = standing.peers({peer: one for peer, one in reports.items() if peer != self.own})
+        bits = bits_for(min(present, len(reports)), 0)
+        notices = [total for peer, total in totals.items() if standing.may_divide(peer)]
+        notice = median_of(notices[:3]) if len(notices) > 1 else None
         if (
             notice is not None
             and notice.bits

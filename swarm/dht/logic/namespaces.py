@@ -15,6 +15,7 @@ run's own names (`run_rules`).
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 
 from swarm.core.errors import UsageError
 from swarm.core.ids import Key
@@ -71,12 +72,15 @@ class Namespaces:
 
     def entries_per_writer_max(self, key: Key) -> int | None:
         """Return how many entries one writer may have under this key; None when no rule limits them."""
-        limits = [
-            rules.entries_per_writer_max
-            for rules in self.rules(key)
-            if rules.entries_per_writer_max is not None
-        ]
-        return min(limits, default=None)
+        return _least(rules.entries_per_writer_max for rules in self.rules(key))
+
+    def entries_max(self, key: Key) -> int | None:
+        """Return how many entries this key may have; None when no rule limits them."""
+        return _least(rules.entries_max for rules in self.rules(key))
+
+
+def _least(limits: Iterable[int | None]) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _refusal(rules: NamespaceRules, record: Record) -> str | None:

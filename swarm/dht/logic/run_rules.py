@@ -17,6 +17,9 @@ _TIME_S_MAX = 1e12
 _CONTACT_BYTES_MAX = 3072
 # All of these are renewed within seconds; a record must not outlive its writer by a day.
 _TTL_S_MAX = 3600.0
+# Every peer of a run reads its dictionary of progress up to four times a second, and keeps as many reports.
+# Larger: a crowd of identities decides what this costs the members. A run of more than 64 is divided.
+_PROGRESS_ENTRIES_MAX = 256
 _SUM = Many(Number(0.0, 1e16), 8)
 _PROGRESS = Table(
     {
@@ -117,6 +120,7 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
             value_bytes_max=_CONTACT_BYTES_MAX,
             ttl_s_max=_TTL_S_MAX,
             entries_per_writer_max=1,
+            entries_max=_PROGRESS_ENTRIES_MAX,
         )
         for name in ("progress", "progress.*")
     ),

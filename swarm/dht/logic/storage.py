@@ -94,15 +94,17 @@ class Storage:
         quotas: Quotas = PRODUCTION_QUOTAS,
         quota: Callable[[Key], int | None] = lambda key: None,
         standing: PeerStanding | None = None,
+        key_quota: Callable[[Key], int | None] = lambda key: None,
     ) -> None:
-        """Create an empty storage. `quota` returns how many entries one writer may have under a key, or None
-        where no rule says so. `standing` says which writers are members of runs.
+        """Create an empty storage. `quota` returns how many entries one writer may have under a key, and
+        `key_quota` how many all together, or None where no rule says so. `standing` says which writers are
+        members of runs.
         """
         self._standing = standing or PeerStanding()
         self._strangers = _Heaviest()
         self._strangers_by_key: dict[Key, _Heaviest] = {}
         self.quotas = quotas
-        self._quota = quota
+        self._quota, self._key_quota = quota, key_quota
         self.size_bytes = 0
         self.far_bytes = self.strangers_bytes = 0
         self.entry_count = 0
@@ -233,7 +235,7 @@ class Storage:
         by_writer = self._by_writer.get(record.writer, _NONE)
         # where members are known, strangers share half
         halved = slot.is_stranger and self._standing.has_members(record.run)
-        entries_max = quotas.entries_per_key_max
+        entries_max = (None if old else self._key_quota(key)) or quotas.entries_per_key_max
         if old is None and by_key.entries >= entries_max:
             return _Refusal(f"the key holds {entries_max} entries already", key)
         if halved and (old is None or not old.is_stranger) and by_key.strangers_entries >= entries_max // 2:

@@ -107,7 +107,9 @@ class DhtService:
         # members that the records of runs are written to and read from, beside the replicas
         self.companions = Companions(self.peer_id, self.standing, self.overlay.find_contact)
         self.namespaces = Namespaces()
-        self.storage = Storage(self.quotas, self.namespaces.entries_per_writer_max, self.standing)
+        self.storage = Storage(
+            self.quotas, self.namespaces.entries_per_writer_max, self.standing, self.namespaces.entries_max
+        )
         self._validator = RecordValidator(self.namespaces)
         self.replication = Replication(self.overlay, self.storage, self.rng, self.companions)
         self._cache = ReadCache(CACHED_MAX, CACHED_BYTES_MAX)

@@ -6,13 +6,14 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
     from averaging.optim.progress.logic.reports import ProgressReport
 
+_ReportT = TypeVar("_ReportT")
 # A peer counts at most this many times the median rate: that of the electors, or from three peers on that of
 # all, since two have no majority.
 RATE_RATIO_MAX = 3.0
@@ -26,12 +27,18 @@ class ReportStanding:
     electors: Collection[PeerId] = ()  # of this peer's head
     # whether a peer is a member of the run, or has contributed to a certified round
     is_proven: Callable[[PeerId], bool] = lambda peer: True
+    # certificates say that the run is larger than a group, so that its members know only a part of it
+    is_large: bool = False
 
     def counts(self, peer: PeerId) -> bool:
         """Return whether what a peer says counts for this one."""
         return not self.electors or peer in self.electors or self.is_proven(peer)
 
-    def counted(self, reports: Mapping[PeerId, ProgressReport]) -> dict[PeerId, ProgressReport]:
+    def may_divide(self, peer: PeerId) -> bool:
+        """Return whether a notice of this peer may send this one to a part of a divided run."""
+        return self.is_large or self.counts(peer)
+
+    def counted(self, reports: Mapping[PeerId, _ReportT]) -> dict[PeerId, _ReportT]:
         """Return those of the reports that count for something: all of them where no elector is there, for
         instance because all have died.
         """
