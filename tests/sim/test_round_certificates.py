@@ -16,6 +16,7 @@ from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.outcome import RoundOutcome
 from averaging.history.certificate import (
+    DIGEST_BYTES,
     NO_HEAD,
     Proposal,
     Vote,
@@ -23,7 +24,7 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
-from averaging.history.electors import Register, electors_after
+from averaging.history.electors import Known, Register, electors_after
 from averaging.mixed_codecs import MixedCodecs
 from averaging.reduction.framing import pack, unpack
 from swarm.core.ids import PeerId
@@ -32,6 +33,8 @@ from swarm.testing.network import LinkConfig, SimulatedPeer
 from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.round_scene import CONFIG, DEADLINE_S, Scene, lineage
+
+OTHER = SeededIdentity(99)
 
 
 def one_result(outcomes: Sequence[RoundOutcome]) -> None:
@@ -42,7 +45,7 @@ def one_result(outcomes: Sequence[RoundOutcome]) -> None:
         assert outcome.certificate is not None
         assert outcome.averages is not None
         outcome.certificate.check((), Register())
-        assert outcome.certificate.result.hex() == outcome.digest
+        assert outcome.certificate.result[:DIGEST_BYTES].hex() == outcome.digest
         assert committed[0].vector is not None
         assert outcome.vector is not None
         assert torch.equal(outcome.vector, committed[0].vector)
@@ -391,10 +394,49 @@ def test_newcomers_that_vote_for_none_do_not_keep_the_electors_from_committing(c
     run_virtual(main())
 
 
+@pytest.mark.parametrize("register", [Register(), Register(at_once=0, known=(Known(OTHER.peer_id, 5),))])
+def test_a_contributor_that_sends_nothing_is_no_elector_after_the_round(register: Register) -> None:
+    """Before, the certificate counted everybody who was to contribute: three groups made an elector of a
+    stranger that sent nothing.
+    """
+    scene = Scene(14, [1.0] * 4)
+    electors = [peer.peer_id for peer in scene.peers[:3]]
+    idle = scene.peers[3]
+    known = tuple(replace(one, peer=idle.peer_id) for one in register.known)
+    register = replace(register, known=known)
+    for place in range(3):
+        scene.histories[place] = replace(lineage(electors, {}), register=register)
+    scene.group = replace(scene.group, reducers=frozenset(electors))
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(scene.run(place)) for place in range(3)]
+        for task in running:
+            outcome = task.result()
+            assert outcome.certificate is not None, outcome
+            outcome.certificate.check(electors, register)
+            assert idle.peer_id in outcome.certificate.proposal.electors, "if it had worked"
+            assert outcome.certificate.workers == tuple(electors)
+            assert outcome.certificate.electors == tuple(electors)
+            assert outcome.certificate.register.rounds_of(idle.peer_id) == (5 if known else 0)
+        await scene.close()
+
+    run_virtual(main())
+
+
+def test_an_elector_that_missed_the_last_certificate_does_not_lead() -> None:
+    """One that leads and never begins would hold the others once for each certificate that it may miss."""
+    first, second, third = [SeededIdentity(number).peer_id for number in range(3)]
+    history = lineage([first, second, third], {})
+    assert history.present == (first, second, third)
+    assert replace(history, register=Register(misses=(1, 0, 2))).present == (second,)
+    assert replace(history, register=Register(misses=(1, 1, 1))).present == (first, second, third)
+
+
 @pytest.mark.parametrize("unaware", [None, 0, 2])
 def test_an_elector_leaves_the_list_once_all_members_of_a_group_know_its_goodbye(unaware: int | None) -> None:
     scene = Scene(13, [1.0] * 3)
-    leaver = SeededIdentity(99)
+    leaver = OTHER
     electors = [scene.peers[0].peer_id, scene.peers[1].peer_id, leaver.peer_id]
     goodbyes = {leaver.peer_id: leaver.sign(goodbye_statement("a run", genesis("a run")))}
     for place in range(3):

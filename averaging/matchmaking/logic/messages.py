@@ -151,6 +151,7 @@ class Precedence:
     is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
     is_holding: IsMember = _nobody  # the reason is that it led a group and did not begin
     may_be_alone: bool = False  # a group of this peer alone is large enough
+    is_cell: bool = False  # of a run that is larger than a group: the cell's rounds extend no head
 
     def is_stranger(self, peer_id: PeerId) -> bool:
         """Return whether nothing stands behind a peer, in a run that has electors."""
