@@ -114,6 +114,7 @@ class Averager:
         if isinstance(name, RunAverager):
             tag, self._waiting_share_max = name.compatibility_tag, name.waiting_share_max
             run, name = name.name.run, name.name.averager
+        self._is_of_run = bool(run)
         if not _NAME.fullmatch(name):
             raise UsageError(
                 "an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not "
@@ -249,6 +250,7 @@ class Averager:
             ),
             timeout_s=timeout_s,
             history=round_key if isinstance(round_key, RoundLineage) else None,
+            is_cell=self._is_of_run and not isinstance(round_key, RoundLineage),
         )
         member = self._member(options.weight, options.history)
         delta = apply == "delta"
@@ -451,6 +453,7 @@ class Averager:
         self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(
             f"presence of {self.name}", self._presence.renew, restart=True
         )
+        self._forget_addresses = node.at_announced(self._presence.renew_soon)
         self._service.add(self._close_on_loop)
         announcing = node.supervisor.spawn(f"announcing {self.name}", self._announce)
         await asyncio.wait([announcing], timeout=DECLARE_S)
@@ -483,6 +486,7 @@ class Averager:
         if pending is not None:
             pending.close()
         self._renewing.cancel()
+        self._forget_addresses()
         self._groups.close()
         self._service.remove(self._close_on_loop)
         await self._presence.withdraw()

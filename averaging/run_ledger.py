@@ -42,21 +42,16 @@ class RunLedger:
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
 
-        A certificate names everybody who was to contribute. Who has voted did contribute; of rounds that this
-        peer was in it knows more (`contributed`). So an elector that the last certificate has admitted is no
-        member yet if it has not been seen to work: it may have sent nothing in its three groups.
+        A certificate tells which of its contributors worked; of rounds that this peer was in it knows more
+        (`contributed`).
         """
         if lineage.head == self._head:
             return
         chain = lineage.chain((self._head,))
         with self._lock:
-            last = chain.certificates[-1] if chain.certificates else None
-            seen = {self._own, *(last.votes if last else lineage.electors)}
-            members = [one for one in lineage.electors if one in seen or self._ledger.is_proven(one)]
-            self._standing.add_members(self._run, members)
+            self._standing.add_members(self._run, lineage.electors)
             for one in chain.certificates if not self._head or lineage.knows(self._head) else ():
-                others = [peer for peer in one.proposal.contributors if peer in one.votes]
-                worked = [] if self._own in others else others
+                worked = () if self._own in one.workers else one.workers
                 self._ledger.certified(worked, self._clock.swarm_s())
         self._head = lineage.head
 

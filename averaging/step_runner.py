@@ -46,6 +46,7 @@ class RoundOptions:
     gathered: bytes  # msgpack
     timeout_s: float  # for everything, retries included
     history: RoundLineage | None = None  # of a run whose electors must agree to the round
+    is_cell: bool = False  # a round of a run that extends no history, in a cell of the grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +130,11 @@ class StepRunner:
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
             history = options.history
             electors = history.electors if history is not None and not history.is_break else ()
+            present = history.present if history is not None and not history.is_break else ()
             # peers may disagree on which peers to pass over: their second attempt has everybody
             precedence = replace(
-                self._groups.ledger.precedence(electors, passes_over=not self._attempts),
+                self._groups.ledger.precedence(present, passes_over=not self._attempts),
+                is_cell=options.is_cell,
                 may_be_alone=options.weight > 0.0
                 and history is not None
                 and (history.may_be_alone or (electors == (member.peer_id,) and not history.seats)),

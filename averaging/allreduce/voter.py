@@ -7,6 +7,8 @@ from averaging.history.round_lineage import RoundLineage
 from swarm.core.identity import Signer
 from swarm.core.ids import Contact, PeerId
 
+IN_ANOTHER_ROUND = "this peer is in another round on this head"
+
 
 class Voter:
     """This peer as a voter in one round."""

@@ -20,7 +20,7 @@ from averaging.optim.epoch_averager import EpochAverager
 from averaging.optim.history import RunHistory
 from averaging.optim.modes import CapturedRound, Mode
 from averaging.optim.progress.tracker import Tracker
-from averaging.optim.reports import LoadResult
+from averaging.optim.reports import LoadResult, hidden_reason
 from averaging.optim.state.donor import donors_key
 from averaging.optim.state.download import Download, DownloadedState
 from averaging.optim.state.encoding import EXACT
@@ -67,7 +67,7 @@ _RETRY_S_MAX = 4.0
 _DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
 _FAILURES_SHOWN_MAX = 3  # in one message
 _REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
-
+_HIDDEN_S = 10.0  # a peer that has just started announces no address until another one has called it back
 _UNREAD = "no other peer has answered yet, so that this peer does not know whether the run has begun"
 
 
@@ -85,7 +85,6 @@ class _Attempt:
     partial: PartialState | None = None  # chunks of an incomplete download
     bytes_received: int = 0
     reason: str = ""
-    is_again: bool = False  # a download was tried before
 
     @property
     def left_s(self) -> float:
@@ -139,14 +138,17 @@ class CatchUp:
         while True:
             if self._blocklist.own_is_banned:
                 return self._not_loaded(attempt, "the owner of this run has banned this peer")
-            if attempt.is_again or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:
+            if attempt.reason or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:  # another attempt
                 self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
-            attempt.is_again = True
             donors = self._donors(attempt, among)
             if not donors:
                 alone = self._reason_to_begin(attempt)
                 if alone:
                     return self._not_loaded(attempt, alone, alone=True)
+                others = [self._tracker.contact(peer) for peer in self._tracker.others()]
+                is_any_open = any(contact is None or contact.addresses for contact in others)
+                if attempt.seconds >= _HIDDEN_S and self._tracker.has_begun() and not is_any_open:
+                    return self._not_loaded(attempt, hidden_reason(len(others)))
             else:
                 result = self._download_once(attempt, donors)
                 if result is not None:

@@ -157,6 +157,7 @@ class Precedence:
     may_be_alone: bool = False  # a group of this peer alone is large enough
     # whether these peers are a quorum of the electors, without which no group commits the round
     is_quorum: Callable[[Collection[PeerId]], bool] = _always
+    is_cell: bool = False  # of a run that is larger than a group: the cell's rounds extend no head
 
     def is_stranger(self, peer_id: PeerId) -> bool:
         """Return whether nothing stands behind a peer, in a run that has electors."""

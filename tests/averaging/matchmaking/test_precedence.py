@@ -11,7 +11,7 @@ import pytest
 
 from averaging.history.certificate import is_quorum
 from averaging.matchmaking.logic.grace_period import GracePeriod
-from averaging.matchmaking.logic.group import Group, Member
+from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
 from averaging.matchmaking.logic.matchmaking import Matchmaker
 from averaging.matchmaking.logic.messages import (
     AbandonJoin,
@@ -182,6 +182,17 @@ def test_strangers_reduce_where_no_elector_can_be_dialed() -> None:
     client = replace(group.members[0], contact=contact(1, dialable=False), bandwidth=0.0)
     group = with_standing(replace(group, members=(client, group.members[1])), precedence((1,)))
     assert shares_of(group.members, 1 << 30, group.reducers) == [0.0, 1.0]
+
+
+def test_in_a_cell_of_the_grid_a_claim_counts_as_three_times_the_median_of_all() -> None:
+    cell = replace(precedence(), is_cell=True)
+    group = group_of({1: 10.0, 2: 20.0, 3: 30.0, 4: 0.0, 8: WEIGHT_MAX})
+    counted = with_standing(group, cell)
+    assert [one.weight for one in counted.members] == [10.0, 20.0, 30.0, 0.0, 60.0]
+    assert (counted.reducers, counted.strangers) == (None, frozenset())
+    assert with_standing(counted, cell) == counted
+    pair = group_of({1: 10.0, 8: WEIGHT_MAX})
+    assert with_standing(pair, cell) is pair, "of two peers nobody knows which is right"
 
 
 def test_a_group_without_contributing_electors_is_as_it_was() -> None:
