@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net.scope import prefix_of
-from swarm.runtime.sockets import Endpoint, open_sockets, shut_down
+from swarm.runtime.sockets import Endpoint, SocketList, shut_down
 
 CONNECTIONS_MAX = 1024  # no more are accepted; strangers get half of them where members are known
 # of callers that have not made a call: 86 KiB each once they have proven their PeerID by TLS, 47 KiB before
@@ -94,6 +94,7 @@ class Connections:
         self._standing, self._port = standing, port
         self._since_s: dict[Endpoint, float] = {}
         self._callers: dict[Endpoint, PeerId] = {}
+        self._sockets = SocketList()
 
     def on_called(self, peer_id: PeerId, endpoint: Endpoint) -> None:
         """Record who calls from an endpoint."""
@@ -112,7 +113,9 @@ class Connections:
         if port is None:
             return 0
         open_now = {
-            one.remote: one for one in open_sockets() if one.remote is not None and one.local[1] == port
+            one.remote: one
+            for one in self._sockets.open_now()
+            if one.remote is not None and one.local[1] == port
         }
         self._since_s = {endpoint: self._since_s.get(endpoint, now_s) for endpoint in open_now}
         self._callers = {

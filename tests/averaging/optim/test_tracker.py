@@ -11,6 +11,7 @@ import pytest
 
 from averaging.blocklist import PeerBlocklist
 from averaging.optim.progress.logic.reports import ProgressReport
+from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.tracker import Tracker
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
@@ -94,6 +95,24 @@ def test_a_peer_that_says_goodbye_is_removed_at_once() -> None:
         await bench.tracker._refresh()
         await bench.receives(TWO, goodbye=True)
         assert bench.tracker.others().keys() == {THREE}
+
+    play(scenario)
+
+
+def test_reports_of_strangers_without_a_record_cause_no_read() -> None:
+    """Before, a crowd that only reported made members read all records without a pause."""
+
+    async def scenario() -> None:
+        bench, asked = Bench(), list[PeerId]()
+        bench.tracker._keeper.renew_soon = lambda: asked.append(ONE)  # type: ignore[method-assign]
+        await bench.receives(contact(10).peer_id)
+        assert asked, "before there are electors everybody counts"
+        asked.clear()
+        bench.tracker._progress.standing = ReportStanding(ONE, (ONE, TWO), {THREE}.__contains__)
+        await bench.receives(contact(11).peer_id)
+        assert not asked
+        await bench.receives(THREE)
+        assert asked
 
     play(scenario)
 
