@@ -21,8 +21,7 @@ class Ahead:
     @property
     def electors(self) -> tuple[PeerId, ...]:
         """Return the electors of the last head."""
-        certificates = self.chain.certificates
-        return certificates[-1].proposal.electors if certificates else self.chain.electors
+        return self.chain.last_electors
 
     def extending(self, head: bytes, kind: RoundKind, epoch: int) -> Certificate | None:
         """Return the certificate that extends this head, if it is of a round of this kind, after which the

@@ -29,6 +29,11 @@ class Chain:
         return self.certificates[-1].head if self.certificates else self.head
 
     @property
+    def last_electors(self) -> tuple[PeerId, ...]:
+        """Return the electors of the last head."""
+        return self.certificates[-1].proposal.electors if self.certificates else self.electors
+
+    @property
     def epoch(self) -> int:
         """Return the epoch after the last certificate."""
         return self.certificates[-1].proposal.epoch if self.certificates else self.root_epoch

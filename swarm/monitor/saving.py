@@ -1,10 +1,11 @@
-"""Checkpoints of a run by a peer that does not train it: at intervals, the state that most donors hold is
+"""Checkpoints of a run by a peer that does not train it: at intervals, the state that the electors hold is
 fetched, checked and written as a whole.
 
-A single donor is not trusted: the state is taken only when most of the donors that answered declare the same
-digest, every chunk is checked against it, and the whole must fit the model of the specification. Peers with
+A single donor is not trusted: the state is the one that most electors of the swarm's head say that they hold,
+every chunk is checked against its digest, and the whole must fit the model of the specification. Where the
+entry peers name no electors (they take no part in the run), it is the state that most donors hold; peers with
 different processors agree bit for bit only after the rounds that average the state, so that several attempts
-may be needed.
+may be needed then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # epochs that the donors may be ahead of this monitor: short ones pass between two polls. False claims are
-# bounded by the agreement of most donors
+# bounded by what electors, or most donors, hold
 _AHEAD_MAX = 200
 RETRY_S = 3.0  # pause after an attempt in which donors held different states
 _FETCH_S = 600.0  # of one download; a larger state is not saved, and the monitor says so
@@ -64,6 +65,8 @@ class StateSaver:
     clock: Clock
     model: Model
     donors: Callable[[], tuple[Contact, ...]]
+    # returns the electors of the swarm's head that can be called, the most senior first
+    electors: Callable[[], Awaitable[Sequence[Contact]]]
     config: StateSavingConfig
     saved: int = 0
     _epoch: int = -1  # of the last checkpoint
@@ -86,7 +89,7 @@ class StateSaver:
         loop = asyncio.get_running_loop()
         try:
             state, names, kept = await loop.run_in_executor(None, self._prepare)
-            fetched = await self._fetch(donors, state.bytes_max())
+            fetched = await self._fetch(donors, await self.electors(), state.bytes_max())
             if fetched.epoch > self._epoch:
                 path, seconds = await loop.run_in_executor(
                     None, functools.partial(self._write, state, names, kept, fetched)
@@ -97,7 +100,9 @@ class StateSaver:
             return False
         return True
 
-    async def _fetch(self, donors: tuple[Contact, ...], bytes_max: int) -> DownloadedState:
+    async def _fetch(
+        self, donors: Sequence[Contact], electors: Sequence[Contact], bytes_max: int
+    ) -> DownloadedState:
         epoch = self.model.epoch
         download = Download(
             run=self.signed.run_id,
@@ -105,6 +110,8 @@ class StateSaver:
             bytes_max=bytes_max,
             epoch_min=max(0, epoch - 1),
             epoch_known=lambda: epoch + _AHEAD_MAX,
+            electors=lambda: electors,
+            waits_for_electors=True,
             majority=True,
         )
         return await download.fetch(donors, _FETCH_S)

@@ -33,6 +33,7 @@ from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
 
 if TYPE_CHECKING:
+    from averaging.history.chain import Chain
     from moe.protocol.declarations import Directory
     from swarm.monitor.saving import StateSavingConfig
 
@@ -145,6 +146,15 @@ class Watch:
 
     # the network thread
 
+    async def electors(self) -> list[Contact]:
+        """Return the electors of the head of the first entry peer that has a history, those that offer their
+        state, the most senior first. Must be called on the network thread.
+        """
+        donors = {contact.peer_id: contact for contact in self.collector.donors}
+        for chain in await self._histories():
+            return [donors[peer] for peer in chain.last_electors if peer in donors]
+        return []
+
     async def _start(self) -> None:
         self.node.supervisor.spawn(f"watching {self.run.full_name}", self.collector.run, restart=True)
         if self.config.saving is not None:
@@ -160,6 +170,7 @@ class Watch:
                 clock=self.node.clock,
                 model=self.model,
                 donors=lambda: self.collector.donors,
+                electors=self.electors,
                 config=self.config.saving,
             )
             self.node.supervisor.spawn(f"saving {self.run.full_name}", saver.run, restart=True)
@@ -217,19 +228,25 @@ class Watch:
             self._grids = Directory(self.node.dht.service)
         return await experts_of(self._grids, self.config.grids)
 
-    async def _members(self) -> None:
-        """Take the members of the run from the histories of the peers by which the user entered; nobody
-        else's word makes a member. Entry peers that take no part in the run name none.
+    async def _histories(self) -> list[Chain]:
+        """Return the histories of the peers by which the user entered; nobody else's word makes a member.
+        Entry peers that take no part in the run have none.
         """
-        if self._signed is not None:
-            self.node.standing.add_members(self.run.run_id, [self._signed.owner])
+        found = []
         for contact in self.collector.entry:
             try:
                 chain = await fetch_chain(self.node.channels, self.run.run_id, contact, [])
                 await asyncio.get_running_loop().run_in_executor(None, chain.check, self.run.run_id)
+                found.append(chain)
             except SwarmError as error:
                 _log.debug("no members of run %s from %s: %s", self.run.run_id, contact.peer_id.short, error)
-                continue
+        return found
+
+    async def _members(self) -> None:
+        """Take the members of the run from its histories."""
+        if self._signed is not None:
+            self.node.standing.add_members(self.run.run_id, [self._signed.owner])
+        for chain in await self._histories():
             self.node.standing.add_members(
                 self.run.run_id,
                 [*chain.electors]

@@ -66,7 +66,6 @@ class PeerState:
     can_lead: bool = True
     follows: Leader | None = None
     busy_until_s: float = -math.inf
-    last_message_s: float = -math.inf
     turn: int = 0  # of its latest message: earlier ones may arrive after it
     queried_s: float = -math.inf
     query_pending: bool = False
@@ -143,7 +142,7 @@ class PeerTable:
         if peer is None:
             return
         peer.contact = query.contact
-        if not self._on_message(peer, query.turn, now_s, query.clock_off_s):
+        if not self._on_message(peer, query.turn, query.clock_off_s):
             return
         peer.queried_s = max(peer.queried_s, now_s)  # the answer tells it what a query would
         if query.schema != self.query.schema:
@@ -159,7 +158,7 @@ class PeerTable:
         if peer is None:
             return False
         peer.query_pending = False
-        if not self._on_message(peer, answer.turn, now_s, answer.clock_off_s):
+        if not self._on_message(peer, answer.turn, answer.clock_off_s):
             return False
         peer.text, peer.round_key, peer.follows = answer.text, answer.round_key, None
         if answer.status is PeerStatus.SEARCHING:
@@ -378,9 +377,9 @@ class PeerTable:
             peer = self.peers[contact.peer_id] = PeerState(contact=contact)
         return peer
 
-    def _on_message(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
+    def _on_message(self, peer: PeerState, turn: int, clock_off_s: float) -> bool:
         """Mark the peer as alive. Return whether its message is the latest by its turn."""
-        peer.last_message_s, peer.clock_off_s = now_s, clock_off_s
+        peer.clock_off_s = clock_off_s
         peer.failed, peer.failures = "", 0
         latest = turn >= peer.turn
         peer.turn = max(turn, peer.turn)
