@@ -436,9 +436,7 @@ class Tracker:
             self._changed.notify_all()
         contact = self._records.contacts.get(peer)
         if contact is None:
-            if self._progress.standing.counts(
-                peer
-            ):  # else any number of identities would make this peer read
+            if self._progress.standing.counts(peer):  # any number of identities may call
                 self._keeper.renew_soon()  # its record has its address
         elif self.history is not None:
             self.history.heard(contact, report.head)
