@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from averaging.history.electors import FOUNDING_MAX
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed, Worker
 from benchmarks.results import Aim, Failures, Row, Series
@@ -84,7 +85,9 @@ class Attack(Launch):
     """Members of a run, and a process that attacks the first of them."""
 
     def __init__(self, members: int) -> None:
-        configurations = [{"target": 16 * members} for _ in range(members)]
+        # a run without an owner knows no strangers before its founding is over (docs/decisions/0033)
+        founded = FOUNDING_MAX + 1 if members > 1 else 2
+        configurations = [{"target": 16 * members, "epochs": founded} for _ in range(members)]
         super().__init__("attacked", python=OWN_PYTHON, module=_MODULE, configurations=configurations)
 
     def __enter__(self) -> Attack:

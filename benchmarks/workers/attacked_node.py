@@ -96,7 +96,7 @@ def main() -> None:
             channel.publish("address", node.addresses[0])
         watch = LoopWatch()
         node.network.submit(watch.run())
-        while optimizer.epoch < 2:
+        while optimizer.epoch < channel.configuration["epochs"]:
             _step(optimizer, parameters)
         channel.send("ready", address=node.addresses[0])
         while True:
