@@ -396,6 +396,7 @@ class Averager:
             auxiliary=self.auxiliary,
             grid_rounds=history.grid_rounds if history is not None else 0,
             new_hour=history is not None and history.new_hour,
+            gone=history.gone if history is not None else 0,
         )
 
     def _reserve(self, pending: PendingRound) -> None:

@@ -16,12 +16,17 @@ RUNS = (
     GrowthConfig(seed=1, crowd="many"),
     GrowthConfig(seed=1, crowd="patient"),
     GrowthConfig(seed=1, crowd="patient", miss=0.05),
+    GrowthConfig(seed=1, crowd="patient", miss=0.2),
+    GrowthConfig(seed=1, crowd="nobody", miss=0.2, is_reachable=False),
+    GrowthConfig(seed=1, crowd="nobody", miss=0.2, is_reachable=False, away_rounds=3),
+    GrowthConfig(seed=1, crowd="nobody", miss=0.2, is_reachable=False, away_rounds=30),
     GrowthConfig(seed=1, crowd="none", identities=0),
 )
 _NAMES = {
     "many": "1,000 newcomers, others in each round",
     "patient": "60 newcomers in every round",
     "none": "no attack",
+    "nobody": "no newcomers",
 }
 
 
@@ -34,8 +39,12 @@ def rows(say: Say, runs: Sequence[GrowthConfig] = RUNS) -> Iterator[list[Row]]:
 
 def _rows(config: GrowthConfig, figures: GrowthFigures) -> list[Row]:
     misses = f" that miss {100 * config.miss:g} % of the rounds" if config.miss else ""
+    if not config.is_reachable:
+        misses += f", out of reach for {config.away_rounds * config.round_s:g} s each time"
     title = f"{config.honest} electors{misses}, {_NAMES[config.crowd]}, {config.hours:g} h"
     identifier = f"electors-{config.crowd}-{100 * config.miss:g}"
+    if not config.is_reachable:
+        identifier += f"-{config.away_rounds}"
 
     def row(name: str, quantity: str, unit: str, value: float, *notes: str) -> Row:
         return Row(
@@ -48,6 +57,10 @@ def _rows(config: GrowthConfig, figures: GrowthFigures) -> list[Row]:
             notes=notes,
         )
 
+    if config.crowd == "nobody":
+        share = 100 * figures.lost_s / (config.hours * HOUR_S)
+        breaks = f"breaks: {figures.breaks}"
+        return [row("lost", "part of the time without a quorum", "%", share, breaks)]
     waits = figures.newcomer_s
     newcomer = f"became an elector after {waits / 60:.1f} min" if waits is not None else "became none"
     note = f"an honest newcomer among them {newcomer}; refused rounds: {figures.refused} of {figures.rounds}"
@@ -56,6 +69,8 @@ def _rows(config: GrowthConfig, figures: GrowthFigures) -> list[Row]:
         return [row("wait", "until an honest newcomer is an elector", "s", waits)]
     alone_s = figures.quorum_s if figures.quorum_s is not None else config.hours * HOUR_S
     early = sum(admitted_s < alone_s for admitted_s in figures.admitted_s)
+    largest = ", ".join(f"{100 * share:.0f} %" for share in figures.shares)
+    shares = f"their largest part of the electors in each hour: {largest}"
     found = [
         row(
             "admitted",
@@ -63,6 +78,7 @@ def _rows(config: GrowthConfig, figures: GrowthFigures) -> list[Row]:
             "electors",
             early * HOUR_S / alone_s,
             note,
+            shares,
         )
     ]
     if figures.quorum_s is not None:

@@ -45,6 +45,7 @@ from averaging.allreduce.logic.values import RoundState
 from averaging.allreduce.network import RoundNetwork
 from averaging.allreduce.offload import ComputeOffload, OutOfMemory
 from averaging.allreduce.outcome import RoundOutcome, outcome_of
+from averaging.allreduce.resolution import resolve
 from averaging.allreduce.voter import Voter
 from averaging.history.certificate import Proposal, Vote
 from averaging.history.round_lineage import RoundLineage
@@ -117,6 +118,7 @@ class AllReduce:
         self._waiting: Counter[PeerId] = Counter()
         self._background = Supervisor()
         self._conducting: set[RoundDriver] = set()  # they run, or tell members how they ended
+        self._resolving: set[asyncio.Task[None]] = set()  # rounds that failed here, and perhaps not for others
         self._handlers = handlers
         _keep_freed_memory()
         handlers.stream(EXCHANGE, self._serve_exchange)
@@ -134,6 +136,8 @@ class AllReduce:
             self._handlers.remove(method.name)
         for driver in list(self._conducting):
             driver.close()
+        for task in self._resolving:
+            task.cancel()
 
     @property
     def speed(self) -> Speed:
@@ -201,11 +205,26 @@ class AllReduce:
                 kernels.roll_back()
             self._rounds[group.group_id] = FinishedRound(driver.machine, averages)
             self.speed.round_over()
-        if history is not None and finish.failure is not None and not finish.unresolved:
-            history.release(setup.proposal)
+            if history is not None:
+                self._free_vote(driver.machine, history)
         return await self._conclude(driver, finish)
 
     # ---- rounds
+
+    def _free_vote(self, machine: RoundMachine, history: RoundLineage) -> None:
+        """After a round that failed here: free this peer's vote, at once or when it is known that nobody can
+        commit the round.
+        """
+        finish = machine.finished
+        if finish is None or finish.failure is None:
+            return
+        if finish.unresolved:
+            work = functools.partial(resolve, machine, self._network, history)
+            task = self._background.spawn("the end of an averaging round", work)
+            self._resolving.add(task)
+            task.add_done_callback(self._resolving.discard)
+        else:
+            history.release(machine.setup.proposal)
 
     def _setup(
         self,

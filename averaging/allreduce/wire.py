@@ -10,7 +10,8 @@ from averaging.allreduce.config import REASON_CHARACTERS_MAX, VERSIONS_MAX
 from averaging.allreduce.logic.values import InventoryQuestion, RoundState, Statement
 from averaging.allreduce.logic.versions import Version, check_clipped, decode_places
 from averaging.history.certificate import DIGEST_BYTES, Proposal, RoundKind, Vote
-from averaging.history.encoding import decode_register, encode_register
+from averaging.history.electors import ELECTORS_MAX
+from averaging.history.encoding import decode_peers, decode_register, encode_peers, encode_register
 from averaging.reduction.framing import pack
 from averaging.reduction.partition import Plan
 from swarm.compression import Codec
@@ -114,7 +115,7 @@ def statement_from_wire(message: pb.Statement, members: int) -> Statement:
 
 def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]) -> pb.EndorseRequest:
     """Return the question for an elector's vote."""
-    at_once, seats, known = encode_register(proposal.register)
+    at_once, seats, known, misses = encode_register(proposal.register)
     return pb.EndorseRequest(
         run=proposal.run,
         head=proposal.head,
@@ -129,6 +130,8 @@ def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]
         at_once=at_once,
         seats=seats,
         known=known,
+        misses=misses,
+        gone=encode_peers(proposal.gone),
         result=result,
         votes=[vote_to_wire(vote) for vote in votes],
     )
@@ -149,7 +152,8 @@ def endorsement_from_wire(message: pb.EndorseRequest) -> tuple[Proposal, bytes, 
         is_break=message.is_break,
         grid_rounds=message.grid_rounds,
         new_hour=message.new_hour,
-        register=decode_register(message.at_once, message.seats, message.known),
+        register=decode_register(message.at_once, message.seats, message.known, message.misses),
+        gone=decode_peers(message.gone, ELECTORS_MAX),
     )
     return proposal, message.result, tuple(vote_from_wire(vote) for vote in message.votes)
 

@@ -15,7 +15,14 @@ from typing import Final
 
 from blake3 import blake3
 
-from averaging.history.electors import ELECTORS_MAX, NEW_REGISTER, Register, electors_after, grants_hour
+from averaging.history.electors import (
+    ELECTORS_MAX,
+    NEW_REGISTER,
+    Register,
+    electors_after,
+    grants_hour,
+    leaving,
+)
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
 from swarm.core.ids import PeerId
@@ -75,6 +82,8 @@ class Proposal:
     contributors: tuple[PeerId, ...]  # members whose weight is above 0, in group order
     electors: tuple[PeerId, ...]  # of the next round, by `electors_after`
     register: Register = NEW_REGISTER  # of the next round
+    # electors that leave the list at once: the certificate has their goodbyes
+    gone: tuple[PeerId, ...] = ()
     new_hour: bool = False  # most electors say that a quarter more may be admitted now
     # it commits without a quorum of the electors: a cut-off minority goes on by itself after the grace
     is_break: bool = False
@@ -105,10 +114,11 @@ class Proposal:
             + bytes([self.kind.value, self.is_break, self.grid_rounds, self.new_hour, self.register.seats])
             + self.register.at_once.to_bytes(4, "little")
         )
-        for peers in (self.contributors, self.electors):
+        for peers in (self.contributors, self.electors, self.gone):
             state.update(len(peers).to_bytes(4, "little"))
             for peer in peers:
                 state.update(peer.public_key)
+        state.update(bytes([len(self.register.misses), *self.register.misses]))
         for known in self.register.known:
             state.update(known.peer.public_key + bytes([known.rounds, known.was_elector]))
         return state.digest()
@@ -127,8 +137,15 @@ class Proposal:
             self.is_break or register.at_once or not grants_hour(electors, self.contributors)
         ):
             return False
+        if self.gone != leaving(electors, register, self.contributors, self.gone, is_break=self.is_break):
+            return False
         return (self.electors, self.register) == electors_after(
-            electors, register, self.contributors, is_break=self.is_break, new_hour=self.new_hour
+            electors,
+            register,
+            self.contributors,
+            gone=self.gone,
+            is_break=self.is_break,
+            new_hour=self.new_hour,
         )
 
 
@@ -204,6 +221,8 @@ class Certificate:
         for peer, signature in self.goodbyes.items():
             if not verify(peer, statement, signature):
                 raise PeerError(f"a certificate with a goodbye that {peer} did not sign")
+        if not self.goodbyes.keys() >= {*proposal.gone}:
+            raise PeerError("a certificate takes electors from the list that have not said goodbye")
         if not is_majority(proposal.deciders, self.votes):
             found = sum(peer in self.votes for peer in proposal.deciders)
             raise PeerError(

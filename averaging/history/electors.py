@@ -24,6 +24,10 @@ ROUNDS_MAX: Final = 127  # counted
 # admitted: during these certificates a longer chain from the beginning wins anyway (`Lineage`)
 FOUNDING_MAX: Final = 32
 ALWAYS: Final = (1 << 32) - 1  # invited runs: every contributor becomes an elector, at any time
+# Certificates in a row that an elector may miss: with the last of them it leaves the list. Too small: honest
+# electors that miss a round now and then make room for a majority of others; too large: of electors that die
+# one soon after the other too many still count, and those that are left pause for a grace
+MISSES_MAX: Final = 3
 HOUR_S: Final = 3600.0  # in which at most a quarter more electors are admitted, at least one
 # by which the hours of two peers may differ. Too small: a peer that heard of the last certificate late does
 # not vote; too large: hours become shorter
@@ -36,7 +40,7 @@ class Known:
 
     peer: PeerId
     rounds: int  # certified ones that it contributed to
-    was_elector: bool = False  # it missed a round, and returns with its next contribution
+    was_elector: bool = False  # it left the list, and returns with its next contribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +49,16 @@ class Register:
 
     at_once: int = FOUNDING_MAX  # further certificates whose contributors all become electors; or ALWAYS
     seats: int = 1  # newcomers that may still become electors in this hour
+    # certificates in a row that each elector of the head has missed, in their order; (): none has missed any
+    misses: tuple[int, ...] = ()
     # former electors, at most ELECTORS_MAX, then candidates, at most CANDIDATES_MAX; of both the latest first
     known: tuple[Known, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.at_once <= ALWAYS or not 0 <= self.seats <= ELECTORS_MAX:
             raise PeerError(f"a register with {self.seats} seats, and {self.at_once} rounds of admission")
+        if len(self.misses) > ELECTORS_MAX or any(not 0 <= one < MISSES_MAX for one in self.misses):
+            raise PeerError(f"an elector leaves once it has missed {MISSES_MAX} certificates in a row")
         former = sum(one.was_elector for one in self.known)
         if former > ELECTORS_MAX or len(self.known) - former > CANDIDATES_MAX:
             raise PeerError(f"a register of {former} former electors and {len(self.known) - former} others")
@@ -64,6 +72,10 @@ class Register:
         remembers it.
         """
         return next((one.rounds for one in self.known if one.peer == peer), 0)
+
+    def absent(self, electors: Sequence[PeerId]) -> list[PeerId]:
+        """Return those of the head's electors that have missed its last certificate."""
+        return [peer for peer, misses in zip(electors, self.misses, strict=False) if misses]
 
 
 NEW_REGISTER: Final = Register()
@@ -88,43 +100,60 @@ def electors_after(
     register: Register,
     contributors: Sequence[PeerId],
     *,
+    gone: Collection[PeerId] = (),
     is_break: bool = False,
     new_hour: bool = False,
 ) -> tuple[tuple[PeerId, ...], Register]:
     """Return the electors after a round with these contributors, the most senior first, and the register.
 
-    Electors that contributed keep their order. Former electors follow, then newcomers as far as there are
-    seats, those with the most certified rounds first; of equal ones the first in group order. Where no
-    elector contributed (they had nothing to contribute, and voted) all of them stay; after a break the
-    contributors inherit: the former electors among them, else those that certificates know, else all.
+    Electors keep their order. One leaves the list when it has missed `MISSES_MAX` certificates in a row or
+    has said goodbye (`gone`); after a break, and while every contributor becomes an elector, when it did not
+    contribute. Former electors follow, then newcomers as far as there are seats, those with the most
+    certified rounds first; of equal ones the first in group order. Where no elector contributed (they had
+    nothing to contribute, and voted) all of them stay; after a break the contributors inherit: the former
+    electors among them, else those that certificates know, else all.
 
     `new_hour`: the seats of another hour can be taken (`grants_hour`).
     """
     here, of_head, known = set(contributors), set(electors), {one.peer: one for one in register.known}
-    stay = [elector for elector in electors if elector in here]
+    present = [elector for elector in electors if elector in here]
+    misses = _misses(electors, register, here)
     others = [peer for peer in contributors if peer not in of_head]
     seats = max(1, len(electors) // 4) if new_hour else register.seats
     if register.at_once:
-        chosen = [*stay, *others]
+        chosen = [*present, *others]
     else:
         former = [peer for peer in others if peer in known and known[peer].was_elector]
         candidates = [peer for peer in others if peer not in former]
         counted = [peer for peer in candidates if peer in known]
-        if stay or not is_break:
+        if present or not is_break:
             admitted = [] if is_break else _admitted(counted, register, seats)
-            chosen = [*(stay or electors), *former, *admitted]
+            stay = [peer for peer in electors if misses.get(peer, 0) < MISSES_MAX and peer not in gone]
+            chosen = [*(present if is_break else stay or electors), *former, *admitted]
             seats -= len(admitted)
         else:
             chosen = former or counted or candidates
     after = tuple(chosen[:ELECTORS_MAX])
     if register.at_once == ALWAYS:
         return after, register
+    left = tuple(misses.get(peer, 0) for peer in after)
     return after, replace(
         register,
         at_once=max(register.at_once - 1, 0),
         seats=seats,
+        misses=left if any(left) else (),
         known=_remembered(electors, register, contributors, after),
     )
+
+
+def _misses(electors: Sequence[PeerId], register: Register, here: Collection[PeerId]) -> dict[PeerId, int]:
+    """Return how many certificates in a row each elector has missed, the one with these contributors
+    included. One that no elector contributed to was missed by none: they voted.
+    """
+    before = dict(zip(electors, register.misses, strict=False))  # none: nobody has missed any
+    if not any(elector in here for elector in electors):
+        return before
+    return {elector: 0 if elector in here else before.get(elector, 0) + 1 for elector in electors}
 
 
 def _admitted(candidates: Sequence[PeerId], register: Register, seats: int) -> list[PeerId]:
@@ -157,6 +186,22 @@ def _remembered(
     former = [one for one in everybody if one.was_elector]
     candidates = [one for one in everybody if not one.was_elector]
     return (*former[:ELECTORS_MAX], *candidates[:CANDIDATES_MAX])
+
+
+def leaving(
+    electors: Sequence[PeerId],
+    register: Register,
+    contributors: Collection[PeerId],
+    gone: Collection[PeerId],
+    *,
+    is_break: bool,
+) -> tuple[PeerId, ...]:
+    """Return those of the electors that a certificate takes from the list since they have said goodbye
+    (`gone`); none where an elector that does not contribute leaves anyhow.
+    """
+    if is_break or register.at_once:
+        return ()
+    return tuple(peer for peer in electors if peer in gone and peer not in contributors)
 
 
 def grants_hour(electors: Sequence[PeerId], agreeing: Collection[PeerId]) -> bool:

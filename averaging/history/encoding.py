@@ -94,8 +94,8 @@ def read_root_text(text: object) -> Chain:
 
 def decode_root(values: object) -> Chain:
     """Return the empty chain of `encode_root`. Raise PeerError when the values are malformed."""
-    if not isinstance(values, list) or len(values) not in (4, 5, 8):
-        raise PeerError("the beginning of a history has eight values")
+    if not isinstance(values, list) or len(values) not in (4, 5, 8, 9):
+        raise PeerError("the beginning of a history has nine values")
     head, electors, epoch, line = values[:4]
     grid_rounds = values[4] if len(values) > 4 else 1  # checkpoints of older versions have fewer values
     if type(grid_rounds) is not int or not 1 <= grid_rounds <= GRID_ROUNDS_MAX:
@@ -113,24 +113,27 @@ def decode_root(values: object) -> Chain:
         root_epoch=epoch,
         root_line=line,
         root_grid_rounds=grid_rounds,
-        root_register=decode_register(*values[5:]) if len(values) == 8 else NEW_REGISTER,
+        root_register=decode_register(*values[5:]) if len(values) >= 8 else NEW_REGISTER,
     )
 
 
-def encode_register(register: Register) -> tuple[int, int, bytes]:
-    """Return a register as rounds in which contributors become electors at once, seats, and peers: of each
-    the public key and a byte, its rounds, and 128 more if it was an elector.
+def encode_register(register: Register) -> tuple[int, int, bytes, bytes]:
+    """Return a register as rounds in which contributors become electors at once, seats, peers (of each the
+    public key and a byte, its rounds, and 128 more if it was an elector), and a byte for each elector, the
+    certificates that it has missed.
     """
     known = (
         one.peer.public_key + bytes([one.rounds + _WAS_ELECTOR * one.was_elector]) for one in register.known
     )
-    return register.at_once, register.seats, b"".join(known)
+    return register.at_once, register.seats, b"".join(known), bytes(register.misses)
 
 
-def decode_register(at_once: object, seats: object, known: object) -> Register:
+def decode_register(at_once: object, seats: object, known: object, misses: object = b"") -> Register:
     """Parse the values of a register. Raise PeerError when they are malformed."""
     if type(at_once) is not int or type(seats) is not int or not isinstance(known, bytes):
         raise PeerError("a register is two numbers and the bytes of peers")
+    if not isinstance(misses, bytes) or len(misses) > ELECTORS_MAX:
+        raise PeerError(f"a register has a byte for each of at most {ELECTORS_MAX} electors")
     if len(known) % _KNOWN_BYTES or len(known) > (ELECTORS_MAX + CANDIDATES_MAX) * _KNOWN_BYTES:
         raise PeerError(f"a peer of a register has {_KNOWN_BYTES} bytes")
     found = []
@@ -138,7 +141,7 @@ def decode_register(at_once: object, seats: object, known: object) -> Register:
         rounds = known[start + _KEY_BYTES]
         key = known[start : start + _KEY_BYTES]
         found.append(Known(PeerId(key), rounds % _WAS_ELECTOR, rounds >= _WAS_ELECTOR))
-    return Register(at_once=at_once, seats=seats, known=tuple(found))
+    return Register(at_once=at_once, seats=seats, known=tuple(found), misses=tuple(misses))
 
 
 def encode_proposal(proposal: Proposal) -> list[Any]:
@@ -154,6 +157,7 @@ def encode_proposal(proposal: Proposal) -> list[Any]:
         proposal.is_break,
         proposal.grid_rounds,
         proposal.new_hour,
+        encode_peers(proposal.gone),
         *encode_register(proposal.register),
     ]
 
@@ -161,7 +165,7 @@ def encode_proposal(proposal: Proposal) -> list[Any]:
 def decode_proposal(value: Any) -> Proposal:
     """Parse the values of a proposal. Raise PeerError, ValueError or TypeError when they are malformed."""
     run, head, epoch, kind, group_id, contributors, electors, is_break, grid_rounds = value[:9]
-    new_hour, *register = value[9:]
+    new_hour, gone, *register = value[9:]
     if not isinstance(run, str) or len(run) > _RUN_CHARACTERS_MAX or type(epoch) is not int:
         raise PeerError("a proposal names a run and an epoch")
     if type(grid_rounds) is not int:
@@ -177,6 +181,7 @@ def decode_proposal(value: Any) -> Proposal:
         is_break=bool(is_break),
         grid_rounds=grid_rounds,
         new_hour=bool(new_hour),
+        gone=decode_peers(gone, ELECTORS_MAX),
         register=decode_register(*register),
     )
 

@@ -10,6 +10,9 @@ from swarm.core.ids import Contact, PeerId
 _DISMISSED_MAX = 1024  # beyond this the head that was dismissed first is compared again
 _PEERS_MAX = 256  # beyond this the peer that was silent for the longest time is forgotten
 _ASKED_MAX = 3  # peers that are asked for the history of one head, one after the other
+# A peer that answers no call for this long has no voice any more, as its records have expired by then. Too large: the
+# dead keep a newcomer from following the living; too small: who can silence peers decides what it follows
+SILENT_S = 15.0
 
 
 class KnownHeads:
@@ -19,24 +22,31 @@ class KnownHeads:
         self._heads: OrderedDict[PeerId, tuple[bytes, Contact]] = OrderedDict()
         self._dismissed: OrderedDict[bytes, None] = OrderedDict()
         self._refused: set[PeerId] = set()  # peers whose hosts refused the last connection
+        self._silent_s: dict[PeerId, float] = {}  # since when peers answer no call; those that do are not in it
 
     def heard(self, contact: Contact, head: bytes) -> None:
         """Record what a peer reports."""
         # the record of a dead peer is read again and again: only news shows that it lives
         if self._heads.get(contact.peer_id, (b"",))[0] != head:
-            self._refused.discard(contact.peer_id)
+            self.answered(contact.peer_id)
         self._heads[contact.peer_id] = head, contact
         self._heads.move_to_end(contact.peer_id)
         if len(self._heads) > _PEERS_MAX:
-            self._heads.popitem(last=False)
+            self.forget(next(iter(self._heads)))
 
     def answered(self, peer: PeerId) -> None:
         """Record that a peer answered a call."""
         self._refused.discard(peer)
+        self._silent_s.pop(peer, None)
 
-    def refused(self, peer: PeerId) -> None:
-        """Record that a peer's host refused a connection."""
-        self._refused.add(peer)
+    def missed(self, peer: PeerId, now_s: float, *, refused: bool) -> None:
+        """Record that a peer did not answer a call. `refused`: its host refused the connection; `now_s`: a
+        monotonic clock's time.
+        """
+        if peer in self._heads:
+            self._silent_s.setdefault(peer, now_s)
+        if refused:
+            self._refused.add(peer)
 
     def is_gone(self, peer: PeerId) -> bool:
         """Return whether the peer has ended, as far as this process can know: its host refuses connections,
@@ -47,6 +57,7 @@ class KnownHeads:
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported."""
         self._heads.pop(peer, None)
+        self._silent_s.pop(peer, None)
 
     def contacts(self, peers: Iterable[PeerId]) -> list[Contact]:
         """Return the contacts of those of the peers that are known."""
@@ -79,6 +90,12 @@ class KnownHeads:
                 holders.setdefault(head, []).append(contact)
         return [*alone, *holders.values()]
 
-    def reported(self) -> dict[PeerId, bytes]:
-        """Return the head that each peer reports, without those whose hosts refuse connections."""
-        return {peer: head for peer, (head, _) in self._heads.items() if peer not in self._refused}
+    def reported(self, now_s: float) -> dict[PeerId, bytes]:
+        """Return the head that each peer reports, without those whose hosts refuse connections, and those that
+        have been silent for `SILENT_S`.
+        """
+        return {
+            peer: head
+            for peer, (head, _) in self._heads.items()
+            if peer not in self._refused and now_s - self._silent_s.get(peer, now_s) < SILENT_S
+        }

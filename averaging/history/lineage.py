@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Final
 
@@ -32,7 +32,9 @@ from averaging.history.electors import (
     GrowthClock,
     Register,
     electors_after,
+    leaving,
 )
+from averaging.history.promises import Promises
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
 from swarm.core.ids import PeerId
@@ -43,7 +45,6 @@ CERTIFICATES_MAX: Final = 256
 GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
 GRACE_S_MAX: Final = 60.0
 GRACE_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
-_CLOSED_MAX: Final = 1024  # attempts on one head in which a peer votes for none; in further ones it is silent
 _DECIDING: Final = "a majority of the {} peers that decide how this run goes on"
 _AWAKE_S_MAX: Final = 2.0  # of the grace that passes between two calls: a suspended machine does not wait
 
@@ -59,14 +60,6 @@ class Relation(Enum):
     UNRELATED = auto()  # no common head is known: nothing follows from it
 
 
-@dataclass(slots=True)
-class _Promise:
-    """A vote that may still become a certificate."""
-
-    proposal: bytes  # its digest: a leader may give two groups the same name
-    result: bytes
-
-
 class Lineage:
     """The history of one peer's state in one run. `now_s` is always a monotonic clock's time in seconds."""
 
@@ -77,8 +70,7 @@ class Lineage:
         self._certificates: deque[Certificate] = deque(maxlen=CERTIFICATES_MAX)
         self._places: dict[bytes, int] = {}  # number of the certificate that extends each known head
         self._first = 0  # number of the oldest certificate that is kept
-        self._promise: _Promise | None = None
-        self._closed: frozenset[bytes] = frozenset()  # proposals on this head that it votes on no more
+        self._promises = Promises()  # by its votes on this head
         self._goodbyes: dict[PeerId, bytes] = {}  # signatures of electors of this head that have left
         self._waited_s = 0.0  # of the grace
         self._waiting_at_s: float | None = None  # last time when no quorum was found; None: there is one
@@ -240,8 +232,8 @@ class Lineage:
         self._certificates.append(certificate)
 
     def _moved(self, *, restored: bool) -> None:
-        self._promise, self._waited_s, self._waiting_at_s, self._restored = None, 0.0, None, restored
-        self._closed, self._goodbyes = frozenset(), {}
+        self._waited_s, self._waiting_at_s, self._restored = 0.0, None, restored
+        self._promises, self._goodbyes = Promises(), {}
 
     def propose(
         self,
@@ -251,13 +243,15 @@ class Lineage:
         group_id: bytes,
         contributors: Sequence[PeerId],
         is_break: bool,
+        gone: Collection[PeerId] = (),
         new_hour: bool = False,
     ) -> Proposal:
         """Return the proposal of a round of this group on the present head. One group is enough for the
-        epoch after it.
+        epoch after it. `gone`: peers whose goodbyes all members of the group know.
         """
+        gone = leaving(self.electors, self.register, contributors, gone, is_break=is_break)
         electors, register = electors_after(
-            self.electors, self.register, contributors, is_break=is_break, new_hour=new_hour
+            self.electors, self.register, contributors, gone=gone, is_break=is_break, new_hour=new_hour
         )
         return Proposal(
             run=self.run,
@@ -268,6 +262,7 @@ class Lineage:
             contributors=tuple(contributors),
             electors=electors,
             register=register,
+            gone=gone,
             new_hour=new_hour,
             is_break=is_break,
         )
@@ -288,7 +283,12 @@ class Lineage:
         to the head of an earlier process, with another state, and could have voted there before.
         """
         proposal = self.propose(
-            epoch=epoch, kind=kind, group_id=group_id, contributors=(self.own,), is_break=is_break
+            epoch=epoch,
+            kind=kind,
+            group_id=group_id,
+            contributors=(self.own,),
+            is_break=is_break,
+            gone=self._goodbyes,
         )
         result = blake3(b"swarm alone\0" + proposal.digest()).digest()
         signature = sign(vote_statement(proposal.digest(), result))
@@ -312,36 +312,38 @@ class Lineage:
             return "it names other electors than follow from its contributors"
         if not epoch_follows(proposal, self.epoch):
             return "its epoch does not follow from this peer's history"
-        promise = self._promise
-        if promise is not None or self._closed:
-            digest = proposal.digest()
-            if digest in self._closed:
-                return "this peer has voted for none in this attempt, or has found that it failed"
-            if not result and (len(self._closed) == _CLOSED_MAX or (promise and promise.proposal == digest)):
-                return "this peer has voted for a result in this attempt, or in too many others"
-            if result and promise not in (None, _Promise(digest, result)) and not proposal.is_break:
-                return "this peer has voted in another attempt on this head, which may have been committed"
+        if reason := self._promises.refusal(proposal, result):
+            return reason
         if self.abstains and not proposal.is_break and (result or self.own not in proposal.contributors):
             return "this peer has restored its state, and may have voted on this head before"
         return ""
 
-    def promise(self, proposal: Proposal, result: bytes) -> None:
-        """Remember the vote that is about to be sent. One for none (b"") binds in this attempt only."""
-        if not result:
-            self._closed |= {proposal.digest()}
-        elif not proposal.is_break:
-            self._promise = _Promise(proposal.digest(), result)
+    def promise(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> None:
+        """Remember the vote that is about to be sent. One for none (b"") binds in this attempt only. `outside`:
+        this peer is not in the attempt's group.
+        """
+        self._promises = self._promises.voted(proposal, result, outside=outside)
+
+    def leave(self, proposal: Proposal) -> bool:
+        """Record that this attempt has ended here, and that this peer does not know how it ended for others.
+        Return whether its vote there binds it.
+        """
+        self._promises = self._promises.ended(proposal)
+        return self._promises.binds(proposal)
 
     def release(self, proposal: Proposal) -> None:
         """Take note that nobody can commit this attempt any more (`Tally.is_dead`)."""
-        if self._promise is not None and self._promise.proposal == proposal.digest():
-            self._closed |= {self._promise.proposal}
-            self._promise = None
+        self._promises = self._promises.released(proposal)
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether this peer cannot vote on this head before it learns how an earlier attempt ended."""
+        return self._promises.has_ended
 
     @property
     def is_promised(self) -> bool:
         """Return whether a vote of this peer on this head may still become a certificate."""
-        return self._promise is not None
+        return bool(self._promises.attempt)
 
     @property
     def abstains(self) -> bool:
@@ -376,7 +378,7 @@ class Lineage:
         yet, not even for none. Others may have found that an attempt failed because of its vote; without this
         elector that attempt could have a quorum after all.
         """
-        return self.own in self.electors and not (self.is_promised or self._closed or self._restored)
+        return self.own in self.electors and not (self.is_promised or self._promises.closed or self._restored)
 
     def found_quorum(self) -> None:
         """Record that a quorum can be reached: the grace begins again."""

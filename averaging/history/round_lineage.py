@@ -37,8 +37,18 @@ class RoundLineage:
     may_vote: Callable[[Proposal, bytes], str]
     # Told that this attempt can no longer be committed by anybody.
     release: Callable[[Proposal], None]
+    # Told that this attempt has ended here without an outcome that this peer knows. It returns whether the
+    # peer's vote there still binds it.
+    leave: Callable[[Proposal], bool]
     # the contact of an elector that is not in the group, to ask it for its vote; None: it is not known
     find_contact: Callable[[PeerId], Awaitable[Contact | None]]
+
+    @property
+    def gone(self) -> int:
+        """Return the electors that have left with a goodbye, as far as this peer knows: a bit for each
+        elector, the lowest for the most senior one.
+        """
+        return sum(1 << place for place, peer in enumerate(self.electors) if peer in self.goodbyes)
 
     @property
     def may_be_alone(self) -> bool:

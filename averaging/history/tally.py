@@ -115,6 +115,8 @@ class Tally:
         if result is None:
             return None
         supporters = self.supporters(result)
+        if not self.goodbyes.keys() >= {*self.proposal.gone}:
+            return None
         if not self.proposal.is_break and not is_quorum(self.electors, supporters, self.goodbyes):
             return None
         return Certificate(

@@ -119,6 +119,12 @@ class RunHistory:
             return self._lineage.abstains
 
     @property
+    def is_bound(self) -> bool:
+        """Return whether this peer cannot vote on its head before it learns how an earlier attempt ended."""
+        with self._lock:
+            return self._lineage.is_bound
+
+    @property
     def certified_epoch(self) -> int:
         """Return the epoch that certificates prove: of this peer's history or of one that it should
         follow.
@@ -154,6 +160,7 @@ class RunHistory:
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,
+                leave=self._leave,
                 find_contact=self._find_contact,
             )
 
@@ -381,7 +388,8 @@ class RunHistory:
             for contacts in holders:
                 tasks.create_task(self._fetch_from_one(contacts))
         with self._lock:
-            chosen = self._offers.choose(self._lineage, self._heads.reported())
+            voices = self._heads.reported(self._node.clock.monotonic_s())
+            chosen = self._offers.choose(self._lineage, voices)
             if chosen is not None and (self._ahead is None or self._ahead.chain != chosen.chain):
                 self._ahead = chosen
                 _log.info("of %s this peer follows that in epoch %d", self._offers, chosen.chain.epoch)
@@ -404,9 +412,9 @@ class RunHistory:
                 self._judge(contact, chain)
                 return True
             except NetworkError as error:
-                if "connection refused" in str(error).lower():
-                    with self._lock:
-                        self._heads.refused(contact.peer_id)
+                refused = "connection refused" in str(error).lower()
+                with self._lock:
+                    self._heads.missed(contact.peer_id, self._node.clock.monotonic_s(), refused=refused)
             except PeerError as error:
                 _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
             return False
@@ -456,12 +464,16 @@ class RunHistory:
                 return "it admits further electors before an hour has passed"
             reason = self._lineage.refusal(proposal, result)
             if not reason:
-                self._lineage.promise(proposal, result)
+                self._lineage.promise(proposal, result, outside=outside)
             return reason
 
     def _release(self, proposal: Proposal) -> None:
         with self._lock:
             self._lineage.release(proposal)
+
+    def _leave(self, proposal: Proposal) -> bool:
+        with self._lock:
+            return self._lineage.leave(proposal)
 
     async def _find_contact(self, peer: PeerId) -> Contact | None:
         with self._lock:

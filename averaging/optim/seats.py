@@ -47,10 +47,12 @@ class SwarmSize:
         """Return how many peers are expected in the electors' cell after this head, if this peer has a seat
         there; 0: it has none. `is_break`: the electors were waited for in vain.
 
-        A peer that knows only a part of the swarm fills that part's share of the free seats.
+        A peer that knows only a part of the swarm fills that part's share of the free seats, and expects an
+        elector that missed the last certificate only if it knows that it is there.
         """
         here = {self._own, *self._known}
-        electors = [peer for peer in root.electors if not is_break or peer in here]
+        absent = {*(root.electors if is_break else root.root_register.absent(root.electors))}
+        electors = [peer for peer in root.electors if peer not in absent or peer in here]
         others = sorted(
             here.difference(electors), key=lambda peer: blake3(root.head + peer.public_key).digest()
         )

@@ -2,7 +2,8 @@
 
 The honest electors decide with their real `Lineage` and `GrowthClock`; a round is its contributors, and a
 certificate exists when those that would sign it are enough. The crowd contributes real work (without it no
-round counts), says in every round that an hour has passed, and signs everything.
+round counts), says in every round that an hour has passed, and signs everything. Electors that are out of
+reach sign nothing; when no quorum is left, those that are there go on with a break after the grace.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ class GrowthConfig:
 
     seed: int
     # "many": other identities in every round, drawn by chance; "patient": always the same ones
-    crowd: Literal["none", "many", "patient"]
+    # "nobody": no newcomer comes; "none": an honest one
+    crowd: Literal["nobody", "none", "many", "patient"]
     honest: int = 4  # electors when the crowd comes; the first owns the run
     identities: int = 1000  # of the crowd
     group_size_max: int = 64
     hours: float = 6.0
     round_s: float = 10.0
     miss: float = 0.0  # share of the rounds that an honest elector misses
+    is_reachable: bool = True  # an elector that misses a round signs it nevertheless
+    away_rounds: int = 1  # in a row that an elector misses
+    grace_s: float = 15.0  # without a quorum, before those that are there go on with a break
     crowd_after_s: float = 0.0  # when the crowd comes, after an honest newcomer
 
 
@@ -45,6 +50,9 @@ class GrowthFigures:
     newcomer_s: float | None = None  # after how long the honest newcomer became an elector; None: it did not
     quorum_s: float | None = None  # when the crowd could first decide without the honest; None: never
     electors: int = 0  # at the end
+    shares: list[float] = field(default_factory=list)  # the crowd's largest part of the electors, by hour
+    lost_s: float = 0.0  # in which there was no quorum
+    breaks: int = 0
     rounds: int = 0
     refused: int = 0  # rounds that the honest electors did not sign
 
@@ -62,6 +70,8 @@ class GrowthRun:
         founding = Founding(self._honest[0])
         self._lineages = {peer: Lineage(RUN, peer, founding) for peer in self._honest}
         self._now_s = 0.0
+        self._back_s = dict.fromkeys(self._honest, 0.0)  # until when each elector is away
+        self._waited_s = 0.0  # without a quorum
         self.figures = GrowthFigures()
 
     def run(self) -> GrowthFigures:
@@ -82,6 +92,10 @@ class GrowthRun:
                     self.figures.newcomer_s = since_s
                 else:
                     self.figures.admitted_s.append(since_s)
+            hour = int(since_s / HOUR_S)
+            self.figures.shares += [0.0] * (hour + 1 - len(self.figures.shares))
+            share = sum(peer in self._is_of_crowd for peer in electors) / len(electors)
+            self.figures.shares[hour] = max(self.figures.shares[hour], share)
             if self.figures.quorum_s is None and is_quorum(electors, self._is_of_crowd):
                 self.figures.quorum_s = since_s
         self.figures.electors = len(self._any.electors)
@@ -93,8 +107,9 @@ class GrowthRun:
 
     def _group(self, since_s: float) -> list[PeerId]:
         """Return the contributors of the next round."""
-        here = [peer for peer in self._honest if not self._chance.happens(self.config.miss)]
-        group = here or self._honest[:1]
+        group = self._present()
+        if self.config.crowd == "nobody":
+            return group
         free = self.config.group_size_max - len(group)
         others = [self._newcomer]
         if since_s < self.config.crowd_after_s:
@@ -106,10 +121,22 @@ class GrowthRun:
             others += self._crowd[: free - len(others)]
         return [*group, *others[:free]]
 
+    def _present(self) -> list[PeerId]:
+        """Return the honest electors that do not miss the next round, at least one."""
+        config = self.config
+        for peer in self._honest:
+            # so often that it misses this share of the rounds in the long run
+            leaves = config.miss / (config.away_rounds * (1.0 - config.miss) + config.miss)
+            if self._back_s[peer] <= self._now_s and self._chance.happens(leaves):
+                self._back_s[peer] = self._now_s + config.away_rounds * config.round_s
+        here = [peer for peer in self._honest if self._back_s[peer] <= self._now_s]
+        return here or self._honest[:1]
+
     def _round(self, members: list[PeerId]) -> None:
         """Let these peers do a round."""
         self._now_s += self.config.round_s
         contributors = sorted(members)
+        is_break = self._waited_s > self.config.grace_s
         granting = {
             peer
             for peer in contributors
@@ -121,18 +148,23 @@ class GrowthRun:
             kind=RoundKind.EPOCH,
             group_id=self._chance.randbytes(32),
             contributors=contributors,
-            is_break=False,
-            new_hour=not lineage.register.at_once and grants_hour(lineage.electors, granting),
+            is_break=is_break,
+            new_hour=not (lineage.register.at_once or is_break) and grants_hour(lineage.electors, granting),
         )
         signing = {
             peer
-            for peer in {*contributors, *lineage.electors}
+            for peer in {*contributors, *(lineage.electors if self.config.is_reachable else ())}
             if peer not in self._lineages or self._signs(peer, proposal)
         }
         self.figures.rounds += 1
-        if not is_majority(proposal.deciders, signing) or not is_quorum(lineage.electors, signing):
+        has_quorum = is_break or is_quorum(lineage.electors, signing)
+        if not is_majority(proposal.deciders, signing) or not has_quorum:
             self.figures.refused += 1
+            self.figures.lost_s += self.config.round_s
+            self._waited_s += self.config.round_s
             return
+        self.figures.breaks += is_break
+        self._waited_s = 0.0
         certificate = Certificate(proposal=proposal, result=bytes(32), votes={}, goodbyes={})
         for one in self._lineages.values():
             one.extend(certificate)

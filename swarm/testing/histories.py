@@ -165,6 +165,7 @@ class Play:
         return _digest(f"group {self.serial}")
 
     def _proposal(self, leader: Peer, members: Iterable[Peer], *, is_break: bool) -> Proposal:
+        members = list(members)
         lineage, contributors = leader.live, [peer.signer.peer_id for peer in members]
         may_grow = not (is_break or lineage.register.at_once) and grants_hour(lineage.electors, contributors)
         return lineage.propose(
@@ -173,8 +174,13 @@ class Play:
             group_id=self.group_id(),
             contributors=contributors,
             is_break=is_break,
+            gone=self._goodbyes_of(members),
             new_hour=may_grow and self.chance.happens(0.5),
         )
+
+    def _goodbyes_of(self, members: Iterable[Peer]) -> set[PeerId]:
+        """Return the peers whose goodbyes all of these peers know."""
+        return set.intersection(*({*peer.live.goodbyes} for peer in members))
 
     def form(self, leader: Peer, members: Sequence[Peer], *, is_break: bool) -> Proposal:
         """Form a group. Every member holds a result of it, once it hears of the group."""

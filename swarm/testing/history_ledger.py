@@ -48,12 +48,14 @@ class VoteLedger:
 
     def _certify(self, proposal: Proposal, result: bytes) -> None:
         votes = self.votes[proposal.digest(), result]
-        # a goodbye of somebody that votes helps nobody
+        # a goodbye of somebody that votes helps nobody, unless the proposal asks for it
         gone = {
             peer: signature
             for peer, signature in self.goodbyes.get(proposal.head, {}).items()
-            if peer not in votes
+            if peer not in votes or peer in proposal.gone
         }
+        if not gone.keys() >= {*proposal.gone}:
+            return
         if proposal.is_break or not is_majority(proposal.deciders, votes):
             return
         if not is_quorum(self.electors[proposal.head], votes, gone):

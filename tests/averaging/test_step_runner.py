@@ -59,6 +59,7 @@ def lineage(asked: asyncio.Event) -> RoundLineage:
         may_begin=may_begin,
         may_vote=lambda proposal, result: "",
         release=lambda proposal: None,
+        leave=lambda proposal: False,
         find_contact=find_contact,
     )
 

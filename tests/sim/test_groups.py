@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -348,6 +348,36 @@ def test_a_search_that_is_cancelled_leaves_nobody_waiting() -> None:
             assert follower.service.machine.following is None
             last = tasks.create_task(third.find())
         assert second.result() == last.result()
+        await swarm.close()
+
+    run_virtual(scenario())
+
+
+def test_a_search_that_is_cancelled_in_the_moment_when_its_group_begins_leaves_the_averager_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The leader's answer has come, and the task of the follower's search has not run since."""
+
+    async def scenario() -> None:
+        swarm = Swarm(1)
+        volunteers = [swarm.add(), swarm.add()]
+        searches = [asyncio.create_task(volunteer.find()) for volunteer in volunteers]
+        for volunteer, search in zip(volunteers, searches, strict=True):
+            machine = volunteer.service.machine
+            answered = machine.on_join_answer
+
+            def and_cancelled(*arguments: Any, answered: Any = answered, search: Any = search) -> None:
+                answered(*arguments)
+                search.cancel()
+
+            monkeypatch.setattr(machine, "on_join_answer", and_cancelled)
+        await asyncio.wait(searches)
+        assert [search.cancelled() for search in searches].count(True) == 1
+        monkeypatch.undo()
+        for volunteer, search in zip(volunteers, searches, strict=True):
+            if not search.cancelled():
+                volunteer.service.round_over(committed=False)
+        check_groups(swarm, await swarm.all([0.0, 0.0]))
         await swarm.close()
 
     run_virtual(scenario())

@@ -16,13 +16,23 @@ from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.outcome import RoundOutcome
-from averaging.history.certificate import NO_HEAD, Proposal, RoundKind, Vote, genesis, vote_statement
+from averaging.history.certificate import (
+    NO_HEAD,
+    Proposal,
+    RoundKind,
+    Vote,
+    genesis,
+    goodbye_statement,
+    vote_statement,
+)
 from averaging.history.electors import Register, electors_after
+from averaging.history.promises import Promises
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.mixed_codecs import MixedCodecs
 from averaging.reduction.framing import pack, unpack
 from swarm.core.ids import Contact, PeerId
+from swarm.testing.identities import SeededIdentity
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
@@ -264,6 +274,7 @@ def lineage(
         may_begin=may_begin,
         may_vote=may_vote,
         release=lambda proposal: None,
+        leave=lambda proposal: False,
         find_contact=find_contact,
     )
 
@@ -459,6 +470,33 @@ def test_newcomers_that_vote_for_none_do_not_keep_the_electors_from_committing(c
     run_virtual(main())
 
 
+@pytest.mark.parametrize("unaware", [None, 0, 2])
+def test_an_elector_leaves_the_list_once_all_members_of_a_group_know_its_goodbye(unaware: int | None) -> None:
+    scene = Scene(13, [1.0] * 3)
+    leaver = SeededIdentity(99)
+    electors = [scene.peers[0].peer_id, scene.peers[1].peer_id, leaver.peer_id]
+    goodbyes = {leaver.peer_id: leaver.sign(goodbye_statement("a run", genesis("a run")))}
+    for place in range(3):
+        known = {} if place == unaware else goodbyes
+        history = replace(lineage(electors, {}), register=Register(at_once=0), goodbyes=known)
+        scene.histories[place] = history
+        member = replace(scene.group.members[place], gone=history.gone)
+        members = (*scene.group.members[:place], member, *scene.group.members[place + 1 :])
+        scene.group = replace(scene.group, members=members)
+
+    async def main() -> None:
+        for outcome in await scene.conduct():
+            assert outcome.certificate is not None, outcome
+            outcome.certificate.check(electors, Register(at_once=0))
+            proposal = outcome.certificate.proposal
+            left = unaware is None
+            assert proposal.gone == ((leaver.peer_id,) if left else ())
+            assert proposal.electors == tuple(electors[:2] if left else electors)
+        await scene.close()
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("extends", [True, False])
 def test_votes_of_electors_count_in_every_all_reduce_of_a_round(extends: bool) -> None:
     scene = Scene(12, [1.0] * 4)
@@ -467,3 +505,57 @@ def test_votes_of_electors_count_in_every_all_reduce_of_a_round(extends: bool) -
     about = proposal_of(scene.group, history)
     assert about.deciders == tuple(electors)
     assert (about.head == NO_HEAD) is not extends
+
+
+class Bound:
+    """What one member has promised by its votes. One that is `unwilling` votes for none."""
+
+    def __init__(self, *, unwilling: bool) -> None:
+        self.promises = Promises()
+        self._unwilling = unwilling
+
+    def may_vote(self, proposal: Proposal, result: bytes) -> str:
+        if result and self._unwilling:
+            return "it does not want to"
+        reason = self.promises.refusal(proposal, result)
+        if not reason:
+            self.promises = self.promises.voted(proposal, result, outside=False)
+        return reason
+
+    def leave(self, proposal: Proposal) -> bool:
+        self.promises = self.promises.ended(proposal)
+        return self.promises.binds(proposal)
+
+    def release(self, proposal: Proposal) -> None:
+        self.promises = self.promises.released(proposal)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_votes_in_a_failed_round_bind_until_the_other_members_can_be_asked(seed: int) -> None:
+    """Two of four members vote for the averages and the others for none, and a cut keeps either side from
+    hearing the other. When it is over the first two ask, and may then vote in another attempt.
+    """
+    scene = Scene(seed, [1.0] * 4)
+    bound = [Bound(unwilling=place >= 2) for place in range(4)]
+    for place, one in enumerate(bound):
+        votes = lineage([peer.peer_id for peer in scene.peers], {}, one.may_vote)
+        scene.histories[place] = replace(votes, leave=one.leave, release=one.release)
+
+    async def main() -> None:
+        async def cut() -> None:
+            while not any(one.promises.attempt for one in bound):  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.001)
+            scene.network.partition(scene.peers[:2])
+
+        cutting = asyncio.create_task(cut())
+        outcomes = await scene.conduct()
+        await cutting
+        assert [outcome.unresolved for outcome in outcomes] == [True, True, False, False]
+        await asyncio.sleep(10.0)
+        assert [one.promises.has_ended for one in bound] == [True, True, False, False]
+        scene.network.heal()
+        await asyncio.sleep(6.0)  # the longest pause between two times of asking, and the calls
+        assert not any(one.promises.attempt for one in bound)
+        await scene.close()
+
+    run_virtual(main())

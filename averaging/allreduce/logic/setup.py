@@ -4,6 +4,8 @@ voted on.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ from averaging.history.certificate import (
     Proposal,
     RoundKind,
 )
-from averaging.history.electors import NEW_REGISTER, electors_after, grants_hour
+from averaging.history.electors import NEW_REGISTER, electors_after, grants_hour, leaving
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group, can_dial
 from averaging.reduction.partition import Plan
@@ -28,8 +30,16 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
     is_break = history is not None and history.is_break
     agreeing = {member.peer_id for member in group.members if member.weight > 0.0 and member.new_hour}
     new_hour = not (register.at_once or is_break) and grants_hour(electors, agreeing)
+    known = functools.reduce(operator.and_, (member.gone for member in group.members))
+    gone = leaving(
+        electors,
+        register,
+        contributors,
+        [peer for place, peer in enumerate(electors) if known >> place & 1],
+        is_break=is_break,
+    )
     next_electors, next_register = electors_after(
-        electors, register, contributors, is_break=is_break, new_hour=new_hour
+        electors, register, contributors, gone=gone, is_break=is_break, new_hour=new_hour
     )
     if history is None or not history.extends:
         return Proposal(
@@ -51,6 +61,7 @@ def proposal_of(group: Group, history: RoundLineage | None) -> Proposal:
         contributors=contributors,
         electors=next_electors,
         register=next_register,
+        gone=gone,
         new_hour=new_hour,
         is_break=is_break,
         grid_rounds=_grid_rounds(group),

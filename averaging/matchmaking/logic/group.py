@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from averaging.history.certificate import GRID_ROUNDS_MAX
+from averaging.history.electors import ELECTORS_MAX
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact, PeerId
 
@@ -37,6 +38,8 @@ class Member:
     grid_rounds: int = 0
     # an hour has passed since electors were last admitted, by this member's clock (`GrowthClock`)
     new_hour: bool = False
+    # electors of the head whose goodbyes this member knows: a bit for each, the lowest for the most senior
+    gone: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and 0.0 <= self.weight <= WEIGHT_MAX):
@@ -47,6 +50,8 @@ class Member:
             )
         if not 0 <= self.grid_rounds <= GRID_ROUNDS_MAX:
             raise UsageError(f"an epoch has at most {GRID_ROUNDS_MAX} rounds, not {self.grid_rounds}")
+        if not 0 <= self.gone < 1 << ELECTORS_MAX:
+            raise UsageError(f"a run has at most {ELECTORS_MAX} electors")
         if self.auxiliary and self.weight != 0.0:
             raise UsageError("an auxiliary peer contributes nothing: its weight is 0")
 

@@ -231,6 +231,7 @@ class Matchmaker:
             auxiliary=join.auxiliary,
             grid_rounds=join.grid_rounds,
             new_hour=join.new_hour,
+            gone=join.gone,
         )
         if len(join.gathered) > GATHERED_BYTES_MAX:
             raise UsageError(

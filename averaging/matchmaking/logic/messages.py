@@ -120,6 +120,7 @@ class Join:
     auxiliary: bool = False
     grid_rounds: int = 0
     new_hour: bool = False
+    gone: int = 0
     gathered: bytes = b""
 
 

@@ -124,6 +124,7 @@ class Search:
             auxiliary=self.member.auxiliary,
             grid_rounds=self.member.grid_rounds,
             new_hour=self.member.new_hour,
+            gone=self.member.gone,
             gathered=self.request.gathered,
         )
 

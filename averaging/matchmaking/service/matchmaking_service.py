@@ -232,11 +232,11 @@ class GroupService:
         place here.
         """
         now_s = self._clock.monotonic_s()
-        if isinstance(outcome, Group):
+        self.machine.stop(now_s)
+        # the leader's answer may have come in the moment before: then the machine has ended the search itself
+        ended = self._perform(self.machine.poll(now_s), None, set())
+        if isinstance(outcome or ended, Group):
             self.machine.round_over(committed=False, left_out=frozenset(), now_s=now_s)
-        elif self.machine.searching:
-            self.machine.stop(now_s)
-            self._perform(self.machine.poll(now_s), None, set())
 
     async def announce(self, own: Contact) -> None:
         """Introduce this peer to the present holders, so that they expect it before they read the records

@@ -180,6 +180,7 @@ def encode_join(join: Join, *, name: AveragerName, now_s: float) -> group_pb2.Jo
         auxiliary=join.auxiliary,
         grid_rounds=join.grid_rounds,
         new_hour=join.new_hour,
+        gone=join.gone,
         gathered=join.gathered,
     )
 
@@ -194,6 +195,7 @@ def decode_join(message: group_pb2.Join, caller: PeerId, now_s: float) -> Join:
         auxiliary=message.auxiliary,
         grid_rounds=message.grid_rounds,
         new_hour=message.new_hour,
+        gone=message.gone,
         gathered=message.gathered,
     )  # the bounds of these values are checked by `Member`
 
@@ -210,6 +212,7 @@ def encode_join_answer(answer: Group | Answer, *, now_s: float) -> group_pb2.Joi
             auxiliary=member.auxiliary,
             grid_rounds=member.grid_rounds,
             new_hour=member.new_hour,
+            gone=member.gone,
             gathered=gathered,
         )
         for member, gathered in zip(answer.members, answer.gathered, strict=True)
@@ -238,6 +241,7 @@ def decode_join_answer(message: group_pb2.JoinAnswer, now_s: float) -> Group | A
                     auxiliary=one.auxiliary,
                     grid_rounds=one.grid_rounds,
                     new_hour=one.new_hour,
+                    gone=one.gone,
                 )
                 for one in group.members
             ),

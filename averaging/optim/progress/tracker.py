@@ -119,7 +119,7 @@ class Tracker:
         history, progress = self.history, self._progress
         if history is None:
             return
-        root, progress.abstains = history.root, history.abstains
+        root, progress.abstains = history.root, history.abstains or history.is_bound
         progress.head, progress.certified_epoch = root.head, history.certified_epoch
         # while every contributor becomes an elector, nobody is a stranger: peers that begin together
         electors = () if root.root_register.at_once else root.electors

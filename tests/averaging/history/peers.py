@@ -8,7 +8,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from averaging.history.certificate import Certificate, Proposal, RoundKind, Vote, vote_statement
-from averaging.history.electors import NEW_REGISTER, Register, electors_after
+from averaging.history.electors import NEW_REGISTER, Register, electors_after, leaving
 from averaging.history.lineage import Lineage
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
@@ -37,10 +37,12 @@ def proposal(
     attempt: int = 0,
     register: Register = NEW,
     new_hour: bool = False,
+    gone: Sequence[PeerId] = (),
 ) -> Proposal:
     """Return a proposal of these contributors after a head with these electors and this register."""
+    gone = leaving(electors, register, contributors, gone, is_break=is_break)
     next_electors, next_register = electors_after(
-        electors, register, contributors, is_break=is_break, new_hour=new_hour
+        electors, register, contributors, gone=gone, is_break=is_break, new_hour=new_hour
     )
     return Proposal(
         run=RUN,
@@ -51,6 +53,7 @@ def proposal(
         contributors=tuple(contributors),
         electors=next_electors,
         register=next_register,
+        gone=gone,
         new_hour=new_hour,
         is_break=is_break,
     )

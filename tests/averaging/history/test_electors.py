@@ -5,12 +5,13 @@ identities get of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.history.certificate import Certificate, genesis
+from averaging.history.certificate import Certificate, genesis, goodbye_statement
 from averaging.history.chain import beginning
 from averaging.history.electors import (
     ALWAYS,
@@ -18,6 +19,7 @@ from averaging.history.electors import (
     ELECTORS_MAX,
     FOUNDING_MAX,
     HOUR_S,
+    MISSES_MAX,
     ROUNDS_NEEDED,
     GrowthClock,
     Known,
@@ -33,11 +35,11 @@ from averaging.history.encoding import (
     root_text,
 )
 from averaging.history.lineage import Lineage, Relation
-from averaging.history.tally import is_supported
+from averaging.history.tally import Tally, is_supported
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 from swarm.core.standing import Founding
-from tests.averaging.history.peers import PEERS, RUN, certificate, identity, proposal, upon, vote
+from tests.averaging.history.peers import PEERS, RUN, SIGNERS, certificate, identity, proposal, upon, vote
 
 OWNER, A, B, C, D, E = PEERS[:6]
 SETTLED = Register(at_once=0)
@@ -122,9 +124,61 @@ def test_a_library_process_that_knows_only_the_id_of_a_run_follows_the_line_of_i
     assert library.electors == (OWNER,)
 
 
-def test_an_elector_that_misses_a_round_returns_with_its_next_contribution_and_takes_no_seat() -> None:
+def test_an_elector_leaves_with_the_third_certificate_in_a_row_that_it_misses() -> None:
+    """Before, it left with the first one: the list was short whenever an honest elector missed a round, and a
+    few newcomers that never miss one were a majority of it.
+    """
     full = Register(at_once=0, seats=0)
-    electors, register = rounds([A, B, C], full, [A, C], [A, C, D])
+    electors, register = rounds([A, B, C], full, *[[B, C]] * (MISSES_MAX - 1))
+    assert (electors, register.misses) == ((A, B, C), (MISSES_MAX - 1, 0, 0))
+    assert register.absent(electors) == [A]
+    assert rounds(electors, register, [A, C]) == ((A, B, C), Register(at_once=0, seats=0, misses=(0, 1, 0)))
+    left, register = rounds(electors, register, [B, C])
+    assert (left, register.misses) == ((B, C), ()), "three in a row"
+    assert rounds(left, register, [A, B, C])[0] == (B, C, A), "it returns, as the most junior one"
+
+
+@pytest.mark.parametrize("rule", ["break", "goodbye", "founding", "invited"])
+def test_an_elector_leaves_with_the_first_certificate_that_it_misses(rule: str) -> None:
+    at_once = {"founding": FOUNDING_MAX, "invited": ALWAYS}.get(rule, 0)
+    electors, register = electors_after(
+        [A, B],
+        Register(at_once=at_once),
+        [B],
+        is_break=rule == "break",
+        gone=[A] if rule == "goodbye" else [],
+    )
+    assert (electors, register.misses) == ((B,), ())
+
+
+def test_a_certificate_to_which_no_elector_contributed_was_missed_by_none() -> None:
+    electors, register = rounds([A, B], SETTLED, [A], [C, D])
+    assert (electors, register.misses) == ((A, B), (0, 1)), "they voted"
+
+
+def test_only_an_elector_that_has_said_goodbye_is_taken_from_the_list_at_once() -> None:
+    electors, register = (A, B, C), Register(at_once=0)
+    about = proposal(genesis(RUN), electors, [A, B], register=register, gone=[C])
+    assert about.electors == (A, B)
+    signed = certificate(about, [A, B])
+    with pytest.raises(PeerError, match="not said goodbye"):
+        signed.check(electors, register)
+    tally = Tally(about, electors)
+    for voter in (A, B):
+        tally.add(vote(voter, about, signed.result))
+    assert tally.certificate is None
+    farewell = SIGNERS[C](goodbye_statement(RUN, about.head))
+    tally.add_goodbye(C, farewell)
+    assert tally.certificate is not None
+    tally.certificate.check(electors, register)
+    still_there = replace(about, gone=(B,), electors=(A, C))
+    with pytest.raises(PeerError, match="other electors"):
+        replace(signed, proposal=still_there, goodbyes={B: farewell}).check(electors, register)
+
+
+def test_an_elector_that_left_the_list_returns_with_its_next_contribution_and_takes_no_seat() -> None:
+    full = Register(at_once=0, seats=0)
+    electors, register = rounds([A, B, C], full, *[[A, C]] * MISSES_MAX, [A, C, D])
     assert electors == (A, C)
     assert rounds(electors, register, [A, B, C])[0] == (A, C, B)
     # also when it was away while others came and went
@@ -216,7 +270,11 @@ def test_lists_stay_bounded_and_electors_unique_whatever_contributes(data: st.Da
         hour = not (is_break or found[1].at_once) and data.draw(st.booleans())
         before, seats = set(found[0]), found[1].seats
         formerly = {one.peer for one in found[1].known if one.was_elector}
-        next_electors, next_register = electors_after(*found, group, is_break=is_break, new_hour=hour)
+        gone = data.draw(st.sets(st.sampled_from(pool), max_size=3)) - set(group)
+        next_electors, next_register = electors_after(
+            *found, group, gone=gone, is_break=is_break, new_hour=hour
+        )
+        assert len(next_register.misses) in (0, len(next_electors))
         assert 0 < len(next_electors) <= ELECTORS_MAX
         assert len(set(next_electors)) == len(next_electors)
         assert not {one.peer for one in next_register.known} & set(next_electors)
@@ -230,7 +288,8 @@ def full_history() -> Lineage:
     """Return a history whose register is as large as it can be."""
     known = [Known(one, 127, index < ELECTORS_MAX) for index, one in enumerate(CROWD[64:192])]
     history = Lineage(RUN, CROWD[0], OWNED)
-    register = Register(at_once=0, seats=16, known=tuple(known))
+    misses = (MISSES_MAX - 1,) * (ELECTORS_MAX - 1) + (0,)
+    register = Register(at_once=0, seats=16, known=tuple(known), misses=misses)
     about = proposal(history.head, CROWD[:64], [CROWD[0]], register=register)
     signed = Certificate(proposal=about, result=b"r" * 32, votes={CROWD[0]: bytes(64)}, goodbyes={})
     history.extend(signed)
@@ -247,7 +306,17 @@ def test_the_largest_root_fits_into_a_state_and_chains_keep_their_registers() ->
 
 @pytest.mark.parametrize(
     "values",
-    [(0, 1, b"x" * 32), (0, 1, b"x" * 33 * 129), (-1, 1, b""), (0, 65, b""), (0, True, b""), (0, 1, None)],
+    [
+        (0, 1, b"x" * 32),
+        (0, 1, b"x" * 33 * 129),
+        (-1, 1, b""),
+        (0, 65, b""),
+        (0, True, b""),
+        (0, 1, None),
+        (0, 1, b"", None),
+        (0, 1, b"", bytes([0, MISSES_MAX])),
+        (0, 1, b"", bytes(ELECTORS_MAX + 1)),
+    ],
 )
 def test_values_that_are_no_register_are_refused(values: tuple[object, ...]) -> None:
     root = encode_root(beginning(RUN, OWNED))

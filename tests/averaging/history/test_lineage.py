@@ -184,6 +184,28 @@ def test_a_lineage_votes_once_on_a_head_until_the_attempt_is_dead() -> None:
     assert "failed" in a.refusal(first, b"y" * 32)
 
 
+def test_a_vote_binds_openly_once_its_attempt_has_ended_without_an_outcome() -> None:
+    a, _ = together([A, B], 2)
+    first, second = upon(a, [A, B], attempt=1), upon(a, [A, B], attempt=2)
+    a.promise(first, b"x" * 32)
+    assert not a.is_bound  # the round runs: it may be committed at any moment
+    assert not a.leave(second)
+    assert not a.is_bound
+    assert a.leave(first)
+    assert a.is_bound
+    a.release(first)
+    assert not a.is_bound
+    assert not a.leave(first)
+
+
+def test_the_vote_of_an_elector_outside_of_the_group_binds_openly_at_once() -> None:
+    a, _ = together([A, B], 2)
+    a.promise(upon(a, [B]), b"x" * 32, outside=True)
+    assert a.is_bound
+    step([a], [A, B])
+    assert not a.is_bound
+
+
 def test_a_lineage_votes_on_its_own_head_only() -> None:
     a, _ = together([A, B], 2)
     about = proposal(genesis(RUN), (), [A, B])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from blake3 import blake3
 
 from averaging.history.chain import Chain
+from averaging.history.electors import Register
 from averaging.optim.seats import SwarmSize
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
@@ -53,6 +56,13 @@ def test_electors_that_are_gone_lose_their_seats_only_in_a_break() -> None:
     head = root(1, gone)
     assert not seated(here, head)
     assert len(seated(here, head, is_break=True)) == GROUP_SIZE
+
+
+def test_an_elector_that_missed_the_last_certificate_is_expected_only_if_it_is_there() -> None:
+    electors = PEERS[:4]
+    head = replace(root(1, electors), root_register=Register(at_once=0, misses=(1, 0, 0, 0)))
+    assert seated(PEERS[:6], head) == dict.fromkeys(PEERS[:6], 6)
+    assert seated(PEERS[1:6], head) == dict.fromkeys(PEERS[1:6], 5), "nobody waits for the first one"
 
 
 def test_a_small_swarm_seats_everybody() -> None:

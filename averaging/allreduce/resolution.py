@@ -1,0 +1,65 @@
+"""How a round ended that failed here after this member had voted: its vote binds it until it knows.
+
+Others may have committed such a round, so this peer votes on no other attempt at the head. Most often nobody
+has: the members that did not vote for the same result have signed votes for none since, and say so when asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from averaging.allreduce import wire
+from averaging.allreduce.config import VOTE
+from averaging.allreduce.logic.machine import RoundMachine
+from averaging.allreduce.network import RoundNetwork
+from averaging.history.lineage import GRACE_S_MAX
+from averaging.history.round_lineage import RoundLineage
+from swarm.core.backoff import Backoff
+from swarm.core.errors import NetworkError, PeerError
+from swarm.wire.reduce_pb2 import VoteRequest
+
+_PAUSE_S_FIRST = 0.5  # between two times of asking
+_PAUSE_S_MAX = 4.0
+_CALL_S = 2.0
+_RELAYS_MAX = 4  # members that are asked for the votes of those that cannot be called
+
+
+async def resolve(machine: RoundMachine, network: RoundNetwork, history: RoundLineage) -> None:
+    """Ask the members of a failed round how they voted, until nobody can commit it any more, which frees this
+    peer's vote, or until its head moves; at most for the longest grace, after which it goes on without.
+    """
+    pauses = Backoff(_PAUSE_S_FIRST, _PAUSE_S_MAX)
+    end_s = network.now_s + GRACE_S_MAX
+    while history.leave(machine.setup.proposal) and network.now_s < end_s:
+        async with asyncio.TaskGroup() as calls:
+            for place in _to_ask(machine):
+                calls.create_task(_ask(place, machine, network))
+        if machine.votes.tally.is_dead():
+            history.release(machine.setup.proposal)
+            return
+        await asyncio.sleep(pauses.next_s())
+
+
+def _to_ask(machine: RoundMachine) -> list[int]:
+    """Return the members to ask: those whose votes are not known, and others if some of them cannot be called."""
+    setup, votes = machine.setup, machine.votes.tally.votes
+    silent = [place for place in setup.contributors if setup.peer_id(place) not in votes]
+    others = [place for place in setup.contributors if place not in silent and place != setup.own]
+    hidden = not all(setup.can_dial(place) for place in silent)
+    asked = silent + (others[:_RELAYS_MAX] if hidden else [])
+    return [place for place in asked if setup.can_dial(place)]
+
+
+async def _ask(place: int, machine: RoundMachine, network: RoundNetwork) -> None:
+    """Ask one member, and count the votes that it knows."""
+    setup, votes = machine.setup, machine.votes
+    request = VoteRequest(
+        group_id=setup.group.group_id, statement=wire.statement_to_wire(votes.statement())
+    )
+    contact = setup.group.members[place].contact
+    try:
+        reply = await network.call(contact, VOTE, request, timeout_s=_CALL_S)
+        statement = wire.statement_from_wire(reply.statement, len(setup.members))
+        votes.on_statement(place, statement, network.now_s)
+    except (NetworkError, PeerError):
+        return  # it is asked again

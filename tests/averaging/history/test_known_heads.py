@@ -1,0 +1,45 @@
+"""Which peers have a voice in what a newcomer follows."""
+
+from __future__ import annotations
+
+from averaging.history.known_heads import SILENT_S, KnownHeads
+from swarm.core.ids import Contact
+from tests.averaging.history.peers import PEERS
+
+A, B = (Contact(peer, ()) for peer in PEERS[:2])
+HEAD, NEXT = b"h" * 32, b"n" * 32
+
+
+def known() -> KnownHeads:
+    heads = KnownHeads()
+    heads.heard(A, HEAD)
+    heads.heard(B, HEAD)
+    return heads
+
+
+def test_a_peer_that_answers_no_call_for_long_has_no_voice() -> None:
+    heads = known()
+    for now_s in (0.0, 5.0):
+        heads.missed(A.peer_id, now_s, refused=False)
+    assert heads.reported(SILENT_S - 0.1) == {A.peer_id: HEAD, B.peer_id: HEAD}
+    assert heads.reported(SILENT_S) == {B.peer_id: HEAD}
+    heads.heard(A, HEAD)  # the record of a dead peer is read again and again
+    assert heads.reported(SILENT_S) == {B.peer_id: HEAD}
+
+
+def test_a_peer_has_its_voice_again_once_it_answers_or_reports_another_head() -> None:
+    heads = known()
+    heads.missed(A.peer_id, 0.0, refused=False)
+    heads.missed(B.peer_id, 0.0, refused=False)
+    heads.answered(A.peer_id)
+    heads.heard(B, NEXT)
+    assert heads.reported(2 * SILENT_S) == {A.peer_id: HEAD, B.peer_id: NEXT}
+
+
+def test_a_peer_whose_host_refuses_connections_has_no_voice_at_once() -> None:
+    heads = known()
+    heads.missed(A.peer_id, 0.0, refused=True)
+    assert heads.reported(0.0) == {B.peer_id: HEAD}
+    assert heads.is_gone(A.peer_id)
+    heads.missed(B.peer_id, 0.0, refused=False)
+    assert not heads.is_gone(B.peer_id)  # it is cut off, perhaps: the others wait for the whole grace
