@@ -83,7 +83,7 @@ class RunLedger:
 
     def may_divide(self, peers: Collection[PeerId], size_max: int) -> bool:
         """Return whether peers that seem to be more than `size_max` may be divided into parts that do not
-        look for one another: not where strangers alone make them so many.
+        look for one another: not where strangers alone make up that number.
 
         Strangers count as at most as many as the others, as in `ReportStanding.peers`. Of a run that is
         large by its certificates no peer knows all members. Before a run has members all peers count.

@@ -165,13 +165,13 @@ def _flooded(say: Callable[[str], None], plan: Plan, name: str) -> list[Row]:
 
 @dataclass(slots=True)
 class Costs(Failures):
-    """What a run did in windows of time: epochs a minute, and processor time of all members per epoch."""
+    """Figures of windows of time: epochs a minute, and processor time of all members per epoch."""
 
     paces: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)
 
     def add(self, attack: Attack, plan: Plan, identities: int) -> None:
-        """Measure one window, with a crowd of so many identities or without."""
+        """Measure one window, beside a crowd of `identities`, or alone for 0."""
         before, began_s = attack.measured(), time.monotonic()
         attack.flood("crowd" if identities else "nothing", plan.window_s, identities)
         after, took_s = attack.measured(), time.monotonic() - began_s

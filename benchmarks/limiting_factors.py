@@ -70,13 +70,6 @@ _STALE_FEEDBACK = (
 )
 
 LIMITED_BY: dict[str, str] = {
-    **{
-        f"attacks-{members}-1000-pace": (
-            "processor time: an attacker that shares the cores of its victims, and what a member spends on "
-            "TLS handshakes, on answers and on reading 128 records of strangers in each key of progress."
-        )
-        for members in (2, 4)
-    },
     "attacks-empty-streams-lag": (
         "gRPC hands the loop the ends of all calls of broken connections in one turn: 0.2 ms for each."
     ),

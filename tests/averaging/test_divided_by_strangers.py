@@ -106,7 +106,6 @@ def test_a_run_that_is_large_by_its_certificates_is_divided(
 ) -> None:
     monkeypatch.setattr(Lineage, "grid_rounds", grid_rounds)
     one, lineage = ledger(2), Lineage(RUN, OWN)
-    one._head = b"another"
     one.follow(lineage)
     assert one.may_divide([*MEMBERS, *STRANGERS], 64) is divides
 

@@ -117,6 +117,33 @@ def test_reports_of_strangers_without_a_record_cause_no_read() -> None:
     play(scenario)
 
 
+def test_a_member_is_told_that_the_epoch_is_full_among_a_hundred_strangers() -> None:
+    """Before, news went to the peers 1, 2, 4, … places further on in a ring that a crowd fills."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        assert bench.dht.found is not None
+        bench.dht.found |= {str(n): entry(n, epoch=0, samples=10) for n in range(10, 110)}
+        bench.tracker._progress.standing = ReportStanding(
+            ONE, (ONE, TWO, THREE), frozenset({TWO, THREE}).__contains__
+        )
+        await bench.tracker._refresh()
+        bench.calls.sent.clear()
+        announcing = asyncio.create_task(bench.tracker._announce_loop())
+        telling = asyncio.create_task(bench.tracker._telling.run())
+        assert bench.tracker.update_own(100, 10.0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        announcing.cancel()
+        telling.cancel()
+        assert set(bench.calls.sent[:2]) == {(TWO, True, False), (THREE, True, False)}
+        strangers = [peer for peer, _, _ in bench.calls.sent[2:]]
+        assert 0 < len(strangers) <= 8
+        assert set(strangers) <= {contact(n).peer_id for n in range(10, 110)}
+
+    play(scenario)
+
+
 def test_reports_of_a_banned_peer_are_refused() -> None:
     async def scenario() -> None:
         bench = Bench({TWO})
