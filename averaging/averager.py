@@ -433,6 +433,7 @@ class Averager:
             own=lambda: node.contact,
             schema=self.schema,
             group_size=target_group_size,
+            may_divide=self._service.exchange.ledger_of(self._full_name.run).may_divide,
         )
         self._groups = GroupService(
             exchange=self._service.exchange,

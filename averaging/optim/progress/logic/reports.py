@@ -471,6 +471,11 @@ class EpochProgress:
         return min(max(eta_s / 4, shortest_s), self._refresh_s_max)
 
 
+def with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:
+    """Return the peers that have a state of the run."""
+    return [peer for peer, report in reports.items() if not report.joining]
+
+
 def is_count(value: Any, maximum: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
 
