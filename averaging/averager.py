@@ -114,6 +114,7 @@ class Averager:
         if isinstance(name, RunAverager):
             tag, self._waiting_share_max = name.compatibility_tag, name.waiting_share_max
             run, name = name.name.run, name.name.averager
+        self._is_of_run = bool(run)
         if not _NAME.fullmatch(name):
             raise UsageError(
                 "an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not "
@@ -249,6 +250,7 @@ class Averager:
             ),
             timeout_s=timeout_s,
             history=round_key if isinstance(round_key, RoundLineage) else None,
+            is_cell=self._is_of_run and not isinstance(round_key, RoundLineage),
         )
         member = self._member(options.weight, options.history)
         delta = apply == "delta"
@@ -350,9 +352,7 @@ class Averager:
             pending.end(outcome, error)
 
     def _write_back(self, outcome: RoundResult, *, delta: bool, started_s: float) -> RoundResult:
-        """Write the result, in the thread that takes it. On a device the write is queued on its current
-        stream, without waiting.
-        """
+        """Write the result, in the thread that takes it; on a device, queue the write on its stream."""
         begun_s = self.node.clock.monotonic_s()
         averages = self._averages
         if not outcome.failed and averages is not None:
@@ -431,6 +431,7 @@ class Averager:
             own=lambda: node.contact,
             schema=self.schema,
             group_size=target_group_size,
+            may_divide=self._service.exchange.ledger_of(self._full_name.run).may_divide,
         )
         self._groups = GroupService(
             exchange=self._service.exchange,
@@ -451,6 +452,7 @@ class Averager:
         self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(
             f"presence of {self.name}", self._presence.renew, restart=True
         )
+        self._forget_addresses = node.at_announced(self._presence.renew_soon)
         self._service.add(self._close_on_loop)
         announcing = node.supervisor.spawn(f"announcing {self.name}", self._announce)
         await asyncio.wait([announcing], timeout=DECLARE_S)
@@ -483,6 +485,7 @@ class Averager:
         if pending is not None:
             pending.close()
         self._renewing.cancel()
+        self._forget_addresses()
         self._groups.close()
         self._service.remove(self._close_on_loop)
         await self._presence.withdraw()

@@ -33,6 +33,7 @@ class RunLedger:
         """
         self._own, self._run, self._standing = own, run, standing
         self._head = b""  # up to which certificates were counted
+        self._is_large = False  # by the last of them the run is larger than a group
         self._ledger, self._clock, self._path = MemberLedger(own), clock, path
         self._lock = threading.Lock()
         self._saved_s = clock.monotonic_s()
@@ -42,23 +43,18 @@ class RunLedger:
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
 
-        A certificate names everybody who was to contribute. Who has voted did contribute; of rounds that this
-        peer was in it knows more (`contributed`). So an elector that the last certificate has admitted is no
-        member yet if it has not been seen to work: it may have sent nothing in its three groups.
+        A certificate tells which of its contributors worked; of rounds that this peer was in it knows more
+        (`contributed`).
         """
         if lineage.head == self._head:
             return
         chain = lineage.chain((self._head,))
         with self._lock:
-            last = chain.certificates[-1] if chain.certificates else None
-            seen = {self._own, *(last.votes if last else lineage.electors)}
-            members = [one for one in lineage.electors if one in seen or self._ledger.is_proven(one)]
-            self._standing.add_members(self._run, members)
+            self._standing.add_members(self._run, lineage.electors)
             for one in chain.certificates if not self._head or lineage.knows(self._head) else ():
-                others = [peer for peer in one.proposal.contributors if peer in one.votes]
-                worked = [] if self._own in others else others
+                worked = () if self._own in one.workers else one.workers
                 self._ledger.certified(worked, self._clock.swarm_s())
-        self._head = lineage.head
+        self._head, self._is_large = lineage.head, lineage.grid_rounds > 1
 
     def contributed(self, samples: Mapping[PeerId, float]) -> None:
         """Record that these peers contributed to a round of this peer, each with a number of samples."""
@@ -79,6 +75,18 @@ class RunLedger:
     def has_standing(self, peer: PeerId) -> bool:
         """Return whether a peer is a member of the run, or has contributed to a certified round."""
         return self._standing.is_member(peer, self._run) or self._ledger.is_proven(peer)
+
+    def may_divide(self, peers: Collection[PeerId], size_max: int) -> bool:
+        """Return whether peers that seem to be more than `size_max` may be divided into parts that do not
+        look for one another: not where strangers alone make up that number.
+
+        Strangers count as at most as many as the others, as in `ReportStanding.peers`. Of a run that is
+        large by its certificates no peer knows all members. Before a run has members all peers count.
+        """
+        if self._is_large or self._standing.founding_of(self._run).is_invited:
+            return True
+        known = sum(peer == self._own or self.has_standing(peer) for peer in peers)
+        return 2 * known > size_max or not self._standing.has_members(self._run)
 
     def precedence(self, electors: Collection[PeerId], *, passes_over: bool = True) -> Precedence:
         """Return who comes first in a search for a group that extends a head with these electors.

@@ -5,6 +5,7 @@ with the remaining peers while time remains.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import msgpack
 from averaging.allreduce.allreduce import AllReduce, RoundMemory
 from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.outcome import RoundOutcome
+from averaging.history.certificate import is_quorum
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, Group, Member
 from averaging.matchmaking.logic.messages import ROUND_KEY_MAX, SearchFailed
@@ -44,6 +46,7 @@ class RoundOptions:
     gathered: bytes  # msgpack
     timeout_s: float  # for everything, retries included
     history: RoundLineage | None = None  # of a run whose electors must agree to the round
+    is_cell: bool = False  # a round of a run that extends no history, in a cell of the grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +130,18 @@ class StepRunner:
             search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
             history = options.history
             electors = history.electors if history is not None and not history.is_break else ()
+            present = history.present if history is not None and not history.is_break else ()
             # peers may disagree on which peers to pass over: their second attempt has everybody
             precedence = replace(
-                self._groups.ledger.precedence(electors, passes_over=not self._attempts),
+                self._groups.ledger.precedence(present, passes_over=not self._attempts),
+                is_cell=options.is_cell,
                 may_be_alone=options.weight > 0.0
                 and history is not None
                 and (history.may_be_alone or (electors == (member.peer_id,) and not history.seats)),
             )
+            if history is not None and history.extends and electors:
+                decide = functools.partial(is_quorum, electors, gone=history.goodbyes)
+                precedence = replace(precedence, is_quorum=decide)
             found = await self._groups.find(
                 member=member,
                 round_key=options.round_key,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from averaging.allreduce.config import REASON_CHARACTERS_MAX, VERSIONS_MAX
 from averaging.allreduce.logic.values import InventoryQuestion, RoundState, Statement
 from averaging.allreduce.logic.versions import Version, check_clipped, decode_places
-from averaging.history.certificate import DIGEST_BYTES, Proposal, RoundKind, Vote
+from averaging.history.certificate import DIGEST_BYTES, RESULT_BYTES_MAX, Proposal, RoundKind, Vote
 from averaging.history.electors import ELECTORS_MAX
 from averaging.history.encoding import decode_peers, decode_register, encode_peers, encode_register
 from averaging.reduction.framing import pack
@@ -99,7 +99,7 @@ def statement_from_wire(message: pb.Statement, members: int) -> Statement:
     for intent in message.intents:
         if intent.place >= members:
             raise PeerError(f"an intent for place {intent.place} in a group of {members}")
-        if len(intent.result) != DIGEST_BYTES:
+        if not DIGEST_BYTES <= len(intent.result) <= RESULT_BYTES_MAX:
             raise PeerError(f"an intent has a digest of {DIGEST_BYTES} bytes, not {len(intent.result)}")
     return Statement(
         votes=tuple(vote_from_wire(vote) for vote in message.votes),

@@ -8,6 +8,7 @@ check the certificate that extends it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,9 +31,12 @@ from swarm.core.ids import PeerId
 DIGEST_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 CONTRIBUTORS_MAX: Final = 256
+RESULT_BYTES_MAX: Final = DIGEST_BYTES + CONTRIBUTORS_MAX // 8
 EPOCH_MAX: Final = 1 << 40
 GRID_ROUNDS_MAX: Final = 16  # in one epoch: 2^16 peers in groups of two
 NO_HEAD: Final = bytes(DIGEST_BYTES)  # what a round without a history extends
+
+_SIGNATURES_MAX: Final = 4096  # remembered: a vote of every elector on 64 certificates
 
 _HEAD: Final = b"swarm head\0"
 _GENESIS: Final = b"swarm genesis\0"
@@ -52,6 +56,12 @@ class RoundKind(Enum):
 def genesis(run: str) -> bytes:
     """Return the head of a run before its first certificate, 32 bytes."""
     return blake3(_GENESIS + run.encode()).digest()
+
+
+@functools.lru_cache(maxsize=_SIGNATURES_MAX)
+def _has_signed(peer: PeerId, statement: bytes, signature: bytes) -> bool:
+    """Return whether a peer has signed a statement. Many peers show a newcomer the same certificates."""
+    return verify(peer, statement, signature)
 
 
 def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Collection[PeerId] = ()) -> bool:
@@ -149,6 +159,51 @@ class Proposal:
         )
 
 
+def make_result(digest: bytes, idle: Collection[int], contributors: int) -> bytes:
+    """Return the result of a round: the digest of all averages with who is in them, 32 bytes. Where
+    contributors were `idle` (their values are in less than half of the averages) a bitmap of them follows, by
+    place among the contributors, so that the certificate alone tells who worked.
+    """
+    if not idle:
+        return digest
+    return digest + sum(1 << place for place in idle).to_bytes((contributors + 7) // 8, "little")
+
+
+def read_idle(proposal: Proposal, result: bytes) -> tuple[PeerId, ...]:
+    """Return the contributors that were idle, according to a result. Raise PeerError when it is none."""
+    if len(result) == DIGEST_BYTES:
+        return ()
+    count = len(proposal.contributors)
+    bits = int.from_bytes(result[DIGEST_BYTES:], "little")
+    if len(result) != DIGEST_BYTES + (count + 7) // 8 or not 0 < bits < 1 << count:
+        raise PeerError(
+            f"a result of {len(result)} bytes: it has {DIGEST_BYTES} bytes, and more only to name some of "
+            f"{count} contributors"
+        )
+    return tuple(peer for place, peer in enumerate(proposal.contributors) if bits >> place & 1)
+
+
+def settle(
+    proposal: Proposal, result: bytes, electors: Sequence[PeerId], register: Register
+) -> tuple[tuple[PeerId, ...], Register] | None:
+    """Return the electors and the register after a round on a head with these; None: those of the proposal,
+    because whoever was not an elector before did work. An elector counts as present also when its values were
+    lost: it took part in the decision.
+    """
+    idle = {*read_idle(proposal, result)}.difference(electors)
+    worked = [peer for peer in proposal.contributors if peer not in idle]
+    if not idle or not worked:
+        return None
+    return electors_after(
+        electors,
+        register,
+        worked,
+        gone=proposal.gone,
+        is_break=proposal.is_break,
+        new_hour=proposal.new_hour,
+    )
+
+
 def epoch_follows(proposal: Proposal, epoch: int) -> bool:
     """Return whether the epoch of a proposal is the one that follows after a head whose state is of `epoch`:
     a round over the state stays in it, every other one is one epoch further. The first certificate of a run
@@ -165,14 +220,14 @@ class Vote:
     """
 
     voter: PeerId
-    result: bytes  # digest of all averages with their contributors, 32 bytes; b"": none
+    result: bytes  # by `make_result`; b"": none
     signature: bytes
 
     def check(self, proposal: bytes) -> None:
         """Raise PeerError unless `voter` signed this vote on the proposal with the digest `proposal`."""
-        if len(self.result) not in (0, DIGEST_BYTES):
+        if self.result and not DIGEST_BYTES <= len(self.result) <= RESULT_BYTES_MAX:
             raise PeerError(f"a vote has a digest of {DIGEST_BYTES} bytes or none, not {len(self.result)}")
-        if not verify(self.voter, vote_statement(proposal, self.result), self.signature):
+        if not _has_signed(self.voter, vote_statement(proposal, self.result), self.signature):
             raise PeerError(f"a vote of {self.voter} that this peer did not sign")
 
 
@@ -194,6 +249,8 @@ class Certificate:
     result: bytes
     votes: Mapping[PeerId, bytes]  # signatures of those that voted for this result
     goodbyes: Mapping[PeerId, bytes]  # signatures of electors that left, and are not counted
+    # electors and register of the next round, by `settle`; None: those of the proposal
+    settled: tuple[tuple[PeerId, ...], Register] | None = None
 
     # The head after this round: the hash of what was decided, which includes the previous head. It does not
     # depend on which of the votes were collected. Made once: each report of another peer is compared with it.
@@ -202,24 +259,40 @@ class Certificate:
     def __post_init__(self) -> None:
         object.__setattr__(self, "head", blake3(_HEAD + self.proposal.digest() + self.result).digest())
 
+    @property
+    def electors(self) -> tuple[PeerId, ...]:
+        """Return the electors of the next round, the most senior first."""
+        return self.settled[0] if self.settled is not None else self.proposal.electors
+
+    @property
+    def register(self) -> Register:
+        """Return what the head after this round remembers about the admission of electors."""
+        return self.settled[1] if self.settled is not None else self.proposal.register
+
+    @property
+    def workers(self) -> tuple[PeerId, ...]:
+        """Return the contributors whose values are in at least half of the averages."""
+        idle = read_idle(self.proposal, self.result)
+        return tuple(peer for peer in self.proposal.contributors if peer not in idle)
+
     def check(self, electors: Sequence[PeerId], register: Register) -> None:
         """Raise PeerError unless this certificate is valid after a head with these electors and this
         register.
         """
         proposal = self.proposal
-        if len(self.result) != DIGEST_BYTES:
-            raise PeerError(f"a certificate has a result of {DIGEST_BYTES} bytes, not {len(self.result)}")
         if len(self.votes) > CONTRIBUTORS_MAX + ELECTORS_MAX or len(self.goodbyes) > ELECTORS_MAX:
             raise PeerError("a certificate with more votes than there can be voters")
         if not proposal.follows(electors, register):
             raise PeerError("a certificate names other electors than follow from its contributors")
+        if self.settled != settle(proposal, self.result, electors, register):
+            raise PeerError("a certificate names other electors than follow from who worked")
         statement = vote_statement(proposal.digest(), self.result)
         for voter, signature in self.votes.items():
-            if not verify(voter, statement, signature):
+            if not _has_signed(voter, statement, signature):
                 raise PeerError(f"a certificate with a vote that {voter} did not sign")
         statement = goodbye_statement(proposal.run, proposal.head)
         for peer, signature in self.goodbyes.items():
-            if not verify(peer, statement, signature):
+            if not _has_signed(peer, statement, signature):
                 raise PeerError(f"a certificate with a goodbye that {peer} did not sign")
         if not self.goodbyes.keys() >= {*proposal.gone}:
             raise PeerError("a certificate takes electors from the list that have not said goodbye")

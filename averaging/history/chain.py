@@ -31,7 +31,7 @@ class Chain:
     @property
     def last_electors(self) -> tuple[PeerId, ...]:
         """Return the electors of the last head."""
-        return self.certificates[-1].proposal.electors if self.certificates else self.electors
+        return self.certificates[-1].electors if self.certificates else self.electors
 
     @property
     def epoch(self) -> int:
@@ -60,8 +60,8 @@ class Chain:
                 raise PeerError(
                     f"a certificate of epoch {certificate.proposal.epoch} after one of epoch {epoch}"
                 )
-            head, electors = certificate.head, certificate.proposal.electors
-            epoch, register = certificate.proposal.epoch, certificate.proposal.register
+            head, electors = certificate.head, certificate.electors
+            epoch, register = certificate.proposal.epoch, certificate.register
 
 
 def beginning(run: str, founding: Founding) -> Chain:
@@ -79,10 +79,10 @@ def after(certificate: Certificate, line: bytes) -> Chain:
     proposal = certificate.proposal
     return Chain(
         head=certificate.head,
-        electors=proposal.electors,
+        electors=certificate.electors,
         certificates=(),
         root_epoch=proposal.epoch,
         root_line=certificate.head if proposal.is_break else line,
         root_grid_rounds=proposal.grid_rounds,
-        root_register=proposal.register,
+        root_register=certificate.register,
     )

@@ -187,21 +187,26 @@ def decode_proposal(value: Any) -> Proposal:
 
 
 def _certificate(certificate: Certificate) -> list[Any]:
+    settled: tuple[Any, ...] = ()
+    if certificate.settled is not None:
+        settled = encode_peers(certificate.electors), *encode_register(certificate.register)
     return [
         encode_proposal(certificate.proposal),
         certificate.result,
         {peer.public_key: signature for peer, signature in certificate.votes.items()},
         {peer.public_key: signature for peer, signature in certificate.goodbyes.items()},
+        *settled,
     ]
 
 
 def _read(value: Any) -> Certificate:
-    proposal, result, votes, goodbyes = value
+    proposal, result, votes, goodbyes, *settled = value
     return Certificate(
         proposal=decode_proposal(proposal),
         result=_bytes(result),
         votes=_signatures(votes),
         goodbyes=_signatures(goodbyes),
+        settled=(decode_peers(settled[0], ELECTORS_MAX), decode_register(*settled[1:])) if settled else None,
     )
 
 

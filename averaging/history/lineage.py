@@ -27,13 +27,7 @@ from averaging.history.certificate import (
     vote_statement,
 )
 from averaging.history.chain import Chain, after, beginning
-from averaging.history.electors import (
-    FOUNDING_MAX,
-    GrowthClock,
-    Register,
-    electors_after,
-    leaving,
-)
+from averaging.history.electors import FOUNDING_MAX, GrowthClock, Register, electors_after, leaving
 from averaging.history.promises import Promises
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
@@ -89,12 +83,12 @@ class Lineage:
     @property
     def electors(self) -> tuple[PeerId, ...]:
         """Return the electors of the present head, the most senior first."""
-        return self._certificates[-1].proposal.electors if self._certificates else self._root.electors
+        return self._certificates[-1].electors if self._certificates else self._root.electors
 
     @property
     def register(self) -> Register:
         """Return what the present head remembers about the admission of electors."""
-        return self._certificates[-1].proposal.register if self._certificates else self._root.root_register
+        return self._certificates[-1].register if self._certificates else self._root.root_register
 
     @property
     def knows_founding(self) -> bool:
@@ -116,9 +110,8 @@ class Lineage:
     @property
     def grid_rounds(self) -> int:
         """Return how many rounds the present epoch has; 1: one group has room for the whole swarm."""
-        return (
-            self._certificates[-1].proposal.grid_rounds if self._certificates else self._root.root_grid_rounds
-        )
+        last = self._certificates[-1].proposal if self._certificates else None
+        return last.grid_rounds if last is not None else self._root.root_grid_rounds
 
     @property
     def line(self) -> bytes:
@@ -180,7 +173,7 @@ class Lineage:
         if certificate.proposal.head != self.head:
             raise PeerError("a certificate that extends another head than this peer's")
         self._append(certificate)
-        if certificate.proposal.new_hour or certificate.proposal.register.at_once:
+        if certificate.proposal.new_hour or certificate.register.at_once:
             self.growth.begin(is_sure=True)
         if self._new_from is None:
             self._new_from = self._places[certificate.proposal.head]
@@ -398,8 +391,7 @@ class Lineage:
 
     def waiting_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
-        waits = _DECIDING.format(len(self.electors))
-        return f"this peer waits for {waits} (for {self._waited_s:.0f} s so far)"
+        return f"this peer waits for {_DECIDING.format(len(self.electors))} ({self._waited_s:.0f} s so far)"
 
     def lacking_text(self, present: Collection[PeerId]) -> str:
         """Return why a group cannot commit, when only these electors can be reached."""

@@ -44,6 +44,14 @@ class RoundLineage:
     find_contact: Callable[[PeerId], Awaitable[Contact | None]]
 
     @property
+    def present(self) -> tuple[PeerId, ...]:
+        """Return the electors that have not missed the last certificate; all of them if each has. They come
+        first in the search for a group: one that is passed over or away neither leads nor is waited for.
+        """
+        absent = self.register.absent(self.electors)
+        return tuple(peer for peer in self.electors if peer not in absent) or self.electors
+
+    @property
     def gone(self) -> int:
         """Return the electors that have left with a goodbye, as far as this peer knows: a bit for each
         elector, the lowest for the most senior one.

@@ -14,7 +14,10 @@ from averaging.history.certificate import (
     goodbye_statement,
     is_majority,
     is_quorum,
+    read_idle,
+    settle,
 )
+from averaging.history.electors import NEW_REGISTER, Register
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
 from swarm.core.ids import PeerId
@@ -28,12 +31,14 @@ class Tally:
     from a quorum of the electors of the head, so that no other group commits on it.
     """
 
-    def __init__(self, proposal: Proposal, electors: Sequence[PeerId]) -> None:
-        """`electors`: of the head that the proposal extends, in order of seniority; none for a round without
-        a history, and for the first round of a run.
+    def __init__(
+        self, proposal: Proposal, electors: Sequence[PeerId], register: Register = NEW_REGISTER
+    ) -> None:
+        """`electors`, `register`: of the head that the proposal extends, in order of seniority; none for a
+        round without a history, and for the first round of a run.
         """
         self.proposal = proposal
-        self.electors = tuple(electors)
+        self.electors, self._register = tuple(electors), register
         self.votes: dict[PeerId, Vote] = {}
         # peers that signed two different votes in this attempt, with both: their votes count for nothing
         self.liars: dict[PeerId, tuple[Vote, Vote]] = {}
@@ -60,6 +65,8 @@ class Tally:
         if vote.voter in self.liars:
             return False
         vote.check(self._digest)
+        if vote.result:
+            read_idle(self.proposal, vote.result)  # raises PeerError
         self._certificate = self._is_dead = None
         if known is not None:
             self.liars[vote.voter] = (known, vote)
@@ -124,6 +131,7 @@ class Tally:
             result=result,
             votes={peer: self.votes[peer].signature for peer in sorted(supporters)},
             goodbyes=dict(self.goodbyes),
+            settled=settle(self.proposal, result, self.electors, self._register),
         )
 
     @property
@@ -169,6 +177,7 @@ def is_supported(proposal: Proposal, result: bytes, votes: Sequence[Vote]) -> bo
     """
     digest = proposal.digest()
     try:
+        read_idle(proposal, result)
         for vote in votes:
             vote.check(digest)
     except PeerError:

@@ -250,11 +250,7 @@ class Watch:
             self.node.standing.add_members(
                 self.run.run_id,
                 [*chain.electors]
-                + [
-                    peer
-                    for one in chain.certificates
-                    for peer in (*one.proposal.electors, *one.proposal.contributors)
-                ],
+                + [peer for one in chain.certificates for peer in (*one.electors, *one.workers)],
             )
 
     async def _specification(self) -> RunView | None:

@@ -128,10 +128,10 @@ class GridTraining:
         certificate = next(one.certificate for one in self.trainers if one.certificate is not None)
         self.head = Chain(
             head=certificate.head,
-            electors=certificate.proposal.electors,
+            electors=certificate.electors,
             certificates=(),
             root_grid_rounds=certificate.proposal.grid_rounds,
-            root_register=certificate.proposal.register,
+            root_register=certificate.register,
         )
         return [one.result() for one in running]
 

@@ -217,7 +217,7 @@ class Play:
                 if not over:
                     return None
                 del peer.attempts[over[0]]
-            tally = Tally(proposal, peer.live.electors)
+            tally = Tally(proposal, peer.live.electors, peer.live.register)
             for other, signature in peer.live.goodbyes.items():
                 tally.add_goodbye(other, signature)
             peer.attempts[digest] = Attempt(proposal, members, tally, result)
@@ -298,7 +298,7 @@ class Play:
                     raise BrokenPromiseError(f"{peer.number} goes on alone while a quorum lives elsewhere")
         peer.live.extend(certificate)
         self._moved(peer)
-        self.ledger.electors[certificate.head] = certificate.proposal.electors
+        self.ledger.electors[certificate.head] = certificate.electors
         self.counts["breaks" if certificate.proposal.is_break else "commits"] += 1
         self.counts["commits with peers that are no electors yet"] += bool(peer.live.register.known)
 

@@ -382,5 +382,5 @@ class _AttackRun:
             rounds_failed=self._rounds_failed,
             by_stranger=sum(not self._members.issuperset(peers) for peers in contributors),
             excluded=sum(self._bad not in peers for peers in contributors),
-            electors=self._electors(committed[-1][1].proposal.electors) if committed else (),
+            electors=self._electors(committed[-1][1].electors) if committed else (),
         )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from averaging.history.certificate import Certificate, RoundKind, vote_statement
+from averaging.history.certificate import RoundKind, Vote, make_result, vote_statement
 from averaging.history.lineage import Lineage
+from averaging.history.tally import Tally
 from averaging.run_ledger import RunLedger
 from swarm.core.standing import PeerStanding
 from swarm.testing.identities import SeededIdentity
@@ -56,9 +57,9 @@ def test_each_certificate_is_counted_once_and_its_electors_are_members() -> None
 
 
 @pytest.mark.parametrize("works", [False, True])
-def test_an_elector_that_was_only_named_by_certificates_is_no_member(works: bool) -> None:
+def test_a_contributor_that_sent_nothing_is_no_member(works: bool) -> None:
     """Regression test: a stranger that sent nothing in three groups became an elector, and from then on its
-    claims of samples filled the epochs.
+    claims of samples filled the epochs. Since certificates tell who worked, it is not even an elector.
     """
     standing, lineage = PeerStanding(), Lineage(RUN, OTHER.peer_id)
     certify_alone(lineage, OTHER)
@@ -70,10 +71,14 @@ def test_an_elector_that_was_only_named_by_certificates_is_no_member(works: bool
         contributors=[each.peer_id for each in contributors],
         is_break=False,
     )
-    statement = vote_statement(proposal.digest(), bytes(32))
-    votes = {each.peer_id: each.sign(statement) for each in contributors if works or each is OTHER}
-    lineage.extend(Certificate(proposal=proposal, result=bytes(32), votes=votes, goodbyes={}))
-    assert STRANGER.peer_id in lineage.electors
+    tally = Tally(proposal, lineage.electors, lineage.register)
+    result = make_result(bytes(32), [] if works else [1], 2)
+    for each in contributors:
+        signature = each.sign(vote_statement(proposal.digest(), result))
+        tally.add(Vote(voter=each.peer_id, result=result, signature=signature))
+    assert tally.certificate is not None
+    lineage.extend(tally.certificate)
+    assert (STRANGER.peer_id in lineage.electors) is works
     for _ in range(2):
         one.follow(lineage)
         assert standing.is_member(STRANGER.peer_id, RUN) is works

@@ -133,7 +133,7 @@ class Agreement:
             if certificate is not None:
                 return [Commit()]
         elif majority is not None:
-            if not standing.complete or self._assembly.digest() != majority:
+            if not standing.complete or self._assembly.result() != majority:
                 return self._adopt(majority, standing)
             if certificate is not None:
                 return [] if self._waits_for_reasons(standing) else [Commit()]
@@ -173,7 +173,7 @@ class Agreement:
         )
 
     def _vote(self, standing: Standing) -> list[Effect | Commit | Fail | GiveUpOwnWork]:
-        digest = self._assembly.digest()
+        digest = self._assembly.result()
         if self._setup.audited:
             if self._audited:
                 return self._compare_audits(digest, standing)

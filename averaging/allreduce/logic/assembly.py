@@ -4,9 +4,11 @@ digest of all. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from averaging.allreduce.logic.versions import Version, check_clipped, decode_places, digest_round
+from averaging.allreduce.logic.versions import Version, check_clipped, decode_places, digest_table
+from averaging.history.certificate import make_result
 from averaging.reduction.partition import Chunk, Plan
 from swarm.compression import Codec
 from swarm.core.errors import PeerError
@@ -17,8 +19,9 @@ class Assembly:
     every chunk is.
     """
 
-    def __init__(self, plan: Plan, codec: Codec) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, codec: Codec, contributors: Sequence[int] = ()) -> None:
+        """`contributors`: places of the members that contribute, in group order."""
+        self._plan, self._contributors = plan, tuple(contributors)
         self._codec = codec
         self._announced: set[int] = set()
         self._settled: dict[int, Version] = {}
@@ -114,10 +117,22 @@ class Assembly:
 
     def digest(self) -> bytes:
         """Return the digest of all averages and their contributors; only when complete."""
-        return digest_round(
-            (self._settled[index].digest, self._settled[index].contributors)
-            for index in range(len(self._plan.chunks))
-        )
+        return digest_table(self._settled)
+
+    def result(self, versions: Mapping[int, Version] | None = None) -> bytes:
+        """Return what members vote on (`make_result`), of these versions of all averages; None: of those that
+        are settled.
+        """
+        table = self._settled if versions is None else versions
+        elements = Counter[bytes]()  # by who is in them: mostly one set for all
+        for index, version in table.items():
+            elements[version.contributors] += self._plan.chunks[index].numel
+        found = Counter[int]()
+        for raw, count in elements.items():
+            for place in decode_places(raw, self._plan.members):
+                found[place] += count
+        idle = [nth for nth, place in enumerate(self._contributors) if 2 * found[place] < self._plan.numel]
+        return make_result(digest_table(table), idle, len(self._contributors))
 
     def fractions(self) -> dict[int, float]:
         """For every place that is in some settled chunk: the fraction of the vector's elements

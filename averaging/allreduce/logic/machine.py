@@ -37,7 +37,7 @@ class RoundMachine:
         self.setup = setup
         self.membership = Membership(setup)
         self.shard = OwnShard(setup)
-        self.assembly = Assembly(setup.plan, setup.codec)
+        self.assembly = Assembly(setup.plan, setup.codec, setup.contributors)
         self.reducers = ReducerStreams(setup, self.assembly)
         self.repairs = Repairs(setup, self.assembly)
         self.votes = VoteExchange(setup)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from averaging.allreduce.logic.assembly import Assembly
 from averaging.allreduce.logic.effects import AskInventory, FetchChunk
 from averaging.allreduce.logic.values import Inventory, InventoryQuestion
-from averaging.allreduce.logic.versions import Version, digest_table, winners
+from averaging.allreduce.logic.versions import Version, winners
 
 _FETCHES_MAX = 6  # averages fetched at once; each is a chunk in memory
 EVERYTHING = InventoryQuestion()
@@ -89,7 +89,7 @@ class Adoption:
         """A candidate said what it holds. `chunks`: of the whole vector."""
         if place != self._asked or self._fetches is not None:
             return
-        if len(inventory.versions) == chunks and digest_table(inventory.versions) == self.result:
+        if len(inventory.versions) == chunks and self._assembly.result(inventory.versions) == self.result:
             self.why = "a member could not give all of it"
             self._fetches = ChunkFetches(
                 {chunk: (version, [place]) for chunk, version in inventory.versions.items()}, self._assembly

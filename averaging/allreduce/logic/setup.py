@@ -14,7 +14,7 @@ from averaging.history.certificate import (
     Proposal,
     RoundKind,
 )
-from averaging.history.electors import NEW_REGISTER, electors_after, grants_hour, leaving
+from averaging.history.electors import NEW_REGISTER, Register, electors_after, grants_hour, leaving
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group, can_dial
 from averaging.reduction.partition import Plan
@@ -87,6 +87,7 @@ class RoundSetup:
     weights: tuple[float, ...]  # relative
     proposal: Proposal
     electors: tuple[PeerId, ...]  # of the head that the round extends
+    register: Register = NEW_REGISTER  # of the same head
     goodbyes: Mapping[PeerId, bytes]  # signatures of those of them that have left
     audited: bool
     min_fraction: float  # of the elements that somebody must have contributed to

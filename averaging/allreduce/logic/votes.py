@@ -37,7 +37,7 @@ class VoteExchange:
 
     def __init__(self, setup: RoundSetup) -> None:
         self._setup = setup
-        self.tally = Tally(setup.proposal, setup.electors)
+        self.tally = Tally(setup.proposal, setup.electors, setup.register)
         for elector, signature in setup.goodbyes.items():
             self.tally.add_goodbye(elector, signature)
         self.intents: dict[int, bytes] = {}  # what members would vote for, after repairs and audits

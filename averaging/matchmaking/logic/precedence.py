@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 _Follower = TypeVar("_Follower")
 
-# a contributor that is no elector counts with at most this many times the median weight of the electors
+# a contributor that is no elector counts with at most this many times the median weight of the electors; in a
+# cell of the grid every contributor with as many times the median of all, from three on, since two have no
+# majority
 WEIGHT_RATIO_MAX = 3.0
 
 
@@ -74,21 +76,33 @@ def with_standing(group: Group, precedence: Precedence) -> Group:
     A contributor that is no elector counts with at most `WEIGHT_RATIO_MAX` times the median weight of the
     electors, whatever number of samples it claims. Electors and auxiliary members reduce, if any elector can
     be dialed: a stranger that sends nothing holds up nobody's shard. Without electors that contribute, as
-    before the first certificate of a run, the group is as it was.
+    before the first certificate of a run, the group is as it was. In a cell of the grid, where mostly no
+    elector is, only weights are capped, by the median of all.
     """
+    if precedence.is_cell:
+        weights = [one.weight for one in group.members if one.weight > 0.0]
+        return _capped(group, weights, frozenset()) if len(weights) >= 3 else group
     electors = precedence.electors
     deciding = [one for one in group.members if one.peer_id in electors and one.weight > 0.0]
     if not deciding:
         return group
-    weight_max = WEIGHT_RATIO_MAX * statistics.median_low([one.weight for one in deciding])
-    members = tuple(
-        one if one.peer_id in electors else replace(one, weight=min(one.weight, weight_max))
-        for one in group.members
-    )
-    reducers = frozenset(one.peer_id for one in members if one.peer_id in electors or one.auxiliary)
+    group = _capped(group, [one.weight for one in deciding], electors)
+    reducers = frozenset(one.peer_id for one in group.members if one.peer_id in electors or one.auxiliary)
     dialed = any(can_dial(one) for one in deciding)
     strangers = frozenset(peer for peer in group.peer_ids if precedence.is_stranger(peer))
-    return replace(group, members=members, reducers=reducers if dialed else None, strangers=strangers)
+    return replace(group, reducers=reducers if dialed else None, strangers=strangers)
+
+
+def _capped(group: Group, weights: Sequence[float], exempt: Collection[PeerId]) -> Group:
+    """Return the group in which the weight of each member that is not `exempt` is at most `WEIGHT_RATIO_MAX`
+    times the median of `weights`.
+    """
+    weight_max = WEIGHT_RATIO_MAX * statistics.median_low(weights)
+    members = tuple(
+        one if one.peer_id in exempt else replace(one, weight=min(one.weight, weight_max))
+        for one in group.members
+    )
+    return replace(group, members=members)
 
 
 def is_passed_over(peer_id: PeerId, own: PeerId, precedence: Precedence, answers: IsMember) -> bool:

@@ -86,7 +86,7 @@ def test_assembly() -> None:
         (2, 1024),
         (2, 1024),
     ]
-    assembly = Assembly(plan, CODEC)
+    assembly = Assembly(plan, CODEC, range(3))
     everybody, two = encode_places([0, 1, 2], 3), encode_places([0, 1], 3)
     for reducer, chunk, contributors, size, message in [
         (0, 2, everybody, 4096, "does not reduce"),
@@ -120,6 +120,8 @@ def test_assembly() -> None:
     assert assembly.digest() == digest_round(pairs)
     assert assembly.digest() != digest_round([*pairs[:3], (pairs[3][0], everybody)])
     assert assembly.fractions() == {0: 1.0, 1: 1.0, 2: 0.25}
+    assert assembly.result() == assembly.digest() + bytes([0b100]), "2 is in a quarter of the vector"
+    assert assembly.result() == assembly.result(dict(enumerate(chunks)))
     assert assembly.covered() == 1.0
     nobody = encode_places([], 3)
     assembly.settle(3, Version(1, nobody, digest_payload(b"")))

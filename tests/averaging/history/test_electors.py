@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.history.certificate import Certificate, genesis, goodbye_statement
+from averaging.history.certificate import Certificate, Proposal, genesis, goodbye_statement, make_result
 from averaging.history.chain import beginning
 from averaging.history.electors import (
     ALWAYS,
@@ -282,6 +282,63 @@ def test_lists_stay_bounded_and_electors_unique_whatever_contributes(data: st.Da
             new = set(next_electors) - before - formerly
             assert len(new) <= (max(1, len(before) // 4) if hour else seats)
         found = next_electors, next_register
+
+
+def idly(about: Proposal, idle: Sequence[PeerId], voters: Sequence[PeerId]) -> Certificate:
+    """Return the certificate of a round to which these contributors sent nothing."""
+    places = [about.contributors.index(peer) for peer in idle]
+    result = make_result(b"r" * 32, places, len(about.contributors))
+    return Certificate(
+        proposal=about,
+        result=result,
+        votes={voter: vote(voter, about, result).signature for voter in voters},
+        goodbyes={},
+    )
+
+
+@pytest.mark.parametrize("founding", [OWNED, INVITED], ids=["open", "invited"])
+def test_contributors_that_sent_nothing_do_not_come_nearer_to_being_electors(founding: Founding) -> None:
+    """Before, a certificate counted everybody that was to contribute."""
+    history = Lineage(RUN, OWNER, founding)
+    if founding is INVITED:
+        history.extend(certificate(upon(history, [OWNER]), [OWNER]))
+    for _ in range(ROUNDS_NEEDED + 1):
+        about, register = upon(history, [OWNER, A, B]), history.register
+        named = idly(about, [B], [OWNER, A])
+        with pytest.raises(PeerError, match="from who worked"):
+            named.check(history.electors, register)
+        tally = Tally(about, history.electors, register)
+        for voter in (OWNER, A):
+            tally.add(vote(voter, about, named.result))
+        assert tally.certificate is not None
+        tally.certificate.check(history.electors, register)
+        assert tally.certificate.workers == (OWNER, A)
+        history.extend(tally.certificate)
+        assert B not in history.electors
+        assert history.register.rounds_of(B) == 0
+    assert history.electors == (OWNER, A)
+    assert decode_chain(encode_chain(history.chain())) == history.chain()
+    history.chain().check(RUN)
+
+
+def test_an_elector_whose_values_were_lost_has_not_missed_the_certificate() -> None:
+    """Reducers could otherwise make an elector leave."""
+    history = Lineage(RUN, OWNER, OWNED)
+    history.extend(idly(upon(history, [OWNER, A]), [OWNER], [OWNER, A]))
+    assert (history.electors, history.register.misses) == ((OWNER,), ())
+    assert history.register.rounds_of(A) == 1
+
+
+@pytest.mark.parametrize("tail", [b"\0", b"\4", b"\1\0"], ids=["nobody", "no contributor", "too long"])
+def test_a_result_that_names_no_contributor_is_refused(tail: bytes) -> None:
+    about = proposal(genesis(RUN), (), [A, B])
+    signed = [vote(one, about, b"r" * 32 + tail) for one in (A, B)]
+    with pytest.raises(PeerError, match="a result of"):
+        Tally(about, ()).add(signed[0])
+    assert not is_supported(about, b"r" * 32 + tail, signed)
+    votes = {one.voter: one.signature for one in signed}
+    with pytest.raises(PeerError, match="a result of"):
+        Certificate(proposal=about, result=b"r" * 32 + tail, votes=votes, goodbyes={}).check((), Register())
 
 
 def full_history() -> Lineage:
