@@ -120,7 +120,7 @@ def test_32_newcomers_at_once_contribute_in_seconds_with_few_messages(
 def test_newcomers_that_a_round_left_behind_begin_none_of_their_own(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On slow links they come to rounds late. Two of them began one that nobody could commit: it took 10 s."""
+    """On slow links they come to rounds late. Two of them began one that nobody could commit, for 10 s."""
     caplog.set_level(logging.CRITICAL)
     found = _play(_Arrivals(seed, spread_s=12.0, slowness=8.0), 30.0)
     assert found.rounds
