@@ -10,7 +10,7 @@ import os
 import platform
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,10 +25,12 @@ from swarm.core.standing import Founding, PeerStanding
 from swarm.dht.handle import Dht
 from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
+from swarm.net.announcing import Announcing, OwnAddresses
 from swarm.net.channels import Channels, ConnectionLimits
+from swarm.net.dialback import DialBacks
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
-from swarm.net.listening import announced, parse_listen
+from swarm.net.listening import given_addresses, machine_addresses, parse_listen
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
@@ -52,6 +54,7 @@ _CLOSE_S_MAX = 1.8
 # the widest network that a node of a preset takes itself to be in
 _WIDEST: dict[Preset, Scope] = {"local": Scope.MACHINE, "lan": Scope.SITE, "wan": Scope.INTERNET}
 ServiceT = TypeVar("ServiceT")
+CallbackT = TypeVar("CallbackT", bound=Callable[[], object])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,7 @@ class Node:
             self.standing.set_founding(invited.run_id, Founding(is_invited=True))
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._at_announced: list[Callable[[], None]] = []
         self._closed = False
         self._listen_address = listen_address
         self.network = NetworkThread()
@@ -154,6 +158,7 @@ class Node:
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
+        DialBacks(self.channels, self.standing).register(self.handlers)
         service = DhtService(
             own=lambda: self.contact,
             identity=self.identity,
@@ -168,16 +173,27 @@ class Node:
         self.dht = Dht(service, self.network)
         # Registered first and called last, because other services send their goodbyes through it.
         self.at_close(service.leave)
+        own = OwnAddresses(peer_id=self.peer_id, named=tuple(bootstrap))
         if self._listen_address is not None:
             host, port = self._listen_address
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
-            self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
-            surroundings.widen(address.host for address in self.contact.addresses)
+            own = replace(
+                own,
+                port=port,
+                of_machine=machine_addresses(host, port),
+                given=given_addresses(self.config.announce, port),
+            )
+        self._announcing = Announcing(
+            own, self.channels, self.book, self.standing, surroundings, self._announce
+        )
+        self.contact = self._announcing.contact
+        self._introductions.on_introduced.append(self._announcing.on_introduced)
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
+        self.supervisor.spawn("addresses of this peer", self._announcing.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
@@ -195,8 +211,17 @@ class Node:
 
     @property
     def reach(self) -> str:
-        """Return "direct" when others can call this peer, as far as it knows; else "none"."""
-        return "direct" if self.contact.addresses else "none"
+        """Return "direct" when others can call this peer, as far as it knows; "hidden" when they have tried
+        in vain; "unknown" until one has tried; "none" for a peer that does not listen.
+        """
+        return self._announcing.reach
+
+    def tell_reach(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` on the network thread with a sentence that says how others reach this peer, as soon
+        as it is known and whenever it changes. It is not called on loopback, and with addresses that were
+        given.
+        """
+        self.network.loop.call_soon_threadsafe(self._announcing.tell, listener)
 
     @property
     def closed(self) -> bool:
@@ -209,15 +234,25 @@ class Node:
     @property
     def entry(self) -> str:
         """Return the text by which another peer can join: in an invited run the invite by which this peer
-        joined, with this peer's address first, for as long as it has uses left; elsewhere the first address.
-        Empty when no peer can connect to this one, or its invite is for its PeerID alone.
+        joined, with this peer's address first, for as long as it has uses left; elsewhere the first of
+        `entries`. Empty when there is none, or the invite is for this PeerID alone.
         """
         if self.membership is None:
-            return self.addresses[0] if self.addresses else ""
+            return next(iter(self.entries), "")
         if not self.membership.invite.key:
             return ""
         others = [one for one in self._entrance.contacts if one.peer_id != self.peer_id]
         return self.membership.invite.with_contacts([self.contact, *others]).text()
+
+    @property
+    def entries(self) -> list[str]:
+        """Multiaddrs by which another peer can enter the swarm: this peer's own, or, where no peer can
+        connect to it, those of the peers by which it has entered.
+        """
+        if self.addresses:
+            return self.addresses
+        others = [one for one in self._entrance.contacts if one.peer_id != self.peer_id]
+        return [address for one in others for address in one.multiaddrs]
 
     @property
     def introducers(self) -> tuple[PeerId, ...]:
@@ -256,8 +291,13 @@ class Node:
 
         Returns a function that removes the callback again, for services that close before the node does.
         """
-        self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+        return _entered(self._callbacks, callback)
+
+    def at_announced(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Run `callback` on the network loop whenever `contact` has changed: records with the old addresses
+        are out of date. Returns a function that removes the callback again.
+        """
+        return _entered(self._at_announced, callback)
 
     def close(self) -> None:
         """Say goodbye, stop the services, release the port and the identity file. Idempotent; takes under two
@@ -317,6 +357,13 @@ class Node:
             await self.channels.close_idle()
             await asyncio.get_running_loop().run_in_executor(self.network.pool, self.book.save)
 
+    def _announce(self, contact: Contact) -> None:
+        self.contact = contact
+        for callback in list(self._at_announced):
+            callback()
+        if contact.addresses:
+            self.supervisor.spawn("telling the neighbours", self.dht.service.announce)
+
     def _connected(self, contact: Contact, address: Address, seconds: float) -> None:
         self.book.record_connection(contact.peer_id, address)
         if self._introductions.is_due(contact.peer_id):
@@ -334,6 +381,12 @@ class Node:
 
     def _own_sockets(self) -> NodeSockets:
         return NodeSockets(self._listen_address, self.channels.endpoints)
+
+
+def _entered(callbacks: list[CallbackT], callback: CallbackT) -> Callable[[], None]:
+    """Add a callback, and return a function that removes it."""
+    callbacks.append(callback)
+    return lambda: callbacks.remove(callback) if callback in callbacks else None
 
 
 def _book_path(identity: Identity) -> Path | None:

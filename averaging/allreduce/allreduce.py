@@ -119,9 +119,7 @@ class AllReduce:
         self._waiting: Counter[PeerId] = Counter()
         self._background = Supervisor()
         self._conducting: set[RoundDriver] = set()  # they run, or tell members how they ended
-        self._resolving: set[asyncio.Task[None]] = (
-            set()
-        )  # rounds that failed here, and perhaps not for others
+        self._resolving: set[asyncio.Task[None]] = set()  # of rounds that others may have committed
         self._handlers = handlers
         _keep_freed_memory()
         handlers.stream(EXCHANGE, self._serve_exchange)

@@ -1,7 +1,8 @@
-"""How a round ended that failed here after this member had voted: its vote binds it until it knows.
+"""The end of a round that failed here after this member had voted: its vote binds it until it knows.
 
 Others may have committed such a round, so this peer votes on no other attempt at the head. Most often nobody
-has: the members that did not vote for the same result have signed votes for none since, and say so when asked.
+has: the members that did not vote for the same result have signed votes for none since, and say so when they
+are asked.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ async def resolve(machine: RoundMachine, network: RoundNetwork, history: RoundLi
 
 
 def _to_ask(machine: RoundMachine) -> list[int]:
-    """Return the members to ask: those whose votes are not known, and others if some of them cannot be called."""
+    """Return the members to ask: those whose votes are not known, and some others if one of them cannot be
+    called.
+    """
     setup, votes = machine.setup, machine.votes.tally.votes
     silent = [place for place in setup.contributors if setup.peer_id(place) not in votes]
     others = [place for place in setup.contributors if place not in silent and place != setup.own]

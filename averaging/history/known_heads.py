@@ -10,8 +10,8 @@ from swarm.core.ids import Contact, PeerId
 _DISMISSED_MAX = 1024  # beyond this the head that was dismissed first is compared again
 _PEERS_MAX = 256  # beyond this the peer that was silent for the longest time is forgotten
 _ASKED_MAX = 3  # peers that are asked for the history of one head, one after the other
-# A peer that answers no call for this long has no voice any more, as its records have expired by then. Too large: the
-# dead keep a newcomer from following the living; too small: who can silence peers decides what it follows
+# A peer that answers no call for this long has no voice any more: its records have expired by then. Too
+# large: the dead keep a newcomer from following the living; too small: who silences peers decides for it
 SILENT_S = 15.0
 
 
@@ -22,9 +22,7 @@ class KnownHeads:
         self._heads: OrderedDict[PeerId, tuple[bytes, Contact]] = OrderedDict()
         self._dismissed: OrderedDict[bytes, None] = OrderedDict()
         self._refused: set[PeerId] = set()  # peers whose hosts refused the last connection
-        self._silent_s: dict[
-            PeerId, float
-        ] = {}  # since when peers answer no call; those that do are not in it
+        self._silent_s: dict[PeerId, float] = {}  # since when peers answer no call
 
     def heard(self, contact: Contact, head: bytes) -> None:
         """Record what a peer reports."""
@@ -93,7 +91,7 @@ class KnownHeads:
         return [*alone, *holders.values()]
 
     def reported(self, now_s: float) -> dict[PeerId, bytes]:
-        """Return the head that each peer reports, without those whose hosts refuse connections, and those that
+        """Return the head that each peer reports, without those whose hosts refuse connections and those that
         have been silent for `SILENT_S`.
         """
         return {

@@ -305,16 +305,12 @@ class Lineage:
             return "it names other electors than follow from its contributors"
         if not epoch_follows(proposal, self.epoch):
             return "its epoch does not follow from this peer's history"
-        if reason := self._promises.refusal(proposal, result):
-            return reason
         if self.abstains and not proposal.is_break and (result or self.own not in proposal.contributors):
             return "this peer has restored its state, and may have voted on this head before"
-        return ""
+        return self._promises.refusal(proposal, result)
 
     def promise(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> None:
-        """Remember the vote that is about to be sent. One for none (b"") binds in this attempt only. `outside`:
-        this peer is not in the attempt's group.
-        """
+        """Remember the vote that is about to be sent; `Promises.voted` has the parameters."""
         self._promises = self._promises.voted(proposal, result, outside=outside)
 
     def leave(self, proposal: Proposal) -> bool:

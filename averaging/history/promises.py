@@ -1,4 +1,4 @@
-"""What a peer has bound itself to by its votes on one head. Pure."""
+"""The promises that a peer makes by its votes on one head. Pure."""
 
 from __future__ import annotations
 

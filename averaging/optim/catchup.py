@@ -20,7 +20,7 @@ from averaging.optim.epoch_averager import EpochAverager
 from averaging.optim.history import RunHistory
 from averaging.optim.modes import CapturedRound, Mode
 from averaging.optim.progress.tracker import Tracker
-from averaging.optim.reports import LoadResult
+from averaging.optim.reports import LoadResult, hidden_reason
 from averaging.optim.state.donor import donors_key
 from averaging.optim.state.download import Download, DownloadedState
 from averaging.optim.state.encoding import EXACT
@@ -68,8 +68,7 @@ _RETRY_S_MAX = 4.0
 _DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
 _FAILURES_SHOWN_MAX = 3  # in one message
 _REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
-
-
+_HIDDEN_S = 10.0  # a peer that has just started announces no address until another one has called it back
 _UNREAD = "no other peer has answered yet, so that this peer does not know whether the run has begun"
 
 
@@ -146,6 +145,10 @@ class CatchUp:
                 alone = self._reason_to_begin(attempt)
                 if alone:
                     return self._not_loaded(attempt, alone, alone=True)
+                others = [self._tracker.contact(peer) for peer in self._tracker.others()]
+                is_any_open = any(contact is None or contact.addresses for contact in others)
+                if attempt.seconds >= _HIDDEN_S and self._tracker.has_begun() and not is_any_open:
+                    return self._not_loaded(attempt, hidden_reason(len(others)))
             else:
                 result = self._download_once(attempt, donors)
                 if result is not None:

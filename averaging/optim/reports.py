@@ -58,3 +58,12 @@ class StepReport:
     resynchronised: LoadResult | None = None  # the swarm was ahead: the state was downloaded
     loss: Any = None  # returned by the closure
     seconds: float = 0.0  # in this call
+
+
+def hidden_reason(others: int) -> str:
+    """Return why no state can be downloaded in a run whose `others` nobody can call, as a sentence."""
+    who = "1 other peer trains" if others == 1 else f"{others} other peers train"
+    return (
+        f"{who} this run, and none of them can be called, so that nobody can give the state: one of them "
+        "needs a port that others can connect to (docs/howto/ports.md)"
+    )

@@ -182,6 +182,7 @@ class Declarations:
     ) -> None:
         self._dht, self._own_contact, self._load = dht, own_contact, load
         self._prefixes = _by_prefix(experts)
+        self._is_declared = False
         self._grids = sorted({prefix.block for prefix in self._prefixes})[:_GRIDS_PER_SERVER_MAX]
         self._keeper = RecordKeeper(
             self.declare,
@@ -195,9 +196,15 @@ class Declarations:
 
     async def declare(self) -> bool:
         """Store every record once. Return False when some record was not stored by any other peer of the
-        DHT.
+        DHT, or nobody can call this server: then it declares nothing, and withdraws what it had declared.
         """
         contact, load = self._own_contact(), self._load()
+        if not contact.addresses:
+            if self._is_declared:
+                self._is_declared = False
+                await self.withdraw()
+            return False
+        self._is_declared = True
         items = [
             StoreItem(key=_key(prefix), value=_record(contact, load, content), subkey=str(contact.peer_id))
             for prefix, content in self._prefixes.items()
@@ -205,6 +212,10 @@ class Declarations:
         results = await self._dht.store_many(items, ttl_s=TTL_S, timeout_s=_STORE_TIMEOUT_S)
         own_copies = 1 if contact.addresses else 0
         return all(result.replicas > own_copies for result in results)
+
+    def renew_soon(self) -> None:
+        """Store the records again soon: this server has other addresses."""
+        self._keeper.renew_soon()
 
     async def renew(self) -> None:
         """Store the records again and again, until cancelled."""

@@ -227,6 +227,7 @@ class ExpertServer:
         if self._checkpoints is not None:
             self._tasks.append(spawn("checkpoints of experts", self._save_periodically, restart=True))
         node.at_close(self._close_with_node)
+        self._forget_addresses = node.at_announced(self._declarations.renew_soon)
         await wait_until_set(self._declarations.declared, _DECLARE_S)
 
     async def _close_with_node(self) -> None:
@@ -239,6 +240,7 @@ class ExpertServer:
             return
         for task in self._tasks:
             task.cancel()
+        self._forget_addresses()
         withdrawing = self.node.supervisor.spawn("withdrawing experts", self._declarations.withdraw)
         self._service.close(self._hosted)
         if self.failed is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from swarm.cli import options
@@ -10,6 +12,7 @@ from swarm.cli.paths import bootstrap_identity
 from swarm.cli.render import make_output
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.cli.shutdown import Shutdown
+from swarm.core.errors import UsageError
 from swarm.run.events import Listening, Notice
 
 _REPORT_S = 5.0  # interval in which the number of known peers is checked
@@ -35,10 +38,11 @@ _REPORT_S = 5.0  # interval in which the number of known peers is checked
     show_default=True,
     help="Where to listen; port 0 picks a free one.",
 )
+@options.announce
 @options.as_json
 @options.exit_with_parent
 def bootstrap(
-    identity: str | None, bootstrap: tuple[str, ...], listen: str, as_json: bool, exit_with_parent: bool
+    identity: str | None, bootstrap: tuple[str, ...], as_json: bool, exit_with_parent: bool, **where: Any
 ) -> int:
     """Be a long-lived entry point: a peer that others join by, and that trains nothing.
 
@@ -48,21 +52,35 @@ def bootstrap(
     Examples:
       swarm bootstrap
       swarm bootstrap --listen 0.0.0.0:4001 --identity ~/entry.identity
+      swarm bootstrap --announce 203.0.113.7
     """
-    from swarm.node import Node
+    from swarm.node import Node, NodeConfig
     from swarm.run.membership import follow_run
 
+    listen, announce = options.listen_at(where["listen"], where["announce"], ()), where["announce"]
+    if listen is None:
+        raise UsageError("others enter by calling an entry point: --listen none leaves nobody who can")
     with (
         Shutdown(exit_with_parent=exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=as_json) as output,
     ):
         own = open_identity(identity, bootstrap_identity())
         try:
-            with Node(bootstrap=bootstrap, listen=listen, identity=own) as node:
+            config = NodeConfig(announce=announce)
+            with Node(bootstrap=bootstrap, listen=listen, identity=own, config=config) as node:
+
+                def show_addresses() -> None:
+                    for address in node.addresses:
+                        output.emit(Notice(text=f"others enter with: --bootstrap {address}"))
+
+                def show_reach(sentence: str) -> None:
+                    output.emit(Notice(text=sentence))
+                    show_addresses()
+
                 follow_run(node)
-                output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
-                for address in node.addresses:
-                    output.emit(Notice(text=f"others enter with: --bootstrap {address}"))
+                output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses, reach=node.reach))
+                show_addresses()
+                node.tell_reach(show_reach)
                 known = 0
                 while not shutdown.requested.wait(_REPORT_S):
                     if len(node.peers()) != known:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
 
 from swarm.core.device import DEVICE_NAMES, check_device_name
 from swarm.core.errors import UsageError
+from swarm.core.ids import Contact
 from swarm.core.presets import Preset
 
+_LOOPBACK = ("127.", "::1", "localhost")
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -23,7 +26,16 @@ def _check_device(context: click.Context, option: click.Parameter, value: str) -
 
 
 listen = click.option(
-    "--listen", metavar="HOST:PORT", default=None, help="Where to listen; port 0 picks a free one."
+    "--listen",
+    metavar="HOST:PORT",
+    default=None,
+    help="Where to listen; port 0 picks a free one, and none takes no calls.",
+)
+announce = click.option(
+    "--announce",
+    metavar="HOST[:PORT]",
+    multiple=True,
+    help="Where others reach this machine, as a router that forwards the port; may be given several times.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
 device = click.option(
@@ -71,6 +83,25 @@ preset = click.option(
 exit_with_parent = click.option(
     "--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends."
 )
+
+
+def listen_at(listen: str | None, announce: Sequence[str], contacts: Iterable[Contact]) -> str | None:
+    """Return where to listen; None: nowhere. By default it is on all interfaces, or on loopback if all
+    addresses of the peers to enter by are there. Raise UsageError when an option is wrong.
+    """
+    from swarm.net.listening import given_addresses
+
+    given_addresses(announce, port=1)
+    if listen is not None and listen.lower() == "none":
+        if announce:
+            raise UsageError(
+                "--announce says where others call this peer, and --listen none that nobody does"
+            )
+        return None
+    if listen is not None:
+        return listen
+    hosts = [address.host for contact in contacts for address in contact.addresses]
+    return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
 
 
 def parse_host_port(text: str, option: str) -> tuple[str, int]:

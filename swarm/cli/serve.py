@@ -36,7 +36,6 @@ _ANSWER_S = 6.0
 _LOAD_S = 0.5  # between two load events
 _ABANDON_S = 60.0  # time to write many checkpoints to a slow disk; a second Ctrl-C ends the command at once
 _LOAD_JSON_S = 2.0  # the same with --json
-_LOOPBACK = ("127.", "::1", "localhost")
 _EXPERTS_MAX = 4096
 
 
@@ -64,6 +63,7 @@ class ServeChoices:
     average_s: float
     identity: str | None
     listen: str | None
+    announce: tuple[str, ...]
     preset: Preset
     as_json: bool
     exit_with_parent: bool
@@ -72,24 +72,22 @@ class ServeChoices:
     def of(cls, **options: Any) -> ServeChoices:
         """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
-        choices.contacts()
         if choices.training_steps is not None and choices.training_steps <= choices.warmup_steps:
             raise UsageError(
                 "--training-steps are counted from the start, so there are more of them than --warmup-steps"
             )
         if choices.num_experts is not None and len(choices.experts) > 1:
             raise UsageError("--num-experts picks places in one grid: give --experts once")
+        if choices.listen_at() is None:
+            raise UsageError("others call experts: --listen none leaves nobody who can")
         return choices
 
     def contacts(self) -> list[Contact]:
         return contacts_of([self.address]) if self.address is not None else []
 
-    def listen_at(self) -> str:
-        """Return where to listen: by default on all interfaces, or on loopback if the address is there."""
-        if self.listen is not None:
-            return self.listen
-        hosts = [address.host for contact in self.contacts() for address in contact.addresses]
-        return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
+    def listen_at(self) -> str | None:
+        """Return where to listen; None: nowhere."""
+        return options.listen_at(self.listen, self.announce, self.contacts())
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -193,6 +191,7 @@ class ServeChoices:
 )
 @options.optional_identity
 @options.listen
+@options.announce
 @options.preset
 @options.as_json
 @options.exit_with_parent
@@ -228,12 +227,15 @@ def _serve(choices: ServeChoices) -> int:
             from swarm.node import Node, NodeConfig
             from swarm.run.membership import follow_run, require_role
 
-            config = NodeConfig(preset=choices.preset)
+            config = NodeConfig(preset=choices.preset, announce=choices.announce)
             with Node(
                 bootstrap=choices.address or (), listen=choices.listen_at(), identity=own, config=config
             ) as node:
                 require_role(node.membership, "serve")
-                output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
+                output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses, reach=node.reach))
+                node.tell_reach(
+                    lambda sentence: output.emit(Notice(text=_with_experts(sentence, node.reach)))
+                )
                 factory = _ExpertFactory(choices)  # imports torch; the node joins meanwhile
                 if choices.address is not None and not node.wait_joined(_ANSWER_S):
                     check_answered(node, choices.address)
@@ -255,6 +257,13 @@ def _serve(choices: ServeChoices) -> int:
         finally:
             own.close()
     return 0
+
+
+def _with_experts(sentence: str, reach: str) -> str:
+    """Add to a sentence about how others reach this machine what follows for its experts."""
+    if reach == "hidden":
+        sentence += ". Its experts are not declared, because nobody could call them"
+    return sentence
 
 
 class _ExpertFactory:

@@ -42,7 +42,6 @@ _POLL_S = 0.5
 _REFUSED_S = 1.5  # to wait for the first peer after every address refused the connection
 _ANSWER_S = 6.0  # to wait for the first peer when no address answers at all
 _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
-_LOOPBACK = ("127.", "::1", "localhost")
 
 _upload = click.option(
     "--upload",
@@ -99,6 +98,7 @@ def _training_options(
         _hours,
         _memory,
         options.listen,
+        options.announce,
         options.preset,
         options.device,
         options.data,
@@ -227,6 +227,7 @@ class TrainChoices:
     bootstrap: tuple[str, ...]
     identity: str | None
     listen: str | None
+    announce: tuple[str, ...]
     device: str
     data: Path | None
     as_json: bool
@@ -245,7 +246,7 @@ class TrainChoices:
     def of(cls, **options: Any) -> TrainChoices:
         """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
-        choices.contacts()
+        choices.listen_at()
         choices.limits()
         parse_duration_s(choices.checkpoint_every)
         if len(choices.name) > NAME_CHARACTERS_MAX:
@@ -278,12 +279,9 @@ class TrainChoices:
     def contacts(self) -> list[Contact]:
         return contacts_of(self.bootstrap)
 
-    def listen_at(self) -> str:
-        """Return where to listen: by default on all interfaces, or on loopback if the peers are."""
-        if self.listen is not None:
-            return self.listen
-        hosts = [address.host for contact in self.contacts() for address in contact.addresses]
-        return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
+    def listen_at(self) -> str | None:
+        """Return where to listen; None: nowhere."""
+        return options.listen_at(self.listen, self.announce, self.contacts())
 
 
 class _Session:
@@ -344,7 +342,7 @@ class _Session:
         if not self.shutdown.requested.is_set():
             if self.node.membership is not None and self.own.path is not None:
                 save_capability(specifications_folder(), self.node.membership)
-            with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.addresses):
+            with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.entries):
                 volunteer.train(device, new=created, why=lambda: self.shutdown.reason)
 
 
@@ -362,7 +360,12 @@ def _session(
         try:
             from swarm.node import Node, NodeConfig
 
-            config = NodeConfig(preset=choices.preset, name=choices.name, bandwidth=choices.bandwidth())
+            config = NodeConfig(
+                preset=choices.preset,
+                name=choices.name,
+                bandwidth=choices.bandwidth(),
+                announce=choices.announce,
+            )
             entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
             entries += choices.bootstrap
             with Node(bootstrap=entries, listen=choices.listen_at(), identity=own, config=config) as node:
@@ -374,8 +377,10 @@ def _session(
                         peer_id=str(node.peer_id),
                         addresses=node.addresses,
                         invite=node.entry if node.membership is not None else "",
+                        reach=node.reach,
                     )
                 )
+                node.tell_reach(lambda sentence: output.emit(Notice(text=sentence)))
                 yield _Session(node, own, output, shutdown, choices, importing)
         finally:
             own.close()

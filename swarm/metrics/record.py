@@ -103,7 +103,7 @@ class Metrics:
     idle_s: float | None = None
     name: str = ""
     device: str = ""
-    reach: str = ""  # "direct": it can be called; "relayed"; "none"
+    reach: str = ""  # "direct": it can be called; "hidden"; "unknown"; "none": it does not listen
     agent: str = ""
     samples: int = 0  # samples contributed to committed rounds
     loss: float | None = None  # training loss

@@ -9,12 +9,26 @@ one public address has room for all that take part.
 from __future__ import annotations
 
 from collections import Counter
+from contextvars import ContextVar
 from typing import NamedTuple, TypeVar
 
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 
 _KeyT = TypeVar("_KeyT")
+_caller_host: ContextVar[str] = ContextVar("_caller_host", default="")
+
+
+def caller_host() -> str:
+    """Return the IP address that the call which is being handled came from; empty when that is not known.
+    Only few handlers need it, so it is no argument of all of them.
+    """
+    return _caller_host.get()
+
+
+def set_caller_host(host: str) -> None:
+    """Set what `caller_host` returns in this task, and in those that it starts."""
+    _caller_host.set(host)
 
 
 class RemoteCaller(NamedTuple):

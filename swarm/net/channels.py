@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc import aio
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
@@ -42,6 +43,8 @@ from swarm.runtime.supervise import Supervisor
 
 _DIALED_MAX = 256
 _STREAMS_END_S_MAX = 0.2
+# The call of `reaches`. Without a request it is refused, after its caller was identified.
+_KNOCK = "/swarm.Node/Hello"
 
 
 # 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
@@ -195,6 +198,26 @@ class Channels:
                 yield self._throttle.stream(stream)
             finally:
                 stream.cancel()
+
+    async def reaches(self, contact: Contact, timeout_s: float) -> bool:
+        """Return whether a new connection to these addresses, made for this alone, reaches the peer. A call
+        on it, whatever its answer, shows the peer who has come. The addresses are IP addresses at which the
+        peer was met.
+        """
+        self._dialed.extend((address.host, address.port) for address in contact.addresses)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        try:
+            connection = await dial(contact, self._certificate, timeout_s=timeout_s)
+        except NetworkError:
+            return False
+        try:
+            await connection.channel.unary_unary(_KNOCK)(b"", timeout=max(deadline_s - loop.time(), 0.001))
+        except aio.AioRpcError:
+            return True  # the handshake has proven the PeerID
+        finally:
+            await connection.channel.close()
+        return True
 
     async def forget(self, peer_id: PeerId) -> None:
         """Close every connection to this peer; its calls fail."""

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
+from swarm.net.callers import caller_host
 from swarm.net.contacts import contact_to_wire, sender_from_wire
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Handlers, Method
+from swarm.net.scope import ip_of
 from swarm.wire import peer_pb2
 
 _AGENT_CHARACTERS_MAX = 100
@@ -31,13 +33,15 @@ HELLO = Method(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
     """The result of a Hello. `clock_ahead_s`: how far the other's uncorrected clock is ahead of this one,
-    measured at the round trip's midpoint.
+    measured at the round trip's midpoint. `observed`: the IP address that this peer called from, as the other
+    one says; empty if it does not.
     """
 
     contact: Contact
     agent: str
     round_trip_s: float
     clock_ahead_s: float
+    observed: str = ""
 
 
 class Introductions:
@@ -75,6 +79,7 @@ class Introductions:
             agent=_readable(reply.agent),
             round_trip_s=round_trip_s,
             clock_ahead_s=reply.unix_s - (sent_s + round_trip_s / 2),
+            observed=reply.observed if ip_of(reply.observed) is not None else "",
         )
         self._book.record_seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
         for listener in self.on_introduced:
@@ -106,10 +111,11 @@ class Introductions:
     async def _answer(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
         self._note(peer_id)  # a question of our own would bring the same
         self._book.record_seen(sender_from_wire(request.contact, peer_id), agent=_readable(request.agent))
-        return self._message()
+        return self._message(observed=caller_host())
 
-    def _message(self) -> peer_pb2.Hello:
-        return peer_pb2.Hello(contact=contact_to_wire(self._own()), agent=self._agent, unix_s=time.time())
+    def _message(self, observed: str = "") -> peer_pb2.Hello:
+        contact = contact_to_wire(self._own())
+        return peer_pb2.Hello(contact=contact, agent=self._agent, unix_s=time.time(), observed=observed)
 
 
 def _readable(agent: str) -> str:

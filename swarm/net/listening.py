@@ -25,15 +25,17 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def announced(host: str, port: int, override: Sequence[str] = ()) -> tuple[Address, ...]:
-    """Return the addresses to announce for a server on `host:port`: `override` when given (`host`,
-    `host:port` or a multiaddr each), else the address it listens on.
-
-    A wildcard stands for every address of this machine: public ones first, then those of private networks,
-    loopback last.
+def given_addresses(texts: Sequence[str], port: int) -> tuple[Address, ...]:
+    """Return the addresses that a user gives for a server on `port`: `host`, `host:port` or a multiaddr each.
+    Raises UsageError when one is wrong.
     """
-    if override:
-        return tuple(dict.fromkeys(_parse_announced(text, port) for text in override))[:_ANNOUNCED_MAX]
+    return tuple(dict.fromkeys(_parse_announced(text, port) for text in texts))[:_ANNOUNCED_MAX]
+
+
+def machine_addresses(host: str, port: int) -> tuple[Address, ...]:
+    """Return the addresses of a server on `host:port` of this machine. A wildcard stands for every address of
+    it: public ones first, then those of private networks, loopback last.
+    """
     if host not in ("0.0.0.0", "::"):
         return (Address(host, port),)
     return tuple(
@@ -81,5 +83,8 @@ def _parse_announced(text: str, port: int) -> Address:
         pass
     if ":" not in text:
         return Address(text, port)
-    host, port = parse_listen(text)
+    try:
+        host, port = parse_listen(text)
+    except UsageError:
+        raise UsageError(f"{text!r:.80} is no address to announce: give HOST or HOST:PORT") from None
     return Address(host, port)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import ipaddress
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 
 from swarm.core.ids import Address, Contact, PeerId
 
 _MET_MAX = 4096  # remembered peers; the one that was met longest ago is forgotten
 _IPV4_PREFIX, _IPV6_PREFIX = 24, 48
+_IPV4_NETWORK, _IPV6_NETWORK = 16, 32
 NOT_DIALED = "it is in a private network, or this machine, and its peer was met in a wider one"
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -55,11 +57,23 @@ def prefix_of(host: str) -> str:
     """Return the network that one person may have all addresses of: /24 of IPv4, /48 of IPv6. A host that is
     no IP address stands for itself.
     """
+    return _network(host, _IPV4_PREFIX, _IPV6_PREFIX)
+
+
+def network_of(host: str) -> str:
+    """Return the network that one provider is likely to run: /16 of IPv4, /32 of IPv6. A host that is no IP
+    address stands for itself.
+    """
+    return _network(host, _IPV4_NETWORK, _IPV6_NETWORK)
+
+
+def _network(host: str, ipv4_bits: int, ipv6_bits: int) -> str:
     address = ip_of(host)
     if address is None:
         return host
-    length = _IPV4_PREFIX if address.version == 4 else _IPV6_PREFIX
-    return str(ipaddress.ip_network((address, length), strict=False))
+    return str(
+        ipaddress.ip_network((address, ipv4_bits if address.version == 4 else ipv6_bits), strict=False)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,9 +107,15 @@ class Surroundings:
         self._own = Scope.MACHINE
         self._named: set[tuple[PeerId, Address]] = set()
         self._met: OrderedDict[PeerId, Scope] = OrderedDict()
+        self._awaited: dict[PeerId, str] = {}
         for contact in named:
             self._named |= {(contact.peer_id, address) for address in contact.addresses}
             self.widen(address.host for address in contact.addresses)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether this node may be in the internet, by what its user says."""
+        return self._widest is Scope.INTERNET
 
     @property
     def own(self) -> Scope:
@@ -112,11 +132,31 @@ class Surroundings:
     def on_called(self, peer: PeerId, host: str) -> None:
         """Record that a peer, whose PeerID is proven, has called from this host."""
         scope = scope_of(host)
+        if scope is Scope.INTERNET and peer in self._awaited:
+            self._awaited[peer] = host
         if scope is None or scope is Scope.INTERNET or scope >= self._met.get(peer, Scope.INTERNET):
             return
         self._met[peer] = scope
         if len(self._met) > _MET_MAX:
             self._met.popitem(last=False)
+
+    @contextmanager
+    def awaiting(self, peer: PeerId) -> Iterator[Callable[[], str]]:
+        """Watch for calls of a peer from the internet. Yield a function that returns the IP address that the
+        last one came from; empty while there was none.
+        """
+        self._awaited[peer] = ""
+        try:
+            yield lambda: self._awaited[peer]
+        finally:
+            del self._awaited[peer]
+
+    def announceable(self, addresses: Iterable[Address]) -> tuple[Address, ...]:
+        """Return those of this node's addresses that reach as far as the network that it is in, so that no
+        peer in the internet is told a private one.
+        """
+        scopes = [(one, scope_of(one.host)) for one in addresses]
+        return tuple(one for one, scope in scopes if scope is None or scope >= self._own)
 
     def dialable(self, peer: PeerId, address: Address, hosts: Sequence[str]) -> list[str]:
         """Return those of an address's resolved hosts at which this peer may be dialed."""

@@ -19,7 +19,7 @@ from swarm.core.errors import NetworkError, NotInvited, PeerError, SwarmError, U
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
-from swarm.net.callers import OpenCalls, RemoteCaller
+from swarm.net.callers import OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
@@ -159,10 +159,11 @@ class Server:
             self.call_streams.leave(caller)
 
     def called(self, peer_id: PeerId, peer: str) -> RemoteCaller:
-        """Return the caller of a connection whose other end gRPC names `peer`."""
+        """Return the caller of a connection whose other end gRPC names `peer`, in the task that serves it."""
         host, port = endpoint_of(peer)
         self.connections.on_called(peer_id, (host, port))
         self._surroundings.on_called(peer_id, host)
+        set_caller_host(host)
         return RemoteCaller(peer_id, prefix_of(host))
 
     def refusal(self, peer_id: PeerId, method: str) -> str:

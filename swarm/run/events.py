@@ -31,6 +31,7 @@ class Listening(Event):
     peer_id: str
     addresses: list[str]  # addresses by which other peers can join
     invite: str = ""  # what they join an invited run by instead
+    reach: str = ""  # "direct", "unknown" while others are asked, or "none" for a peer that does not listen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -407,6 +407,8 @@ class Volunteer:
 
     def _emit_joined(self, device: torch.device, data: str) -> None:
         entry = self._node.entry
+        if entry and not self._node.addresses and self._node.membership is None:
+            entry += f" --run {self.signed.full_name}"  # that of a peer which may know several runs
         self._emit(
             Joined(
                 peer_id=str(self._node.peer_id),

@@ -125,6 +125,7 @@ class TrainingChecks:
         self.liars: set[PeerId] = set()
         self.faults_s = -math.inf  # when the last fault ended
         self._misled: set[TrainingPeer] = set()  # who took a liar's state last
+        self._digests: dict[str, set[str]] = {}  # by head: of the states that honest peers made
         self._contacts = _Contacts()
         self._carried: dict[TrainingPeer, int] = {}
         self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
@@ -143,6 +144,9 @@ class TrainingChecks:
         self._check_samples(one, report, now_s)
         self.ledger.read(one, now_s)
         loaded = report.resynchronised
+        if report.stepped and one not in self._misled and not one.lies:
+            assert one.optimizer is not None
+            self._digests.setdefault(one.optimizer.history_head, set()).add(one.optimizer.state_digest()[1])
         if loaded is not None and loaded.loaded:
             self._check_donors(one, loaded, now_s)
         # a state of local steps is this peer's own again when progress is carried over to what was loaded
@@ -166,14 +170,16 @@ class TrainingChecks:
 
     def _check_donors(self, one: TrainingPeer, loaded: LoadResult, now_s: float) -> None:
         """A liar's state is not taken where more than half of the electors are honest and can be asked, which
-        faults may prevent.
+        faults may prevent. A liar may give the true state: it lies from its next step on, and in modes with
+        local steps it gives what the last round made.
         """
         self._misled.discard(one)
-        if self.liars.isdisjoint(loaded.donors):
+        assert one.optimizer is not None
+        true = self._digests.get(one.optimizer.history_head, ())
+        if self.liars.isdisjoint(loaded.donors) or one.optimizer.state_digest()[1] in true:
             return
         self.misled += 1
         self._misled.add(one)
-        assert one.optimizer is not None
         electors = self.ledger.electors(bytes.fromhex(one.optimizer.history_head)) or ()
         if 2 * len(self.liars.intersection(electors)) < len(electors) and now_s - self.faults_s > _KNOWN_S:
             self.violations.add(now_s, f"peer {one.index} took the state of a liar without any fault")
@@ -233,6 +239,8 @@ class TrainingChecks:
 
     def newest(self, live: Collection[TrainingPeer]) -> bytes | None:
         """Return the newest head that a live peer holds."""
+        for one in live:  # all of them may have moved since the last watch
+            self.ledger.read(one, asyncio.get_running_loop().time())
         heads = {bytes.fromhex(one.optimizer.history_head) for one in live if one.optimizer is not None}
         found = [head for head in heads if head in self.ledger.certificates]
         return max(

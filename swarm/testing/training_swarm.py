@@ -91,6 +91,10 @@ class GreenNode:
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
+    def at_announced(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Addresses do not change here."""
+        return lambda: None
+
     async def leave(self) -> None:
         """Say goodbye and stop all services."""
         self.closed = True

@@ -98,6 +98,11 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             "has 16 free places of 16",
         ),
         (["bootstrap", "--listen", "127.0.0.1:99999", "--identity", "new"], "99999"),
+        (["bootstrap", "--listen", "none"], "--listen none leaves nobody who can"),
+        (["serve", "--experts", "ffn.0", "--listen", "none"], "--listen none leaves nobody who can"),
+        (["join", NOBODY, "--yes", "--listen", "none", "--announce", "a.example"], "that nobody does"),
+        (["join", NOBODY, "--yes", "--announce", "not a host"], "'not a host' is neither an IP address"),
+        (["join", NOBODY, "--yes", "--announce", "host:port"], "'host:port' is no address to announce"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(

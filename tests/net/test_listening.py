@@ -6,7 +6,7 @@ import pytest
 
 from swarm.core.errors import UsageError
 from swarm.core.ids import Address
-from swarm.net.listening import announced, best_addresses, parse_listen
+from swarm.net.listening import best_addresses, given_addresses, machine_addresses, parse_listen
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_a_machine_with_many_addresses_announces_eight() -> None:
     assert str(chosen[-1]) == "127.0.0.1"
 
 
-def test_a_concrete_address_is_announced_as_it_is() -> None:
-    assert announced("127.0.0.1", 4000) == (Address("127.0.0.1", 4000),)
-    assert Address("127.0.0.1", 4000) in announced("0.0.0.0", 4000)
-    assert not any(address.host == "0.0.0.0" for address in announced("0.0.0.0", 4000))
+def test_a_concrete_address_is_the_only_one_of_a_machine() -> None:
+    assert machine_addresses("127.0.0.1", 4000) == (Address("127.0.0.1", 4000),)
+    assert Address("127.0.0.1", 4000) in machine_addresses("0.0.0.0", 4000)
+    assert not any(address.host == "0.0.0.0" for address in machine_addresses("0.0.0.0", 4000))
 
 
-def test_an_override_replaces_the_detected_addresses() -> None:
+def test_addresses_that_the_user_gives_are_parsed() -> None:
     given = (
         "203.0.113.7",
         "example.org:5000",
@@ -65,7 +65,7 @@ def test_an_override_replaces_the_detected_addresses() -> None:
         "[2001:db8::2]:7000",
         "203.0.113.7",
     )
-    assert announced("0.0.0.0", 4000, given) == (
+    assert given_addresses(given, 4000) == (
         Address("203.0.113.7", 4000),
         Address("example.org", 5000),
         Address("198.51.100.1", 6000),
@@ -73,4 +73,4 @@ def test_an_override_replaces_the_detected_addresses() -> None:
         Address("2001:db8::2", 7000),
     )
     with pytest.raises(UsageError):
-        announced("0.0.0.0", 4000, ("not a host",))
+        given_addresses(("not a host",), 4000)

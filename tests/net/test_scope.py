@@ -116,3 +116,24 @@ def test_the_other_end_of_a_connection_is_read_as_grpc_names_it() -> None:
     assert endpoint_of("ipv6:%5B2001:db8::1%5D:4000") == ("2001:db8::1", 4000)
     assert endpoint_of("ipv6:%5B::ffff:192.0.2.1%5D:4000") == ("192.0.2.1", 4000)
     assert endpoint_of("unix:/tmp/x") == ("unix:/tmp/x", 0)
+
+
+def test_only_addresses_that_reach_as_far_as_this_node_is_are_announced() -> None:
+    addresses = [Address(host, PORT) for host in (PUBLIC, LAN, LOOPBACK, "example.org")]
+    for entry, hosts in (
+        (LOOPBACK, [PUBLIC, LAN, LOOPBACK, "example.org"]),
+        (LAN, [PUBLIC, LAN, "example.org"]),
+        (PUBLIC, [PUBLIC, "example.org"]),
+    ):
+        assert [one.host for one in entered(entry).announceable(addresses)] == hosts
+
+
+def test_a_call_is_awaited_from_the_internet_only() -> None:
+    surroundings = entered(PUBLIC)
+    surroundings.on_called(PEER, PUBLIC)
+    with surroundings.awaiting(PEER) as source:
+        surroundings.on_called(OTHER, PUBLIC)
+        surroundings.on_called(PEER, LAN)
+        assert source() == ""
+        surroundings.on_called(PEER, PUBLIC)
+        assert source() == PUBLIC

@@ -9,6 +9,7 @@ import asyncio
 from moe.protocol.declarations import GRIDS, RENEW_S, TTL_S, Declarations, Directory, GridBranch, ServerLoad
 from moe.protocol.names import ExpertGrid, ExpertUid
 from moe.server.free_places import taken_places
+from swarm.core.ids import Contact
 from swarm.dht.service.dht_service import DhtService, StoreItem
 from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.network import SimulatedNetwork
@@ -92,6 +93,29 @@ def test_declarations_are_renewed_and_those_of_a_dead_server_expire() -> None:
             renewing.cancel()
         await asyncio.sleep(TTL_S + 1.0)
         assert not await alive()
+        await network.close()
+
+    run_virtual(scenario())
+
+
+def test_experts_that_nobody_can_call_are_not_declared_and_withdrawn_when_that_ends() -> None:
+    async def scenario() -> None:
+        network, services = await grown(5, 5)
+        contact = hidden = Contact(services[1].peer_id)
+        declared = Declarations(services[1], lambda: contact, uids("ffn.0"), ServerLoad)
+        directory, root = Directory(services[3]), ExpertUid.parse_prefix("ffn")
+
+        async def found() -> bool:
+            return bool((await directory.branches([root], timeout_s=5.0, max_age_s=0.0))[root].coordinates)
+
+        assert not await declared.declare()
+        assert not await found()
+        contact = services[1].own()
+        assert await declared.declare()
+        assert await found()
+        contact = hidden
+        assert not await declared.declare()
+        assert not await found()
         await network.close()
 
     run_virtual(scenario())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from averaging.allreduce.allreduce import AllReduce
-from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
@@ -20,73 +19,20 @@ from averaging.history.certificate import (
     DIGEST_BYTES,
     NO_HEAD,
     Proposal,
-    RoundKind,
     Vote,
     genesis,
     goodbye_statement,
     vote_statement,
 )
-from averaging.history.electors import Known, Register, electors_after
-from averaging.history.promises import Promises
-from averaging.history.round_lineage import RoundLineage
-from averaging.matchmaking.logic.group import Group, Member
+from averaging.history.electors import Register, electors_after
 from averaging.mixed_codecs import MixedCodecs
 from averaging.reduction.framing import pack, unpack
-from swarm.core.ids import Contact, PeerId
+from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
-from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.network import LinkConfig, SimulatedPeer
 from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
-
-DEADLINE_S = 20.0
-OTHER = SeededIdentity(99)
-CONFIG = RoundConfig(chunk_bytes=4096)
-
-
-@dataclass
-class Scene:
-    """A group of peers, and what each of them knows of the history of its run."""
-
-    seed: int
-    weights: Sequence[float]
-    auxiliary: Sequence[int] = ()
-    histories: dict[int, RoundLineage] = field(default_factory=dict)  # by place
-
-    def __post_init__(self) -> None:
-        rng = random.Random(self.seed)
-        self.network = SimulatedNetwork(self.seed, LinkConfig(delay_s=rng.choice([0.005, 0.03])))
-        self.peers = [self.network.peer() for _ in self.weights]
-        self.services = [all_reduce_of(peer) for peer in self.peers]
-        members = tuple(
-            Member(contact=peer.contact, weight=weight, bandwidth=1.0, auxiliary=place in self.auxiliary)
-            for place, (peer, weight) in enumerate(zip(self.peers, self.weights, strict=True))
-        )
-        self.group = Group(
-            group_id=rng.randbytes(32), members=members, codec="float32", gathered=(b"",) * len(members)
-        )
-        generator = torch.Generator().manual_seed(self.seed)
-        self.vectors = [torch.randn(10_000, generator=generator) for _ in self.peers]
-
-    async def run(self, place: int, deadline_s: float = DEADLINE_S) -> RoundOutcome:
-        return await self.services[place].run(
-            self.group,
-            self.vectors[place],
-            deadline_s=self.peers[place].clock.monotonic_s() + deadline_s,
-            config=CONFIG,
-            history=self.histories.get(place),
-        )
-
-    async def conduct(self, during: Callable[[], object] = lambda: None) -> list[RoundOutcome]:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self.run(place)) for place in range(len(self.peers))]
-            during()
-        return [task.result() for task in running]
-
-    async def close(self) -> None:
-        for service in self.services:
-            service.close()
-        await self.network.close()
-        assert not self.network.errors
+from tests.sim.round_scene import CONFIG, DEADLINE_S, Scene, lineage
 
 
 def one_result(outcomes: Sequence[RoundOutcome]) -> None:
@@ -253,32 +199,6 @@ def test_half_of_the_contributors_die_and_the_attempt_fails_at_once() -> None:
 
 
 # ---- rounds with a history
-
-
-def lineage(
-    electors: Sequence[PeerId],
-    contacts: dict[PeerId, Contact],
-    may_vote: Callable[[Proposal, bytes], str] = lambda proposal, result: "",
-) -> RoundLineage:
-    async def find_contact(peer: PeerId) -> Contact | None:
-        return contacts.get(peer)
-
-    async def may_begin(contributors: Sequence[PeerId]) -> str:
-        return ""
-
-    return RoundLineage(
-        run="a run",
-        head=genesis("a run"),
-        epoch=1,
-        kind=RoundKind.EPOCH,
-        electors=tuple(electors),
-        goodbyes={},
-        may_begin=may_begin,
-        may_vote=may_vote,
-        release=lambda proposal: None,
-        leave=lambda proposal: False,
-        find_contact=find_contact,
-    )
 
 
 class Elector:
@@ -472,49 +392,10 @@ def test_newcomers_that_vote_for_none_do_not_keep_the_electors_from_committing(c
     run_virtual(main())
 
 
-@pytest.mark.parametrize("register", [Register(), Register(at_once=0, known=(Known(OTHER.peer_id, 5),))])
-def test_a_contributor_that_sends_nothing_is_no_elector_after_the_round(register: Register) -> None:
-    """Before, the certificate counted everybody who was to contribute: three groups made an elector of a
-    stranger that sent nothing.
-    """
-    scene = Scene(14, [1.0] * 4)
-    electors = [peer.peer_id for peer in scene.peers[:3]]
-    idle = scene.peers[3]
-    known = tuple(replace(one, peer=idle.peer_id) for one in register.known)
-    register = replace(register, known=known)
-    for place in range(3):
-        scene.histories[place] = replace(lineage(electors, {}), register=register)
-    scene.group = replace(scene.group, reducers=frozenset(electors))
-
-    async def main() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(scene.run(place)) for place in range(3)]
-        for task in running:
-            outcome = task.result()
-            assert outcome.certificate is not None, outcome
-            outcome.certificate.check(electors, register)
-            assert idle.peer_id in outcome.certificate.proposal.electors, "if it had worked"
-            assert outcome.certificate.workers == tuple(electors)
-            assert outcome.certificate.electors == tuple(electors)
-            assert outcome.certificate.register.rounds_of(idle.peer_id) == (5 if known else 0)
-        await scene.close()
-
-    run_virtual(main())
-
-
-def test_an_elector_that_missed_the_last_certificate_does_not_lead() -> None:
-    """One that leads and never begins would hold the others once for each certificate that it may miss."""
-    first, second, third = [SeededIdentity(number).peer_id for number in range(3)]
-    history = lineage([first, second, third], {})
-    assert history.present == (first, second, third)
-    assert replace(history, register=Register(misses=(1, 0, 2))).present == (second,)
-    assert replace(history, register=Register(misses=(1, 1, 1))).present == (first, second, third)
-
-
 @pytest.mark.parametrize("unaware", [None, 0, 2])
 def test_an_elector_leaves_the_list_once_all_members_of_a_group_know_its_goodbye(unaware: int | None) -> None:
     scene = Scene(13, [1.0] * 3)
-    leaver = OTHER
+    leaver = SeededIdentity(99)
     electors = [scene.peers[0].peer_id, scene.peers[1].peer_id, leaver.peer_id]
     goodbyes = {leaver.peer_id: leaver.sign(goodbye_statement("a run", genesis("a run")))}
     for place in range(3):
@@ -546,57 +427,3 @@ def test_votes_of_electors_count_in_every_all_reduce_of_a_round(extends: bool) -
     about = proposal_of(scene.group, history)
     assert about.deciders == tuple(electors)
     assert (about.head == NO_HEAD) is not extends
-
-
-class Bound:
-    """What one member has promised by its votes. One that is `unwilling` votes for none."""
-
-    def __init__(self, *, unwilling: bool) -> None:
-        self.promises = Promises()
-        self._unwilling = unwilling
-
-    def may_vote(self, proposal: Proposal, result: bytes) -> str:
-        if result and self._unwilling:
-            return "it does not want to"
-        reason = self.promises.refusal(proposal, result)
-        if not reason:
-            self.promises = self.promises.voted(proposal, result, outside=False)
-        return reason
-
-    def leave(self, proposal: Proposal) -> bool:
-        self.promises = self.promises.ended(proposal)
-        return self.promises.binds(proposal)
-
-    def release(self, proposal: Proposal) -> None:
-        self.promises = self.promises.released(proposal)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_votes_in_a_failed_round_bind_until_the_other_members_can_be_asked(seed: int) -> None:
-    """Two of four members vote for the averages and the others for none, and a cut keeps either side from
-    hearing the other. When it is over the first two ask, and may then vote in another attempt.
-    """
-    scene = Scene(seed, [1.0] * 4)
-    bound = [Bound(unwilling=place >= 2) for place in range(4)]
-    for place, one in enumerate(bound):
-        votes = lineage([peer.peer_id for peer in scene.peers], {}, one.may_vote)
-        scene.histories[place] = replace(votes, leave=one.leave, release=one.release)
-
-    async def main() -> None:
-        async def cut() -> None:
-            while not any(one.promises.attempt for one in bound):  # noqa: ASYNC110 - virtual time
-                await asyncio.sleep(0.001)
-            scene.network.partition(scene.peers[:2])
-
-        cutting = asyncio.create_task(cut())
-        outcomes = await scene.conduct()
-        await cutting
-        assert [outcome.unresolved for outcome in outcomes] == [True, True, False, False]
-        await asyncio.sleep(10.0)
-        assert [one.promises.has_ended for one in bound] == [True, True, False, False]
-        scene.network.heal()
-        await asyncio.sleep(6.0)  # the longest pause between two times of asking, and the calls
-        assert not any(one.promises.attempt for one in bound)
-        await scene.close()
-
-    run_virtual(main())

@@ -11,9 +11,9 @@ import torch
 
 from averaging.optim.exchange import CHUNKS as CHUNKS_METHOD
 from averaging.optim.exchange import OPEN
-from averaging.optim.state.donor import LEASE_IDLE_S, LEASE_S, LEASES_MAX, Donor
+from averaging.optim.state.donor import LEASE_IDLE_S, LEASE_S, LEASES_MAX, RECORD_RENEW_S, Donor
 from swarm.core.errors import NotEnoughPeers, PeerError
-from swarm.core.ids import Key, PeerId
+from swarm.core.ids import Contact, Key, PeerId
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.simulated_node import SimulatedNode
 from swarm.wire import state_pb2
@@ -242,3 +242,37 @@ def test_a_lease_belongs_to_its_opener_and_requests_are_checked() -> None:
                     await stream.receive()
 
     play(scenario, donors=2)
+
+
+class _Records:
+    """A DHT that remembers which records stand."""
+
+    def __init__(self) -> None:
+        self.standing: set[Key] = set()
+
+    async def store(self, key: Key, *args: Any, **options: Any) -> None:
+        self.standing.add(key)
+
+    async def delete(self, key: Key, *args: Any, **options: Any) -> None:
+        self.standing.discard(key)
+
+
+def test_a_donor_that_nobody_can_call_has_no_record() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        records, contact = _Records(), Contact(peers[0].peer_id)
+        node = SimulatedNode(lambda: contact, peers[0].clock, records)
+        made = Donor(node, RUN, state_of(1))
+        made.start()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(made.run())
+            await asyncio.sleep(60.0)
+            assert not records.standing
+            contact = peers[0].contact
+            await asyncio.sleep(RECORD_RENEW_S)
+            assert records.standing
+            contact = Contact(peers[0].peer_id)
+            await asyncio.sleep(RECORD_RENEW_S)
+            assert not records.standing
+            running.cancel()
+
+    play(scenario, donors=1)

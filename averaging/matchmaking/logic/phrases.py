@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from averaging.matchmaking.logic.peer_table import PeerState
 
 _NAMES_MAX = 3
+_HIDDEN = (
+    "neither this peer nor any other here can be called by others, and a group needs one that can: open or "
+    "forward a port for one of them"
+)
 _CLOCK_OFF_NOTED_S = 3.0
 
 
@@ -79,6 +83,8 @@ def _sentence(
     elsewhere = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key != query.round_key]
     taken = [p for p in rest if p.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
     near = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key == query.round_key]
+    if not query.can_lead and not any(peer.can_lead and peer.contact.addresses for peer in peers):
+        parts.append(_HIDDEN)
     parts += [
         _count_phrase(idle, "holds this averager and is not averaging now"),
         _count_phrase(

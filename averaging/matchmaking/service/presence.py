@@ -150,6 +150,10 @@ class DhtPresence:
         )
         return bool(result.replicas > (1 if contact.addresses else 0))  # one copy is this peer's own
 
+    def renew_soon(self) -> None:
+        """Store the record again soon: this peer has other addresses."""
+        self._keeper.renew_soon()
+
     async def renew(self) -> None:
         """Store the record at regular intervals, until cancelled."""
         await self._keeper.run()

@@ -172,8 +172,13 @@ class Donor:
         for name in list(self._leases):
             self._end_lease(name)
         self._release_latest()
+        await self._withdraw_all()
+
+    async def _withdraw_all(self) -> None:
+        keys = list(self._stored)
+        self._stored.clear()
         async with asyncio.TaskGroup() as group:
-            for key in self._stored:
+            for key in keys:
                 group.create_task(self._withdraw(key))
 
     async def _withdraw(self, key: Key) -> None:
@@ -390,11 +395,16 @@ class Donor:
                 view.close()
 
     async def _declare(self) -> bool:
-        """Store the record once. Return whether it was stored, or is not needed."""
+        """Store the record once. Return whether it was stored, or is not needed. While others cannot connect
+        to this peer, there is none.
+        """
         self._end_idle_leases()
         contact = self._node.contact
-        if not contact.addresses or not self._serving:
-            return True  # other peers cannot connect to this one, or it is closing
+        if not self._serving:
+            return True  # it is closing
+        if not contact.addresses:
+            await self._withdraw_all()
+            return False
         exact = self._latest.get(EXACT)
         value = {
             "epoch": self._state.epoch,

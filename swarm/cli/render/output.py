@@ -48,10 +48,11 @@ class Presentation:
         """Return the event in words; empty for events that are not shown as a line."""
         match event:
             case Listening():
-                return (
-                    f"peer {event.peer_id} listens at {event.addresses[0]}"
-                    if event.addresses
-                    else f"peer {event.peer_id} takes no calls"
+                if event.addresses:
+                    return f"peer {event.peer_id} listens at {event.addresses[0]}"
+                asks = event.reach == "unknown"
+                return f"peer {event.peer_id} " + (
+                    "listens, and asks others whether they can call it" if asks else "takes no calls"
                 )
             case Notice() | Failed() | Result():
                 return event.text

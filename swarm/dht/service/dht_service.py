@@ -155,6 +155,10 @@ class DhtService:
         finally:
             self._joins -= 1
 
+    async def announce(self) -> None:
+        """Let this peer's neighbours know its addresses, after these have changed."""
+        await self.upkeep.find(self.overlay.own_id_number)
+
     async def ping(self, contact: Contact) -> bool:
         """Return whether the peer answers now."""
         return await self.overlay.ping(contact)

@@ -307,6 +307,7 @@ def test_two_peers_that_cannot_be_dialed_cannot_meet() -> None:
     failed = outcome(bench.start(holder(1, dialable=False), dialable=False))
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "few"
+    assert failed.detail.startswith("neither this peer nor any other here can be called")
 
 
 def test_a_wrong_clock_of_a_peer_is_mentioned_in_the_failure() -> None:

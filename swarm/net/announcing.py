@@ -1,0 +1,216 @@
+"""Which addresses this node announces: those that its user gives; in a private network those of the machine;
+in the internet those at which other peers have called it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarm.core.errors import SwarmError
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.notify import ChangeEvent
+from swarm.core.standing import PeerStanding
+from swarm.net.channels import Channels
+from swarm.net.dialback import DIAL_BACK, DIAL_S
+from swarm.net.hello import Introduction
+from swarm.net.logic.reachability import DialedBack, Reach, Reachability
+from swarm.net.peerbook import PeerBook
+from swarm.net.scope import Scope, Surroundings, ip_of, prefix_of, scope_of
+from swarm.wire import peer_pb2
+
+_logger = logging.getLogger(__name__)
+
+_ASK_S = DIAL_S + 2.0  # to connect to the asked peer, and for its answer
+_CANDIDATES_MAX = 64
+_NAMES_MAX = 3  # of peers, in a sentence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnAddresses:
+    """The facts about a node's addresses that are known when it starts."""
+
+    peer_id: PeerId
+    port: int | None = None  # None: it does not listen
+    # addresses of this machine's interfaces, or the one that the node listens on
+    of_machine: tuple[Address, ...] = ()
+    given: tuple[Address, ...] = ()  # by the user, who knows that they work; then nobody is asked
+    named: tuple[Contact, ...] = ()  # peers that the user, or an invite, gave
+
+
+class Announcing:
+    """The contact that a node announces, and how it follows from what other peers say. It belongs to the
+    network thread.
+    """
+
+    def __init__(
+        self,
+        own: OwnAddresses,
+        channels: Channels,
+        book: PeerBook,
+        standing: PeerStanding,
+        surroundings: Surroundings,
+        on_changed: Callable[[Contact], None],
+    ) -> None:
+        """`on_changed` is called with every other contact than the first."""
+        self._peer_id, self._own = own.peer_id, own
+        self._channels, self._book, self._standing = channels, book, standing
+        self._surroundings, self._on_changed = surroundings, on_changed
+        hosts = [address.host for one in own.named for address in one.addresses]
+        # names that the user gave may turn out to be in the internet
+        self._is_unresolved = any(scope_of(host) is None for host in hosts) and surroundings.is_open
+        surroundings.widen(address.host for address in own.given)
+        presumed: list[Address] = []
+        if not self._is_unresolved and surroundings.own < Scope.INTERNET:
+            # Nobody in the internet was named, and so nobody there can be asked yet.
+            surroundings.widen(address.host for address in own.of_machine)
+            presumed = [one for one in own.of_machine if scope_of(one.host) is Scope.INTERNET]
+        self._machine = Reachability(own.port or 0, asyncio.get_running_loop().time(), presumed)
+        self._changed = ChangeEvent()
+        self._was_asked = False  # others, once
+        self._told = ""
+        self._listeners: list[Callable[[str], None]] = []
+        self.contact = Contact(own.peer_id, self._addresses())
+
+    @property
+    def reach(self) -> str:
+        """Return "direct" when others can call this peer, as far as it knows; "hidden" when others have tried
+        in vain; "none" when it does not listen; else "unknown".
+        """
+        if self._own.port is None:
+            return "none"
+        return self._machine.reach.verdict if self._asks() else "direct" if self.contact.addresses else "none"
+
+    @property
+    def sentence(self) -> str:
+        """Return how others reach this peer, as a sentence for its user; empty while that is not known, on
+        loopback, and where the user has said it.
+        """
+        if self._asks():
+            return _sentence(self._machine.reach, was_asked=self._was_asked)
+        if self._own.given or not self.contact.addresses or self._surroundings.own is not Scope.SITE:
+            return ""
+        first = self.contact.addresses[0]
+        elsewhere = "; for others, forward a TCP port of the router to it and name it with --announce"
+        return f"peers in this network reach this machine at {first.host}:{first.port}" + (
+            elsewhere if self._surroundings.is_open else ""
+        )
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with `sentence` now, unless it is empty, and with every later one."""
+        self._listeners.append(listener)
+        if self._told:
+            listener(self._told)
+
+    def on_introduced(self, introduction: Introduction) -> None:
+        """Take a peer's answer to a Hello: a peer in the internet can be asked, and knows where this peer
+        calls from.
+        """
+        self._is_unresolved = False
+        peer, observed = introduction.contact.peer_id, introduction.observed
+        connection = self._channels.connection_to(peer)
+        hosts = [host for host, _ in connection.endpoints] if connection is not None else []
+        if observed and Scope.INTERNET in map(scope_of, hosts):  # a near peer's word would not do
+            self._surroundings.widen([observed])
+            self._machine.on_observed(peer, observed, asyncio.get_running_loop().time())
+        self._update()
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Ask others whenever that is due, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            candidates = self._candidates() if self._asks() else []
+            if candidates and self._machine.due_s <= loop.time():
+                await self._check(candidates)
+            self._update()
+            # without candidates the next introduction brings one
+            wait_s = self._machine.due_s - loop.time() if candidates else None
+            await self._changed.wait(None if wait_s is None else max(wait_s, 0.0))
+
+    def _asks(self) -> bool:
+        """Return whether this node is in the internet, listens, and was given no addresses."""
+        return (
+            self._own.port is not None
+            and not self._own.given
+            and (self._is_unresolved or self._surroundings.own is Scope.INTERNET)
+        )
+
+    def _addresses(self) -> tuple[Address, ...]:
+        if self._own.port is None or self._own.given:
+            return self._own.given
+        if self._asks():
+            return self._machine.reach.addresses
+        return self._surroundings.announceable(self._own.of_machine)
+
+    def _update(self) -> None:
+        contact = Contact(self._peer_id, self._addresses())
+        if contact != self.contact:
+            self.contact = contact
+            _logger.info("this peer announces %s", ", ".join(contact.published) or "no address")
+            self._on_changed(contact)
+        sentence = self.sentence
+        if sentence and sentence != self._told:
+            self._told = sentence
+            for listener in self._listeners:
+                listener(sentence)
+
+    def _candidates(self) -> list[Contact]:
+        """Return the peers that can be asked, members of this node's runs first, then those that its user
+        named, then those seen last. Of each only addresses that may be in the internet are left.
+        """
+        found: dict[PeerId, Contact] = {}
+        known = [peer.contact for peer in self._book.known()[:_CANDIDATES_MAX]]
+        for contact in (*self._own.named, *known):
+            far = tuple(one for one in contact.addresses if scope_of(one.host) in (None, Scope.INTERNET))
+            if far and contact.peer_id != self._peer_id:
+                found.setdefault(contact.peer_id, Contact(contact.peer_id, far))
+        return sorted(found.values(), key=lambda one: not self._standing.is_member(one.peer_id))
+
+    async def _check(self, candidates: Sequence[Contact]) -> None:
+        asked = self._machine.choose(candidates)
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(self._ask(contact)) for contact in asked]
+        self._was_asked = True
+        found = [one for task in asking if (one := task.result()) is not None]
+        # A peer of one's own network may be on one's own side of its firewall.
+        outside = [answer for answer, source in found if prefix_of(source) != prefix_of(answer.observed)]
+        answers = outside or [answer for answer, _ in found]
+        self._machine.on_answers(answers, len(candidates), asyncio.get_running_loop().time())
+
+    async def _ask(self, contact: Contact) -> tuple[DialedBack, str] | None:
+        """Return a peer's answer, and the IP address that it called from; None when there is no answer, or it
+        says that it has called, and did not.
+        """
+        request = peer_pb2.DialBackRequest(port=self._own.port)
+        with self._surroundings.awaiting(contact.peer_id) as source:
+            try:
+                reply = await self._channels.call(contact, DIAL_BACK, request, timeout_s=_ASK_S)
+            except SwarmError as error:
+                _logger.debug("%s was not asked for a call: %s", contact.peer_id.short, error)
+                return None
+            if ip_of(reply.observed) is None or (reply.reached and not source()):
+                return None
+            return DialedBack(contact.peer_id, reply.observed, reply.reached), source()
+
+
+def _sentence(reach: Reach, *, was_asked: bool) -> str:
+    names = ", ".join(peer.short for peer in reach.by[:_NAMES_MAX])
+    if reach.verdict == "direct" and reach.by:
+        places = " and ".join(f"{one.host}:{one.port}" for one in reach.addresses)
+        return f"others reach this machine at {places}: {names} called it there"
+    if reach.verdict == "hidden":
+        return (
+            f"others cannot call this machine ({names} tried in vain), so it takes part over connections "
+            "that it opens itself. To change that, forward a TCP port of the router to it, or open one in "
+            "the firewall, and listen there with --listen 0.0.0.0:PORT"
+        )
+    if reach.verdict == "unknown" and was_asked:
+        return (
+            "no peer has called this machine back yet: until one has, it takes part over connections that it "
+            "opens itself"
+        )
+    return ""

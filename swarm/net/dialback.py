@@ -1,0 +1,54 @@
+"""Calling peers back that want to know whether they can be called (`/swarm.Node/DialBack`).
+
+The peer that is asked connects only to the IP address that the question came from, so that nobody can make it
+connect to a third party, and checks the PeerID in the TLS handshake. It says whether that worked and no more:
+the reason would tell strangers which ports are open there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarm.core.errors import PeerError
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.standing import PeerStanding
+from swarm.net.callers import caller_host
+from swarm.net.channels import Channels
+from swarm.net.logic.dialing_back import DialBackBudget
+from swarm.net.rpc import Handlers, Method
+from swarm.net.scope import ip_of
+from swarm.wire import peer_pb2
+
+DIAL_S = 3.0  # to connect to the peer that asks
+DIAL_BACK = Method(
+    name="/swarm.Node/DialBack",
+    request=peer_pb2.DialBackRequest,
+    reply=peer_pb2.DialBackReply,
+    request_bytes_max=64,
+    reply_bytes_max=256,
+)
+
+
+class DialBacks:
+    """Answers the question of a peer whether it can be called."""
+
+    def __init__(self, channels: Channels, standing: PeerStanding) -> None:
+        self._channels = channels
+        self._budget = DialBackBudget(standing)
+
+    def register(self, handlers: Handlers) -> None:
+        """Register the handler of the call."""
+        handlers.unary(DIAL_BACK, self._answer)
+
+    async def _answer(self, caller: PeerId, request: peer_pb2.DialBackRequest) -> peer_pb2.DialBackReply:
+        host = caller_host()
+        if ip_of(host) is None:
+            raise PeerError("the address that you call from is not known here")
+        if not 1 <= request.port <= 65535:
+            raise PeerError(f"{request.port} is not a TCP port")
+        refusal = self._budget.enter(caller, asyncio.get_running_loop().time())
+        if refusal:
+            raise PeerError(refusal)
+        contact = Contact(caller, (Address(host, request.port),))
+        reached = await self._channels.reaches(contact, DIAL_S)
+        return peer_pb2.DialBackReply(reached=reached, observed=host)

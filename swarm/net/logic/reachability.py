@@ -1,0 +1,150 @@
+"""The verdict whether other peers can call this one: it follows from what they say after they have tried.
+
+A peer behind a router has addresses that work in its own network only. If it announced them, everybody would
+dial in vain, and rounds would wait for averages of its shard. In the internet a peer therefore announces
+nothing until another peer has called it back, and is a client peer until then. Pure: times are seconds of a
+monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.net.scope import Scope, ip_of, network_of, scope_of
+
+Verdict = Literal["direct", "hidden", "unknown"]
+
+ASKED_MAX: Final = 3  # peers in one check, each in another network
+FAILURES_MIN: Final = 3  # before a peer that could be called takes itself for hidden
+WITNESSES_OF_A_MOVE: Final = 2  # peers that see another address of this one: one may be mistaken, or lie
+CHECK_S: Final = (
+    600.0  # between two checks of a verdict. Smaller: traffic; larger: a lost port is noticed late
+)
+RETRY_S: Final = 15.0  # until the next check while there is doubt; the others answer one peer every 10 s
+_MOVES_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DialedBack:
+    """The answer of a peer that was asked to call this one back. `observed`: the IP address that it was asked
+    from, and called. `reached`: it was seen to call from the internet; False: it has failed to.
+    """
+
+    peer: PeerId
+    observed: str
+    reached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A verdict: the addresses at which this peer can be called, since when it holds, and whose answers it
+    follows from. `by` is empty for addresses that were not tried.
+    """
+
+    verdict: Verdict
+    since_s: float
+    addresses: tuple[Address, ...] = ()
+    by: tuple[PeerId, ...] = ()
+
+
+class Reachability:
+    """The verdict about one port of this peer."""
+
+    def __init__(self, port: int, now_s: float, presumed: Sequence[Address] = ()) -> None:
+        """`presumed`: addresses that are announced until others have failed there: a first peer of a swarm
+        has nobody to ask.
+        """
+        self._port = port
+        self.reach = Reach("direct" if presumed else "unknown", now_s, tuple(presumed))
+        self.due_s = now_s  # of the next check
+        self._checked_s = now_s - RETRY_S
+        # since the last success: the peers that failed, and how often any did
+        self._failed: dict[PeerId, None] = {}
+        self._failures = 0
+        self._observed: dict[str, set[PeerId]] = {}  # other addresses of this peer, by who saw them
+
+    def choose(self, candidates: Iterable[Contact]) -> list[Contact]:
+        """Return the peers to ask in one check: of every network the first candidate, and first those that
+        have not failed to call this peer.
+        """
+        found: list[Contact] = []
+        networks: set[str] = set()
+        for contact in sorted(candidates, key=lambda one: one.peer_id in self._failed):
+            own = {network_of(address.host) for address in contact.addresses}
+            if len(found) < ASKED_MAX and not own & networks:
+                found.append(contact)
+                networks |= own
+        return found
+
+    def on_answers(self, answers: Iterable[DialedBack], askable: int, now_s: float) -> None:
+        """Take the answers of one check. `askable`: how many peers could have been asked; where there are
+        fewer than three, all of them count instead. Where they saw this peer at different addresses, those
+        that saw it at the most frequent one count: one liar cannot make it announce a third party's address.
+        """
+        self._checked_s = now_s
+        counted = _in_agreement([one for one in answers if scope_of(one.observed) is Scope.INTERNET])
+        reached = [one for one in counted if one.reached]
+        if reached:
+            self._failed.clear()
+            self._observed.clear()
+            self._failures = 0
+            self._settle("direct", self._proven(reached), tuple(one.peer for one in reached), now_s)
+        for one in counted if not reached else ():
+            self._failed[one.peer] = None
+            self._failures += 1
+            self.on_observed(one.peer, one.observed, now_s)
+        if not reached and len(self._failed) >= min(FAILURES_MIN, max(askable, 1)):
+            was_direct = self.reach.verdict == "direct"
+            if not was_direct or self._failures >= FAILURES_MIN:
+                self._settle("hidden", (), tuple(self._failed), now_s)
+        is_certain = bool(reached) or self.reach.verdict == "hidden"
+        self.due_s = now_s + (CHECK_S if is_certain else RETRY_S)
+
+    def on_observed(self, peer: PeerId, host: str, now_s: float) -> None:
+        """Take the address from which a peer sees this one call. Another one than before is a reason to
+        check, and seen by two peers the end of a verdict.
+        """
+        if self.reach.verdict != "direct" or scope_of(host) is not Scope.INTERNET:
+            return
+        known, seen = [ip_of(address.host) for address in self.reach.addresses], ip_of(host)
+        if seen in known or not any(one and seen and one.version == seen.version for one in known):
+            return
+        if len(self._observed) < _MOVES_MAX or host in self._observed:
+            self._observed.setdefault(host, set()).add(peer)
+        self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
+        if len(self._observed.get(host, ())) >= WITNESSES_OF_A_MOVE:
+            self._observed.clear()
+            self._settle("unknown", (), (), now_s)
+
+    def _proven(self, reached: Sequence[DialedBack]) -> tuple[Address, ...]:
+        """Return the addresses that were called now, and those of the other IP version that were before."""
+        now = dict.fromkeys(Address(one.observed, self._port) for one in reached)
+        versions = {_version(address.host) for address in now}
+        before = [one for one in self.reach.addresses if _version(one.host) not in versions]
+        return (*now, *(before if self.reach.by else ()))
+
+    def _settle(
+        self, verdict: Verdict, addresses: tuple[Address, ...], by: tuple[PeerId, ...], now_s: float
+    ) -> None:
+        same = (verdict, addresses) == (self.reach.verdict, self.reach.addresses)
+        self.reach = Reach(verdict, self.reach.since_s if same else now_s, addresses, by)
+
+
+def _in_agreement(answers: Sequence[DialedBack]) -> list[DialedBack]:
+    """Return the answers that saw this peer where most did, of each IP version; of equally frequent addresses
+    the first one's.
+    """
+    frequent: dict[int, str] = {}
+    for version in (4, 6):
+        hosts = [one.observed for one in answers if _version(one.observed) == version]
+        if hosts:
+            frequent[version] = max(hosts, key=hosts.count)
+    return [one for one in answers if one.observed in frequent.values()]
+
+
+def _version(host: str) -> int:
+    ip = ip_of(host)
+    return ip.version if ip is not None else 0

@@ -1,0 +1,216 @@
+"""A small internet in network namespaces: a public host, and hosts behind routers that translate addresses.
+
+It needs root and the programs `ip` and `nft`; `missing` says what is not there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[2]
+_numbers = itertools.count()
+_MASQUERADE = """
+table ip nat {
+  chain postrouting {
+    type nat hook postrouting priority 100;
+    oifname "out" masquerade
+  }
+}
+"""
+
+
+def missing() -> str:
+    """Return why there can be no namespaces here; empty if there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    programs = [program for program in ("ip", "nft") if shutil.which(program) is None]
+    if programs:
+        return f"{' and '.join(programs)} not installed"
+    probe = f"swarm{os.getpid()}probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False)
+    try:
+        rules = subprocess.run(
+            ["ip", "netns", "exec", probe, "nft", "-f", "-"],
+            input=_MASQUERADE.encode(),
+            capture_output=True,
+            check=False,
+        )
+        return "" if made.returncode == rules.returncode == 0 else "this kernel has no namespaces or no NAT"
+    finally:
+        subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
+
+
+class Internet:
+    """Hosts that are connected by one router. Every host has a /24 of public addresses to itself."""
+
+    def __init__(self) -> None:
+        self._prefix = f"swarm{os.getpid()}x{next(_numbers)}"
+        self._namespaces: list[str] = []
+        self._networks = itertools.count(1)
+        self._processes: list[Process] = []
+        self._core = self._namespace("core")
+
+    def __enter__(self) -> Internet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+        for name in reversed(self._namespaces):
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+    def public(self, name: str) -> str:
+        """Add a host with a public address, and return the address."""
+        return self._attach(self._namespace(name))
+
+    def behind_router(self, name: str) -> str:
+        """Add a host with a private address behind a router that translates it. Return the router's public
+        address. All such hosts have the same private address, as those of many homes do.
+        """
+        router, host = self._namespace(f"{name}nat"), self._namespace(name)
+        public = self._attach(router)
+        self._connect(router, "in", "192.168.1.1", host, "eth0", "192.168.1.2")
+        _run("ip", "-n", host, "route", "add", "default", "via", "192.168.1.1")
+        subprocess.run(
+            ["ip", "netns", "exec", router, "nft", "-f", "-"], input=_MASQUERADE.encode(), check=True
+        )
+        return public
+
+    def forward(self, name: str, port: int) -> None:
+        """Let the router of a host pass connections to this port on to it."""
+        rules = (
+            "table ip forwarded { chain prerouting { type nat hook prerouting priority -100; policy accept;\n"
+            f"iifname out tcp dport {port} dnat to 192.168.1.2\n}}\n}}\n"
+        )
+        router = f"{self._prefix}{name}nat"
+        subprocess.run(["ip", "netns", "exec", router, "nft", "-f", "-"], input=rules.encode(), check=True)
+
+    def unforward(self, name: str) -> None:
+        """Undo `forward`."""
+        router = f"{self._prefix}{name}nat"
+        _run("ip", "netns", "exec", router, "nft", "delete", "table", "ip", "forwarded")
+
+    def start(self, name: str, *arguments: str) -> Process:
+        """Run Python with these arguments on a host. It is killed at the end."""
+        process = Process(["ip", "netns", "exec", f"{self._prefix}{name}", sys.executable, "-P", *arguments])
+        self._processes.append(process)
+        return process
+
+    def _namespace(self, name: str) -> str:
+        full = f"{self._prefix}{name}"
+        _run("ip", "netns", "add", full)
+        self._namespaces.append(full)
+        _run("ip", "-n", full, "link", "set", "lo", "up")
+        _run("ip", "netns", "exec", full, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
+        return full
+
+    def _attach(self, namespace: str) -> str:
+        number = next(self._networks)
+        self._connect(self._core, f"to{number}", f"44.{number}.0.1", namespace, "out", f"44.{number}.0.2")
+        _run("ip", "-n", namespace, "route", "add", "default", "via", f"44.{number}.0.1")
+        return f"44.{number}.0.2"
+
+    def _connect(self, one: str, first: str, at_one: str, two: str, second: str, at_two: str) -> None:
+        _run("ip", "link", "add", first, "netns", one, "type", "veth", "peer", "name", second, "netns", two)
+        for namespace, device, address in ((one, first, at_one), (two, second, at_two)):
+            _run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", device)
+            _run("ip", "-n", namespace, "link", "set", device, "up")
+
+
+class Process:
+    """A process that prints events as JSON lines, and takes lines."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(_ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=_ROOT,
+        )
+        self.events: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._readers = [
+            threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait(
+        self, what: str, fits: Callable[[dict[str, Any]], bool], timeout_s: float = 120.0
+    ) -> dict[str, Any]:
+        """Return the first event that fits, waiting for it if necessary."""
+        deadline_s = time.monotonic() + timeout_s
+        for event in self.events:
+            if fits(event):
+                return event
+        while True:
+            try:
+                event = self._lines.get(timeout=max(deadline_s - time.monotonic(), 0.0))
+            except queue.Empty:
+                event = None
+            assert event is not None, f"no {what}; last events {self.events[-5:]}, errors {self.errors[-5:]}"
+            self.events.append(event)
+            if fits(event):
+                return event
+
+    def tell(self, line: str) -> None:
+        """Send a line to the standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the process at once, and read the rest of its output."""
+        self._process.kill()
+        for reader in self._readers:
+            reader.join(5.0)
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        self._process.wait(5.0)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # a library printed something
+            if isinstance(event, dict):
+                self._lines.put(event)
+        self._lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self.errors += [line.rstrip() for line in self._process.stderr]
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

@@ -1,0 +1,189 @@
+"""Peers behind routers that translate addresses, in network namespaces: who can be called, and which peers
+reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.namespaces import Internet, Process, missing
+
+pytestmark = [pytest.mark.network_namespaces, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+# Rounds of an averager with the settings that a user gets without asking.
+AVERAGER = """
+import json, sys, time, torch, swarm
+def show(**event): print(json.dumps(event), flush=True)
+with swarm.Node(bootstrap=sys.argv[3:]) as node:
+    node.tell_reach(lambda sentence: show(event="reach", text=sentence, verdict=node.reach))
+    show(event="listening", addresses=node.addresses, reach=node.reach)
+    sys.stdin.readline()
+    tensor = torch.zeros(1000)
+    with swarm.Averager(node, [tensor], target_group_size=3, min_group_size=3) as averager:
+        show(event="ready")
+        sys.stdin.readline()
+        for number in range(int(sys.argv[2])):
+            tensor.fill_(float(sys.argv[1]))
+            result = averager.step(timeout_s=60.0, round_key=number)
+            show(event="round", failed=result.failed, detail=result.detail, peers=len(result.peers),
+                 value=float(tensor[0]), seconds=result.seconds["total"])
+        show(event="done")
+        sys.stdin.readline()
+"""
+ROUNDS = 4
+
+# A node that says what it announces, and what is known about others, until its input ends.
+NODE = """
+import json, sys, swarm
+with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
+    def show(sentence):
+        print(json.dumps({"event": "reach", "verdict": node.reach, "addresses": node.addresses}), flush=True)
+    node.tell_reach(show)
+    print(json.dumps({"event": "listening", "addresses": node.addresses}), flush=True)
+    for line in sys.stdin:
+        contacts = [one.contact for one in node.peers()]
+        known = {str(one.peer_id): [address.host for address in one.addresses] for one in contacts}
+        print(json.dumps({"event": "known", "peers": known}), flush=True)
+"""
+
+RUN = """
+name = "reach"
+target_batch_size = 32
+batch_size = 4
+state_sync_epochs = 3
+[task]
+name = "bytelm"
+[task.settings]
+width = 32
+layers = 1
+heads = 2
+context = 32
+data_bytes = 1000000
+"""
+
+
+@pytest.fixture
+def internet() -> Iterator[Internet]:
+    with Internet() as made:
+        yield made
+
+
+def averager(internet: Internet, host: str, value: float, *bootstrap: str) -> Process:
+    return internet.start(host, "-c", AVERAGER, str(value), str(ROUNDS), *bootstrap)
+
+
+def address_of(process: Process) -> str:
+    listening = process.wait("address", lambda event: event["event"] == "listening")
+    return str(listening["addresses"][0])
+
+
+def test_peers_behind_routers_average_with_a_public_one(internet: Internet) -> None:
+    internet.public("r")
+    for name in ("a", "b"):
+        internet.behind_router(name)
+    public = averager(internet, "r", 3.0)
+    address = address_of(public)
+    (announced,) = public.events[0]["addresses"]  # no loopback address
+    assert announced.startswith("/ip4/44.")
+    hidden = [averager(internet, name, value, address) for name, value in (("a", 6.0), ("b", 9.0))]
+    for process in hidden:
+        assert process.wait("start", lambda event: event["event"] == "listening")["addresses"] == []
+        told = process.wait("verdict", lambda event: event["event"] == "reach")
+        assert told["verdict"] == "hidden"
+        assert "others cannot call this machine" in told["text"]
+    everybody = [public, *hidden]
+    for process in everybody:
+        process.tell("open")
+    for process in everybody:
+        process.wait("averager", lambda event: event["event"] == "ready")
+    for process in everybody:
+        process.tell("average")
+    for process in everybody:
+        process.wait("end", lambda event: event["event"] == "done")
+        rounds = [event for event in process.events if event["event"] == "round"]
+        assert [(one["failed"], one["peers"], one["value"]) for one in rounds] == [(False, 3, 6.0)] * ROUNDS
+
+
+def test_peers_whose_port_is_open_or_forwarded_announce_the_address_that_others_called(
+    internet: Internet,
+) -> None:
+    internet.public("r")
+    hosts = {"open": internet.public("open"), "forwarded": internet.behind_router("forwarded")}
+    internet.forward("forwarded", 4000)
+    first = internet.start("r", "-c", NODE, "0.0.0.0:4000")
+    address = address_of(first)
+    for name, host in hosts.items():
+        process = internet.start(name, "-c", NODE, "0.0.0.0:4000", address)
+        assert process.wait("start", lambda event: event["event"] == "listening")["addresses"] == []
+        reach = process.wait("verdict", lambda event: event["event"] == "reach")
+        assert reach["verdict"] == "direct"
+        (announced,) = reach["addresses"]
+        assert announced.startswith(f"/ip4/{host}/tcp/4000/")
+        own = announced.rpartition("/")[2]
+        while True:
+            first.tell("")
+            known = first.wait("peers", lambda event: event["event"] == "known" and not event.get("seen"))
+            known["seen"] = True
+            if known["peers"].get(own) == [host]:
+                break
+
+
+def command(internet: Internet, host: str, *arguments: str) -> Process:
+    """Run a command of `swarm` on a host."""
+    identity = ("--identity", "new")
+    return internet.start(host, "-m", "swarm.cli", *arguments, *identity, "--json", "--exit-with-parent")
+
+
+def epochs(process: Process, **fits: Any) -> list[dict[str, Any]]:
+    return [
+        event
+        for event in process.events
+        if event["event"] == "epoch" and all(event[name] == value for name, value in fits.items())
+    ]
+
+
+def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    internet.public("r")
+    for name in ("a", "b"):
+        internet.behind_router(name)
+    public = command(internet, "r", "start", str(run), "--device", "cpu")
+    invite = public.wait("invite", lambda event: event["event"] == "listening")["invite"]
+    hidden = [command(internet, name, "join", invite, "--yes", "--device", "cpu") for name in ("a", "b")]
+    for process in hidden:
+        process.wait("contribution", lambda event: event["event"] == "contributing")
+        reach = process.wait("verdict", lambda event: "others cannot call" in event.get("text", ""))
+        assert reach["event"] == "notice"
+    for process in (public, *hidden):
+        process.wait("rounds of three", lambda _, of=process: len(epochs(of, peers=3)) >= 3)
+    digests: dict[int, set[str]] = {}
+    for process in (public, *hidden):
+        for event in epochs(process):
+            if event["digest"]:
+                digests.setdefault(event["epoch"], set()).add(event["digest"])
+    assert all(len(found) == 1 for found in digests.values())
+    for process in hidden:
+        assert any(event["samples"] > 0 for event in epochs(process, peers=3))
+
+
+def test_volunteers_that_nobody_can_call_are_told_so(internet: Internet, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    internet.public("r")
+    for name in ("a", "b"):
+        internet.behind_router(name)
+    entry = command(internet, "r", "bootstrap")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    founder = command(internet, "a", "start", str(run), "--bootstrap", address, "--device", "cpu")
+    invite = founder.wait("invite", lambda event: event["event"] == "listening")["invite"]
+    founder.wait("verdict", lambda event: "others cannot call" in event.get("text", ""))
+    founder.wait("epoch", lambda event: event["event"] == "epoch")
+    guest = command(internet, "b", "join", invite, "--yes", "--device", "cpu")
+    said = guest.wait("sentence", lambda event: event["event"] == "error")["text"]
+    assert "none of them can be called" in said
+    founder.wait("more epochs", lambda _: len(epochs(founder)) >= 3)

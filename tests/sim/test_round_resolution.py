@@ -1,0 +1,69 @@
+"""Votes of a round that failed, and when those who cast them may vote again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from averaging.history.certificate import (
+    Proposal,
+)
+from averaging.history.promises import Promises
+from swarm.testing.virtual_loop import run_virtual
+from tests.sim.round_scene import Scene, lineage
+
+
+class Bound:
+    """The promises of one member by its votes. One that is `unwilling` votes for none."""
+
+    def __init__(self, *, unwilling: bool) -> None:
+        self.promises = Promises()
+        self._unwilling = unwilling
+
+    def may_vote(self, proposal: Proposal, result: bytes) -> str:
+        if result and self._unwilling:
+            return "it does not want to"
+        reason = self.promises.refusal(proposal, result)
+        if not reason:
+            self.promises = self.promises.voted(proposal, result, outside=False)
+        return reason
+
+    def leave(self, proposal: Proposal) -> bool:
+        self.promises = self.promises.ended(proposal)
+        return self.promises.binds(proposal)
+
+    def release(self, proposal: Proposal) -> None:
+        self.promises = self.promises.released(proposal)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_votes_in_a_failed_round_bind_until_the_other_members_can_be_asked(seed: int) -> None:
+    """Two of four members vote for the averages and the others for none, and a cut keeps either side from
+    hearing the other. When it is over the first two ask, and may then vote in another attempt.
+    """
+    scene = Scene(seed, [1.0] * 4)
+    bound = [Bound(unwilling=place >= 2) for place in range(4)]
+    for place, one in enumerate(bound):
+        votes = lineage([peer.peer_id for peer in scene.peers], {}, one.may_vote)
+        scene.histories[place] = replace(votes, leave=one.leave, release=one.release)
+
+    async def main() -> None:
+        async def cut() -> None:
+            while not any(one.promises.attempt for one in bound):  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.001)
+            scene.network.partition(scene.peers[:2])
+
+        cutting = asyncio.create_task(cut())
+        outcomes = await scene.conduct()
+        await cutting
+        assert [outcome.unresolved for outcome in outcomes] == [True, True, False, False]
+        await asyncio.sleep(10.0)
+        assert [one.promises.has_ended for one in bound] == [True, True, False, False]
+        scene.network.heal()
+        await asyncio.sleep(6.0)  # the longest pause between two times of asking, and the calls
+        assert not any(one.promises.attempt for one in bound)
+        await scene.close()
+
+    run_virtual(main())
