@@ -1,4 +1,4 @@
-"""Who is an elector after a round, by what its members did, and who leads the next one."""
+"""The electors after a round follow from what its members did, and say which peers lead the next one."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 
 from averaging.blocklist import PeerBlocklist
 from averaging.optim.exchange import REPORT
 from averaging.optim.history import RunHistory
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.progress.claims import claim_of, read_claim
-from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, ProgressReport
+from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, ProgressReport, with_state
 from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.records import ProgressRecords
@@ -42,10 +42,6 @@ _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because
 
 def _nothing() -> None:
     return None
-
-
-def _with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:
-    return [peer for peer, report in reports.items() if not report.joining]
 
 
 class Tracker:
@@ -336,7 +332,7 @@ class Tracker:
         """Exchange reports directly with the live peers that have a state: with all, or with those that this
         one passes news to. A peer that cannot be reached does not count any more.
         """
-        peers = _with_state(self.others())
+        peers = with_state(self.others())
         await (self._telling.tell(self._counted(peers)) if everybody else self._report_to(peers))
 
     async def close(self) -> None:
@@ -440,7 +436,8 @@ class Tracker:
             self._changed.notify_all()
         contact = self._records.contacts.get(peer)
         if contact is None:
-            self._keeper.renew_soon()  # its record has its address
+            if self._progress.standing.counts(peer):  # any number of identities may call
+                self._keeper.renew_soon()  # its record has its address
         elif self.history is not None:
             self.history.heard(contact, report.head)
         return report
@@ -450,8 +447,8 @@ class Tracker:
         return await self._refresh(confirmed=True)
 
     async def _refresh(self, *, confirmed: bool = False) -> bool:
-        """Read the dictionary once, and send this peer's report to those that it passes news to and that do
-        not have it yet. Peers that are joining are left out. Return whether the dictionary could be read.
+        """Read the dictionary once, and report to newcomers that have a state and that this peer passes news
+        to. Return whether it could be read.
         """
         started_s = self._node.clock.swarm_s()
         self._refreshing = True
@@ -482,10 +479,10 @@ class Tracker:
             self._changed.notify_all()
             reports = self._progress.others(now_s)
             self._unreported = (self._unreported | set(newcomers)) & reports.keys()
-            told = _with_state(reports)
-            alike = not told and self._progress.own_report.joining  # all begin together
+            if not (told := with_state(reports)) and self._progress.own_report.joining:
+                told = list(reports)  # all begin together
         self._announce.notify()
-        await self._report_to(list(reports) if alike else told, among=self._unreported)
+        await self._report_to(told, among=self._unreported)
         return True
 
     async def _compare_histories(self, received: Iterable[tuple[PeerId, ProgressReport, float]]) -> None:
