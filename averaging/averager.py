@@ -351,9 +351,7 @@ class Averager:
             pending.end(outcome, error)
 
     def _write_back(self, outcome: RoundResult, *, delta: bool, started_s: float) -> RoundResult:
-        """Write the result, in the thread that takes it. On a device the write is queued on its current
-        stream, without waiting.
-        """
+        """Write the result, in the thread that takes it; on a device, queue the write on its stream."""
         begun_s = self.node.clock.monotonic_s()
         averages = self._averages
         if not outcome.failed and averages is not None:
@@ -432,6 +430,7 @@ class Averager:
             own=lambda: node.contact,
             schema=self.schema,
             group_size=target_group_size,
+            may_divide=self._service.exchange.ledger_of(self._full_name.run).may_divide,
         )
         self._groups = GroupService(
             exchange=self._service.exchange,

@@ -33,6 +33,7 @@ class RunLedger:
         """
         self._own, self._run, self._standing = own, run, standing
         self._head = b""  # up to which certificates were counted
+        self._is_large = False  # by the last of them the run is larger than a group
         self._ledger, self._clock, self._path = MemberLedger(own), clock, path
         self._lock = threading.Lock()
         self._saved_s = clock.monotonic_s()
@@ -53,7 +54,7 @@ class RunLedger:
             for one in chain.certificates if not self._head or lineage.knows(self._head) else ():
                 worked = () if self._own in one.workers else one.workers
                 self._ledger.certified(worked, self._clock.swarm_s())
-        self._head = lineage.head
+        self._head, self._is_large = lineage.head, lineage.grid_rounds > 1
 
     def contributed(self, samples: Mapping[PeerId, float]) -> None:
         """Record that these peers contributed to a round of this peer, each with a number of samples."""
@@ -74,6 +75,18 @@ class RunLedger:
     def has_standing(self, peer: PeerId) -> bool:
         """Return whether a peer is a member of the run, or has contributed to a certified round."""
         return self._standing.is_member(peer, self._run) or self._ledger.is_proven(peer)
+
+    def may_divide(self, peers: Collection[PeerId], size_max: int) -> bool:
+        """Return whether peers that seem to be more than `size_max` may be divided into parts that do not
+        look for one another: not where strangers alone make up that number.
+
+        Strangers count as at most as many as the others, as in `ReportStanding.peers`. Of a run that is
+        large by its certificates no peer knows all members. Before a run has members all peers count.
+        """
+        if self._is_large or self._standing.founding_of(self._run).is_invited:
+            return True
+        known = sum(peer == self._own or self.has_standing(peer) for peer in peers)
+        return 2 * known > size_max or not self._standing.has_members(self._run)
 
     def precedence(self, electors: Collection[PeerId], *, passes_over: bool = True) -> Precedence:
         """Return who comes first in a search for a group that extends a head with these electors.

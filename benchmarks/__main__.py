@@ -25,6 +25,11 @@ from benchmarks.pages import write as write_pages
 from benchmarks.results import Row
 from benchmarks.sections import SECTIONS, Request, measure
 
+_FIGURES = {
+    "simulated": frozenset(simulated_dht.figures(simulated_dht.Plan())),
+    "attacks": frozenset(attacks.figures(attacks.Plan())),
+}
+
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt  # every launch then ends its processes
@@ -57,8 +62,8 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     "--figure",
     "figures",
     multiple=True,
-    type=click.Choice(simulated_dht.figures(simulated_dht.Plan())),
-    help="With --only simulated: this one of the DHT's figures. Repeatable.",
+    type=click.Choice(sorted(frozenset().union(*_FIGURES.values()))),
+    help="With --only simulated or --only attacks: this one of its figures. Repeatable.",
 )
 @click.option(
     "--figures",
@@ -94,8 +99,8 @@ def main(
     signal.signal(signal.SIGTERM, _stop)
     console = Console(stderr=True, highlight=False)
     started_s, under = time.monotonic(), machine()
-    if figures and only != ("simulated",):
-        raise click.UsageError("--figure chooses among the figures of --only simulated")
+    if figures and not (len(only) == 1 and set(figures) <= _FIGURES.get(only[0], frozenset())):
+        raise click.UsageError("--figure chooses among the figures of --only simulated or --only attacks")
 
     def say(text: str) -> None:
         console.print(f"[{time.monotonic() - started_s:4.0f} s] {text}", markup=False, soft_wrap=True)

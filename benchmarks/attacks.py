@@ -2,20 +2,23 @@
 memory it takes, and how many epochs the run still completes.
 
 The node, or each member of the run, is a process that trains; the attacker is another one, of one address:
-all of loopback is one network, as a /24 is. Floods last seconds and are bounded in what they send. Lateness
-that the node's own work does not explain is the machine's and is left out.
+all of 127.0.0 is one network, as a /24 is. Floods last seconds and are bounded in what they send. Lateness
+that the node's own work does not explain is the machine's and is left out. An attacker shares the processor
+with its victims here, and has the lowest priority; what the victims pay is also given in processor time,
+which does not depend on that.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from averaging.history.electors import FOUNDING_MAX
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed, Worker
-from benchmarks.results import Aim, Row, Series
+from benchmarks.results import Aim, Failures, Row, Series
 
 FLOODS = {
     "nothing": "nothing",
@@ -29,13 +32,14 @@ FLOODS = {
     "garbage": "connections that send random bytes",
     "silent_tcp": "500 TCP connections that send nothing",
     "idle_tls": "500 TLS connections that call nothing",
+    "scattered_tls": "500 TLS connections from 20 networks that call nothing",
     "empty_streams": "256 empty streams on each of 13 connections",
 }
 MEMBERS = (2, 4)
 CROWDS = (1, 10, 1000)  # identities of one attacker
 LATE_S_MAX = 0.05
 MEMORY_BYTES_MAX = 64 << 20
-PACE_MIN = 0.9  # of the epochs without an attack
+PACE_MIN = 0.95  # of the epochs without an attack
 _MODULE = "benchmarks.workers.attacked_node"
 _START_S, _ANSWER_S = 120.0, 60.0
 _PAUSE_S = 1.5  # after a flood, for connections to end
@@ -51,6 +55,7 @@ class Plan:
     turns: int = 2  # of each crowd
     floods: tuple[str, ...] = tuple(FLOODS)
     members: tuple[int, ...] = MEMBERS
+    figures: frozenset[str] = frozenset()  # such as "silent_tcp" or "crowd-2"; empty: all
 
 
 QUICK = Plan(flood_s=2.0, floods=("nothing", "shared_finds", "half_sent", "forged_records"), members=())
@@ -59,17 +64,30 @@ QUICK = Plan(flood_s=2.0, floods=("nothing", "shared_finds", "half_sent", "forge
 def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
     """Measure every flood, then runs of members with strangers, and return the rows."""
     plan = plan or Plan()
-    found = [row for name in plan.floods for row in _flooded(say, plan, name)]
+    wanted = plan.figures or frozenset(figures(plan))
+    found = [row for name in plan.floods if name in wanted for row in _flooded(say, plan, name)]
     for members in plan.members:
-        found += _beside(say, plan, members)
+        if _crowd(members) in wanted:
+            found += _beside(say, plan, members)
     return found
+
+
+def figures(plan: Plan) -> list[str]:
+    """Return the names of the figures that `rows` measures, for `Plan.figures`."""
+    return [*plan.floods, *(_crowd(members) for members in plan.members)]
+
+
+def _crowd(members: int) -> str:
+    return f"crowd-{members}"
 
 
 class Attack(Launch):
     """Members of a run, and a process that attacks the first of them."""
 
     def __init__(self, members: int) -> None:
-        configurations = [{"target": 16 * members} for _ in range(members)]
+        # a run without an owner knows no strangers before its founding is over (docs/decisions/0033)
+        founded = FOUNDING_MAX + 1 if members > 1 else 2
+        configurations = [{"target": 16 * members, "epochs": founded} for _ in range(members)]
         super().__init__("attacked", python=OWN_PYTHON, module=_MODULE, configurations=configurations)
 
     def __enter__(self) -> Attack:
@@ -90,9 +108,12 @@ class Attack(Launch):
         time.sleep(_PAUSE_S)
 
     def measured(self) -> dict[str, Any]:
-        """Return the first member's figures since the last call."""
-        self.members[0].send({"do": "measure"})
-        return self.members[0].receive("measured", time.monotonic() + _ANSWER_S)
+        """Return the first member's figures since the last call, with the processor time of all members."""
+        for member in self.members:
+            member.send({"do": "measure"})
+        deadline_s = time.monotonic() + _ANSWER_S
+        found = [member.receive("measured", deadline_s) for member in self.members]
+        return {**found[0], "processor_s": sum(one["processor_s"] for one in found)}
 
     def flood(self, do: str, seconds: float, identities: int = 0) -> int:
         """Attack for a time; return how many requests or connections that were."""
@@ -105,7 +126,7 @@ def _flooded(say: Callable[[str], None], plan: Plan, name: str) -> list[Row]:
     late_s: list[float] = []
     memory_bytes: list[float] = []
     notes: list[str] = []
-    reasons: list[str] = []
+    failures = Failures()
     for _ in range(plan.passes):  # each on a new node, because freed memory is not returned to the system
         try:
             with Attack(1) as attack:
@@ -113,7 +134,8 @@ def _flooded(say: Callable[[str], None], plan: Plan, name: str) -> list[Row]:
                 count = attack.flood(name, plan.flood_s)
                 figures = attack.measured()
         except LaunchFailed as failure:
-            reasons.append(str(failure).partition("; its log ends")[0])
+            failures.launches_failed += 1
+            failures.fail(str(failure).partition("; its log ends")[0])
             continue
         late_s.append(figures["late_s"])
         memory_bytes.append(max(figures["memory_bytes"] - rest["memory_after_bytes"], 0))
@@ -129,13 +151,7 @@ def _flooded(say: Callable[[str], None], plan: Plan, name: str) -> list[Row]:
             identifier=f"attacks-{name.replace('_', '-')}-{kind}",
             workload=f"a node under {FLOODS[name]}",
             quantity=quantity,
-            ours=Series(
-                name=f"swarm: {name}, {kind}",
-                unit=unit,
-                samples=tuple(samples),
-                launches_failed=len(reasons),
-                reasons=tuple(dict.fromkeys(reasons)),
-            ),
+            ours=failures.series_of(f"swarm: {name}, {kind}", samples, unit),
             peer=None,
             aim=Aim(of="ours", sense="at most", value=aim),
             notes=tuple(notes) if kind == "lag" else (),
@@ -147,38 +163,65 @@ def _flooded(say: Callable[[str], None], plan: Plan, name: str) -> list[Row]:
     ]
 
 
+@dataclass(slots=True)
+class Costs(Failures):
+    """Figures of windows of time: epochs a minute, and processor time of all members per epoch."""
+
+    paces: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
+
+    def add(self, attack: Attack, plan: Plan, identities: int) -> None:
+        """Measure one window, beside a crowd of `identities`, or alone for 0."""
+        before, began_s = attack.measured(), time.monotonic()
+        attack.flood("crowd" if identities else "nothing", plan.window_s, identities)
+        after, took_s = attack.measured(), time.monotonic() - began_s
+        epochs = after["epoch"] - before["epoch"]
+        self.paces.append(60.0 * epochs / took_s)
+        self.processor_s.append((after["processor_s"] - before["processor_s"]) / max(epochs, 1))
+        time.sleep(_PAUSE_S)
+
+
 def _beside(say: Callable[[str], None], plan: Plan, members: int) -> list[Row]:
-    """Measure the pace of a run without strangers and with each crowd, in turn."""
-    paces: dict[int, list[float]] = {identities: [] for identities in (0, *CROWDS)}
-    reasons: list[str] = []
+    """Measure a run beside each crowd, and without it in turn."""
+    beside = {identities: Costs() for identities in CROWDS}
+    alone = {identities: Costs() for identities in CROWDS}
     try:
         with Attack(members) as attack:
             for _ in range(plan.turns):
-                for identities in paces:
-                    before, began_s = attack.measured(), time.monotonic()
-                    attack.flood("crowd" if identities else "nothing", plan.window_s, identities)
-                    epochs, took_s = attack.measured()["epoch"] - before["epoch"], time.monotonic() - began_s
-                    paces[identities].append(60.0 * epochs / took_s)
-                    say(f"{members} members, {identities} strangers: {paces[identities][-1]:.0f} epochs/min")
-                    time.sleep(_PAUSE_S)
+                for identities in CROWDS:
+                    for costs, count in ((alone[identities], 0), (beside[identities], identities)):
+                        costs.add(attack, plan, count)
+                        say(
+                            f"{members} members, {count} strangers: {costs.paces[-1]:.0f} epochs/min, "
+                            f"{1e3 * costs.processor_s[-1]:.0f} ms of processor time an epoch"
+                        )
     except LaunchFailed as failure:
-        reasons.append(str(failure).partition("; its log ends")[0])
-    alone = Series(name="swarm without strangers: pace", unit="epochs/min", samples=tuple(paces[0]))
-    return [
-        Row(
-            identifier=f"attacks-{members}-{identities}-pace",
+        for costs in beside.values():
+            costs.launches_failed += 1
+            costs.fail(str(failure).partition("; its log ends")[0])
+
+    def row(identities: int, kind: str, quantity: str, unit: str, aim: Aim | None) -> Row:
+        def series(costs: Costs, strangers: str) -> Series:
+            samples = costs.paces if kind == "pace" else costs.processor_s
+            return costs.series_of(f"swarm {strangers}: {kind}", samples, unit)
+
+        return Row(
+            identifier=f"attacks-{members}-{identities}-{kind}",
             workload=f"a run of {members} members beside {identities} identities of one stranger",
-            quantity="epochs per minute",
-            ours=Series(
-                name=f"swarm: {identities} strangers",
-                unit="epochs/min",
-                samples=tuple(paces[identities]),
-                launches_failed=len(reasons),
-                reasons=tuple(reasons),
-            ),
-            peer=alone,
-            aim=Aim(of="ours / peer", sense="at least", value=PACE_MIN),
+            quantity=quantity,
+            ours=series(beside[identities], f"beside {identities} strangers"),
+            peer=series(alone[identities], "without strangers"),
+            aim=aim,
             shown="ours / peer",
         )
+
+    aim = Aim(of="ours / peer", sense="at least", value=PACE_MIN)
+    cost = "processor time of all members in an epoch"
+    return [
+        one
         for identities in CROWDS
+        for one in (
+            row(identities, "pace", "epochs per minute", "epochs/min", aim),
+            row(identities, "processor", cost, "s", None),
+        )
     ]

@@ -50,7 +50,7 @@ class Request:
 
     setting: Setting
     sizes_mib: tuple[int, ...]  # vectors of all-reduce
-    figures: frozenset[str] = frozenset()  # of the simulated DHT; empty: all
+    figures: frozenset[str] = frozenset()  # of the section that is measured; empty: all
     # where an interruptible section stores its progress; None: nowhere
     folder: Path | None = None
 
@@ -85,6 +85,10 @@ def _simulated(request: Request) -> Rows:
     yield from simulated_dht.rows(say, simulated_dht.Plan(figures=request.figures))
 
 
+def _attacks(request: Request) -> Rows:
+    yield attacks.rows(request.setting.say, attacks.Plan(figures=request.figures))
+
+
 def _once(rows: Callable[[Request], list[Row]]) -> Callable[[Request], Rows]:
     def measured(request: Request) -> Rows:
         yield rows(request)
@@ -115,7 +119,7 @@ SECTIONS = {
     "progress": Section(rows=lambda request: simulated_progress.rows(request.setting.say)),
     "monitor": Section(rows=lambda request: simulated_monitoring.rows(request.setting.say)),
     "hostile": Section(rows=_once(lambda request: hostile.rows(request.setting.say))),
-    "attacks": Section(rows=_once(lambda request: attacks.rows(request.setting.say))),
+    "attacks": Section(rows=_attacks),
     "codecs": Section(
         rows=_once(lambda request: codecs.rows(request.setting.say, request.setting.hivemind)), compared=True
     ),

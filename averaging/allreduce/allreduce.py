@@ -46,7 +46,7 @@ from averaging.allreduce.network import RoundNetwork
 from averaging.allreduce.offload import ComputeOffload, OutOfMemory
 from averaging.allreduce.outcome import RoundOutcome, outcome_of
 from averaging.allreduce.resolution import resolve
-from averaging.allreduce.voter import Voter
+from averaging.allreduce.voter import IN_ANOTHER_ROUND, Voter
 from averaging.history.certificate import Proposal, Vote
 from averaging.history.electors import NEW_REGISTER
 from averaging.history.round_lineage import RoundLineage
@@ -394,7 +394,8 @@ class AllReduce:
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
         proposal, result, votes = wire.endorsement_from_wire(request)
-        answer = await endorser(caller, proposal, result, votes)
+        competes = any(driver.voter.competes_with(proposal) for driver in self.running)
+        answer = IN_ANOTHER_ROUND if competes else await endorser(caller, proposal, result, votes)
         if isinstance(answer, Vote):
             return EndorseReply(vote=wire.vote_to_wire(answer))
         return EndorseReply(refusal=answer)

@@ -8,6 +8,7 @@ check the certificate that extends it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,6 +36,8 @@ EPOCH_MAX: Final = 1 << 40
 GRID_ROUNDS_MAX: Final = 16  # in one epoch: 2^16 peers in groups of two
 NO_HEAD: Final = bytes(DIGEST_BYTES)  # what a round without a history extends
 
+_SIGNATURES_MAX: Final = 4096  # remembered: a vote of every elector on 64 certificates
+
 _HEAD: Final = b"swarm head\0"
 _GENESIS: Final = b"swarm genesis\0"
 _PROPOSAL: Final = b"swarm proposal\0"
@@ -53,6 +56,12 @@ class RoundKind(Enum):
 def genesis(run: str) -> bytes:
     """Return the head of a run before its first certificate, 32 bytes."""
     return blake3(_GENESIS + run.encode()).digest()
+
+
+@functools.lru_cache(maxsize=_SIGNATURES_MAX)
+def _has_signed(peer: PeerId, statement: bytes, signature: bytes) -> bool:
+    """Return whether a peer has signed a statement. Many peers show a newcomer the same certificates."""
+    return verify(peer, statement, signature)
 
 
 def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Collection[PeerId] = ()) -> bool:
@@ -218,7 +227,7 @@ class Vote:
         """Raise PeerError unless `voter` signed this vote on the proposal with the digest `proposal`."""
         if self.result and not DIGEST_BYTES <= len(self.result) <= RESULT_BYTES_MAX:
             raise PeerError(f"a vote has a digest of {DIGEST_BYTES} bytes or none, not {len(self.result)}")
-        if not verify(self.voter, vote_statement(proposal, self.result), self.signature):
+        if not _has_signed(self.voter, vote_statement(proposal, self.result), self.signature):
             raise PeerError(f"a vote of {self.voter} that this peer did not sign")
 
 
@@ -279,11 +288,11 @@ class Certificate:
             raise PeerError("a certificate names other electors than follow from who worked")
         statement = vote_statement(proposal.digest(), self.result)
         for voter, signature in self.votes.items():
-            if not verify(voter, statement, signature):
+            if not _has_signed(voter, statement, signature):
                 raise PeerError(f"a certificate with a vote that {voter} did not sign")
         statement = goodbye_statement(proposal.run, proposal.head)
         for peer, signature in self.goodbyes.items():
-            if not verify(peer, statement, signature):
+            if not _has_signed(peer, statement, signature):
                 raise PeerError(f"a certificate with a goodbye that {peer} did not sign")
         if not self.goodbyes.keys() >= {*proposal.gone}:
             raise PeerError("a certificate takes electors from the list that have not said goodbye")

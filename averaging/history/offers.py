@@ -47,6 +47,17 @@ class Offers:
             return (*lineage.electors, *self.introducers, *self._named())
         return (*lineage.electors, *self.introducers) if lineage.is_waiting else ()
 
+    def to_ask(self, lineage: Lineage, heads: Mapping[PeerId, bytes]) -> list[PeerId]:
+        """Return those of `asked_first` that may have something new. A newcomer does not ask again for a
+        history that a peer has shown with the head that it reports (`heads`).
+        """
+        first = self.asked_first(lineage)
+        if lineage.has_begun:
+            return list(first)  # whether they answer is news, too
+        return [
+            one for one in first if one not in self._offers or heads.get(one) not in self._offers[one].heads
+        ]
+
     def takes(self, relation: Relation, lineage: Lineage, chain: Chain, contact: Contact) -> bool:
         """Keep a history if voices decide about it, and return whether they do. Raise PeerError when it is
         not valid. `relation`: its relation to `lineage`.

@@ -49,11 +49,11 @@ CAPTURE_AFTER_S = 0.5
 # small: others have just reckoned with this peer
 CAPTURE_GRACE_S = 3.0
 
+_REFRESH_AGE_S_MAX = 5.0  # of the read of others' progress that a first attempt is based on
 _POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 _READ_TIMEOUT_S = 5.0
 _HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
-# a peer with a state of its own believes to be alone when it could not read any record for this long
-_UNREADABLE_S = 15.0
+_UNREADABLE_S = 15.0  # a peer with a state believes to be alone when it could read no record for this long
 _SURVEY_S_MAX = 12.0  # longer than a read of the records and the comparison of histories
 # A report that the run has begun, of a peer that is no introducer, is believed without a certificate for this
 # long in all. Too small: a peer whose history cannot be fetched yet is ignored; too large: a liar delays the
@@ -62,8 +62,7 @@ _UNPROVEN_S = 60.0
 # While most electors do not say which state they hold, none is loaded for this long: the least time for which
 # a peer without a quorum waits. Then others may have gone on without them
 _ELECTORS_WAIT_S = 15.0
-# between two attempts at downloading the state: many newcomers may wait for a place at a few donors
-_RETRY_S_FIRST = 0.25
+_RETRY_S_FIRST = 0.25  # between two attempts at a download: many newcomers may wait for a few donors
 _RETRY_S_MAX = 4.0
 _DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
 _FAILURES_SHOWN_MAX = 3  # in one message
@@ -139,7 +138,8 @@ class CatchUp:
         while True:
             if self._blocklist.own_is_banned:
                 return self._not_loaded(attempt, "the owner of this run has banned this peer")
-            self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
+            if attempt.reason or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:  # another attempt
+                self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt, among)
             if not donors:
                 alone = self._reason_to_begin(attempt)

@@ -381,7 +381,8 @@ class RunHistory:
 
     async def _compare(self) -> None:
         with self._lock:
-            holders = self._heads.to_ask(self._offers.asked_first(self._lineage), self._is_open)
+            voices = self._heads.reported(self._node.clock.monotonic_s())
+            holders = self._heads.to_ask(self._offers.to_ask(self._lineage, voices), self._is_open)
             holders += [[one] for one in self._asked.values() if one.addresses]
             self._asked.clear()
         async with asyncio.TaskGroup() as tasks:

@@ -15,8 +15,9 @@ import torch
 import swarm
 from benchmarks.worker_channel import WorkerChannel
 from swarm.core.identity import Identity
-from swarm.core.ids import Key, PeerId
-from swarm.dht.logic.records import Record
+from swarm.core.ids import Key
+from swarm.runtime.collector import keep_present_objects
+from swarm.testing.records import fill
 
 RUN = "attacked"
 PARAMETERS = 1 << 20
@@ -56,6 +57,7 @@ class LoopWatch:
             "late_99_s": late_s[len(late_s) * 99 // 100],
             "memory_bytes": max(memory),
             "memory_after_bytes": memory_bytes(),
+            "processor_s": time.process_time(),
         }
 
 
@@ -64,36 +66,25 @@ def memory_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-async def fill(node: swarm.Node) -> None:
+async def _fill(node: swarm.Node) -> None:
     """Store the records that expensive queries ask for, as if they had been validated."""
-    now_us = node.dht.service.overlay.now_us
-    for key, entries, value in (
-        (LARGE_KEY, _LARGE_ENTRIES, bytes(_LARGE_VALUE_BYTES)),
-        (LONG_KEY, _LONG_ENTRIES, b""),
-    ):
-        for number in range(entries):
-            record = Record(
-                key=key,
-                subkey=None,
-                value=value,
-                issued_at_us=now_us,
-                expiration_us=now_us + 3_600_000_000,
-                writer=PeerId(number.to_bytes(32, "big")),
-            )
-            refusal = node.dht.service.storage.store(record, now_us)
-            assert refusal is None, refusal
+    storage, now_us = node.dht.service.storage, node.dht.service.overlay.now_us
+    fill(storage, LARGE_KEY, _LARGE_ENTRIES, bytes(_LARGE_VALUE_BYTES), now_us)
+    fill(storage, LONG_KEY, _LONG_ENTRIES, b"", now_us)
 
 
 def main() -> None:
     channel = WorkerChannel()
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.zeros(PARAMETERS))]
+    inner = torch.optim.SGD(parameters, lr=1e-3)  # imports more of torch
+    keep_present_objects()  # as `swarm join` does
     is_first = channel.configuration["rank"] == 0
     bootstrap = [] if is_first else [channel.published("address")]
     with (
         swarm.Node(bootstrap, listen="127.0.0.1:0", identity=Identity.generate()) as node,
         swarm.Optimizer(
-            torch.optim.SGD(parameters, lr=1e-3),
+            inner,
             node=node,
             run=RUN,
             target_batch_size=channel.configuration["target"],
@@ -101,11 +92,11 @@ def main() -> None:
         ) as optimizer,
     ):
         if is_first:
-            node.network.run(fill(node), 30.0)
+            node.network.run(_fill(node), 30.0)
             channel.publish("address", node.addresses[0])
         watch = LoopWatch()
         node.network.submit(watch.run())
-        while optimizer.epoch < 2:
+        while optimizer.epoch < channel.configuration["epochs"]:
             _step(optimizer, parameters)
         channel.send("ready", address=node.addresses[0])
         while True:

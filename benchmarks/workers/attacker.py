@@ -24,12 +24,13 @@ from benchmarks.workers.attacked_node import LARGE_KEY, LONG_KEY, RUN
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, Key, open_run_id
-from swarm.dht.logic.records import Record, signed
+from swarm.dht.logic.records import signed
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import key_to_wire, record_to_wire
 from swarm.net import certificate as tls
 from swarm.net.calls import BATCH_CALLS_MAX, CALLS_NAME
 from swarm.net.contacts import contact_to_wire
+from swarm.testing.records import made_record
 from swarm.wire import state_pb2
 from swarm.wire.calls_pb2 import Call, CallBatch
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
@@ -37,6 +38,7 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 
 CONNECTIONS = 13  # of a flood of calls
 IDLE_CONNECTIONS = 500
+NETWORKS = 20
 _STREAMS = 256  # per connection, as many as gRPC takes
 _CALL_S = 5.0
 _RECORDS, _RECORD_BYTES = 10, 60_000  # of one request to store: as much as it may hold
@@ -68,11 +70,16 @@ class Target:
                 await channel.channel_ready()
             yield channel
 
-    async def connect(self, identity: Identity | None = None) -> asyncio.StreamWriter:
-        """Connect by TCP, and with an identity by TLS as gRPC does."""
+    async def connect(
+        self, identity: Identity | None = None, own_host: str | None = None
+    ) -> asyncio.StreamWriter:
+        """Connect by TCP, and with an identity by TLS as gRPC does. `own_host`: an address of this machine to
+        connect from.
+        """
         context = _context(identity) if identity is not None else None
+        own = (own_host, 0) if own_host is not None else None
         _, writer = await asyncio.wait_for(
-            asyncio.open_connection(self.host, self.port, ssl=context), _CALL_S
+            asyncio.open_connection(self.host, self.port, ssl=context, local_addr=own), _CALL_S
         )
         return writer
 
@@ -205,15 +212,8 @@ def _store(identity: Identity, *, is_signed: bool) -> bytes:
     value = msgpack.packb(os.urandom(_RECORD_BYTES)) if is_signed else msgpack.packb([[]] * _RECORD_BYTES)
     found = []
     for _ in range(_RECORDS):
-        record = Record(
-            key=Key("public", str(random.getrandbits(64))),
-            subkey=None,
-            value=value,
-            issued_at_us=now_us,
-            expiration_us=now_us + 3_600_000_000,
-            writer=identity.peer_id,
-            signature=bytes(64),
-        )
+        key = Key("public", str(random.getrandbits(64)))
+        record = made_record(key, value, identity.peer_id, now_us)
         found.append(record_to_wire(signed(record, identity) if is_signed else record))
     return DhtStoreRequest(sender=_sender(identity), records=found).SerializeToString()
 
@@ -305,13 +305,13 @@ async def crowd(target: Target, seconds: float, identities: int) -> int:
         identity = random.choice(made)
         records = []
         for name, value in values.items():
-            record = Record(
-                key=Key(f"run.{run_id}", name),
+            record = made_record(
+                Key(f"run.{run_id}", name),
+                msgpack.packb(value),
+                identity.peer_id,
+                int(time.time() * 1e6),
+                ttl_s=60.0,
                 subkey=str(identity.peer_id),
-                value=msgpack.packb(value),
-                issued_at_us=int(time.time() * 1e6),
-                expiration_us=int(time.time() * 1e6) + 60_000_000,
-                writer=identity.peer_id,
             )
             records.append(record_to_wire(signed(record, identity)))
         store = DhtStoreRequest(sender=_sender(identity), records=records).SerializeToString()
@@ -339,14 +339,15 @@ async def garbage(target: Target, seconds: float) -> int:
     return await _repeat(seconds, one, 4 * CONNECTIONS)
 
 
-async def _hold(target: Target, seconds: float, identity: Identity | None) -> int:
+async def _hold(target: Target, seconds: float, identity: Identity | None, networks: int = 1) -> int:
+    """Hold connections from addresses of as many /24 networks, all of them loopback."""
     deadline_s, writers = time.monotonic() + seconds, []
     try:
-        for _ in range(IDLE_CONNECTIONS):
+        for number in range(IDLE_CONNECTIONS):
             if time.monotonic() > deadline_s:
                 break
             with contextlib.suppress(OSError, TimeoutError):
-                writers.append(await target.connect(identity))
+                writers.append(await target.connect(identity, f"127.0.{number % networks}.1"))
         await asyncio.sleep(max(deadline_s - time.monotonic(), 0.5))
         return len(writers)
     finally:
@@ -364,6 +365,11 @@ async def idle_tls(target: Target, seconds: float) -> int:
     return await _hold(target, seconds, Identity.generate())
 
 
+async def scattered_tls(target: Target, seconds: float) -> int:
+    """Open 500 TLS connections from 20 networks, and call nothing."""
+    return await _hold(target, seconds, Identity.generate(), NETWORKS)
+
+
 FLOODS: dict[str, Flood] = {
     one.__name__: one
     for one in (
@@ -378,6 +384,7 @@ FLOODS: dict[str, Flood] = {
         garbage,
         silent_tcp,
         idle_tls,
+        scattered_tls,
         empty_streams,
     )
 }
@@ -385,7 +392,7 @@ FLOODS: dict[str, Flood] = {
 
 def main() -> None:
     channel = WorkerChannel()
-    os.nice(10)  # an attacker has a machine of its own: here it gets what the members leave
+    os.nice(19)  # an attacker has a machine of its own: here it gets what the members leave
     channel.send("ready")
     target = Target(channel.configuration["address"])
     while True:

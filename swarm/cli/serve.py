@@ -22,6 +22,7 @@ from swarm.core.errors import SwarmError, UsageError
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
 from swarm.run.events import Listening, Notice
+from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
     import torch
@@ -237,6 +238,7 @@ def _serve(choices: ServeChoices) -> int:
                     lambda sentence: output.emit(Notice(text=_with_experts(sentence, node.reach)))
                 )
                 factory = _ExpertFactory(choices)  # imports torch; the node joins meanwhile
+                keep_present_objects()
                 if choices.address is not None and not node.wait_joined(_ANSWER_S):
                     check_answered(node, choices.address)
                 follow_run(node)

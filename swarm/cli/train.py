@@ -30,6 +30,7 @@ from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
 from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
+from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
     from swarm.net.throttle import Bandwidth
@@ -391,6 +392,7 @@ def _import_torch() -> None:
     import torch
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    keep_present_objects()
 
 
 def _wait_for_answer(node: Node) -> bool:

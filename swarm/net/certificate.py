@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import ssl
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ _VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 _COURTESY_NAME = "swarm courtesy CA: its key is public, it vouches for nobody"
 # Public on purpose: it only makes gRPC request and pass on certificates of callers.
 _COURTESY_SECRET = 0x5741524D
+_NOBODY = PeerId(hashlib.sha256(b"swarm: the peer of the blank trust anchor").digest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,23 @@ def server_certificate(identity: Identity) -> KeyAndCertificate:
 
 def trust_anchor(peer_id: PeerId) -> bytes:
     """Return the CA certificate (PEM) under which only this peer can issue a leaf. An anchor's own signature
-    is not checked, so any key may sign it.
+    is not checked, so any key may sign it, and one certificate is made into those of all peers.
     """
+    blank = _blank_anchor()
+    name, length = str(_NOBODY).encode(), len(str(peer_id))
+    assert length == len(name), "the PeerIDs of all Ed25519 keys have one length"
+    return ssl.DER_cert_to_PEM_cert(
+        blank.replace(name, str(peer_id).encode()).replace(_NOBODY.public_key, peer_id.public_key)
+    ).encode()
+
+
+@functools.cache
+def _blank_anchor() -> bytes:
+    """Return the trust anchor (DER) of a peer that does not exist."""
     builder = _builder(
-        str(peer_id), str(peer_id), Ed25519PublicKey.from_public_bytes(peer_id.public_key)
+        str(_NOBODY), str(_NOBODY), Ed25519PublicKey.from_public_bytes(_NOBODY.public_key)
     ).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return builder.sign(Ed25519PrivateKey.generate(), None).public_bytes(Encoding.PEM)
+    return builder.sign(Ed25519PrivateKey.generate(), None).public_bytes(Encoding.DER)
 
 
 def client_certificate(identity: Identity) -> KeyAndCertificate:

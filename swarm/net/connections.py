@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net.scope import prefix_of
-from swarm.runtime.sockets import Endpoint, open_sockets, shut_down
+from swarm.runtime.sockets import Endpoint, OpenSocket, SocketList, shut_down
 
 CONNECTIONS_MAX = 1024  # no more are accepted; strangers get half of them where members are known
 # of callers that have not made a call: 86 KiB each once they have proven their PeerID by TLS, 47 KiB before
@@ -23,6 +23,7 @@ UNKNOWN_MAX = 96
 UNKNOWN_PER_PREFIX_MAX = 64
 UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine could not serve in time
 _INTERVAL_S = 1.0
+_PER_TURN = 64  # connections that are looked up or closed in a turn of the event loop: about 2 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Connections:
         self._standing, self._port = standing, port
         self._since_s: dict[Endpoint, float] = {}
         self._callers: dict[Endpoint, PeerId] = {}
+        self._sockets = SocketList()
 
     def on_called(self, peer_id: PeerId, endpoint: Endpoint) -> None:
         """Record who calls from an endpoint."""
@@ -104,25 +106,32 @@ class Connections:
         """Close the surplus once a second, until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
-            self.close_surplus(asyncio.get_running_loop().time())
+            await self.close_surplus(asyncio.get_running_loop().time())
 
-    def close_surplus(self, now_s: float) -> int:
-        """Close what is beyond the limits at this time, and return how many connections that were."""
+    async def close_surplus(self, now_s: float) -> int:
+        """Close what is beyond the limits at this time, and return how many connections that were. Other
+        tasks get their turn in between: a flood is hundreds at once.
+        """
         port = self._port()
         if port is None:
             return 0
-        open_now = {
-            one.remote: one for one in open_sockets() if one.remote is not None and one.local[1] == port
-        }
+        callers, open_now = list(self._callers), dict[Endpoint, OpenSocket]()
+        for number, found in enumerate(self._sockets.open_now(), 1):
+            if found.remote is not None and found.local[1] == port:
+                open_now[found.remote] = found
+            if number % _PER_TURN == 0:
+                await asyncio.sleep(0)
         self._since_s = {endpoint: self._since_s.get(endpoint, now_s) for endpoint in open_now}
-        self._callers = {
-            endpoint: peer_id for endpoint, peer_id in self._callers.items() if endpoint in open_now
-        }
+        for endpoint in callers:  # not those that have come meanwhile
+            if endpoint not in open_now:
+                del self._callers[endpoint]
         held = [
             Held(endpoint, since_s, self._callers.get(endpoint))
             for endpoint, since_s in self._since_s.items()
         ]
         closed = surplus(held, self._standing, now_s)
-        for one in closed:
+        for number, one in enumerate(closed, 1):
             shut_down(open_now[one.endpoint])
+            if number % _PER_TURN == 0:
+                await asyncio.sleep(0)
         return len(closed)

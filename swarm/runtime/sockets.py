@@ -21,12 +21,29 @@ class OpenSocket:
     remote: Endpoint | None
 
 
+class SocketList:
+    """The IP sockets of this process. Of a connection that was there the last time only its inode is looked
+    at, because hundreds of idle ones are listed every second.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], OpenSocket] = {}  # connections, by descriptor and inode
+
+    def open_now(self) -> Iterator[OpenSocket]:
+        """Yield them; none where the system does not list descriptors."""
+        before, self._known = self._known, {}
+        for descriptor in _open_descriptors():
+            inode = _inode_of(descriptor)
+            found = before.get((descriptor, inode)) or (_socket_of(descriptor) if inode else None)
+            if found is not None:
+                if found.remote is not None:
+                    self._known[descriptor, inode] = found
+                yield found
+
+
 def open_sockets() -> Iterator[OpenSocket]:
-    """Yield the IP sockets of this process; none where the system does not list descriptors."""
-    for descriptor in _open_descriptors():
-        found = _socket_of(descriptor)
-        if found is not None:
-            yield found
+    """Yield the IP sockets of this process once, as `SocketList.open_now`."""
+    return SocketList().open_now()
 
 
 def shut_down(one: OpenSocket) -> None:
@@ -51,10 +68,17 @@ def _open_descriptors() -> list[int]:
     return []
 
 
+def _inode_of(descriptor: int) -> int:
+    """Return the number of a socket, which no other one has while it is open; 0 for anything else."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return 0
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else 0
+
+
 def _socket_of(descriptor: int) -> OpenSocket | None:
     try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return None
         view = socket.socket(fileno=descriptor)
     except OSError:
         return None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.optim.progress.logic.reports import ProgressReport
+from averaging.optim.progress.logic.reports import PEERS_MAX, ProgressReport
 from swarm.core.errors import UsageError
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.namespaces import Namespaces
@@ -112,6 +112,9 @@ def test_a_record_must_pass_every_matching_rule_and_other_names_are_open() -> No
     assert "at most 10 bytes" in (namespaces.refusal(record("own/x", "x" * 20, subkey=str(ANN))) or "")
     assert namespaces.entries_per_writer_max(Key.parse("own/x")) == 3
     assert namespaces.entries_per_writer_max(Key.parse("other/x")) is None
+    assert namespaces.entries_max(Key.parse("own/x")) is None
+    assert namespaces.entries_max(Key.parse("run.abc/progress")) == PEERS_MAX, "as many as readers keep"
+    assert namespaces.entries_max(Key.parse("run.abc/progress.3.1")) == PEERS_MAX
 
 
 def test_invalid_rules_are_refused_with_a_reason() -> None:
@@ -120,6 +123,8 @@ def test_invalid_rules_are_refused_with_a_reason() -> None:
         {"value_bytes_max": 0},
         {"ttl_s_max": 90_000.0},
         {"entries_per_writer_max": 0},
+        {"entries_max": 0},
+        {"entries_max": 5000},
     ):
         with pytest.raises(UsageError):
             NamespaceRules(**wrong)  # type: ignore[arg-type]

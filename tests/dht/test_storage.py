@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -252,6 +252,23 @@ def test_a_namespace_rule_replaces_the_limit_per_writer_and_key() -> None:
             ]
             assert kept == [True] * count + [False] * (6 - count), "each writer has its own room"
     assert storage.store(record_of(200, 100, 0, subkey="later"), 201) is None, "what expired makes room"
+
+
+def test_a_namespace_rule_limits_the_entries_of_a_key_and_strangers_have_half() -> None:
+    known = PeerStanding()
+    known.add_members("r", [PeerId(bytes([number]) * 32) for number in range(10)])
+    key = Key("run.r", "progress")
+    storage = Storage(standing=known, key_quota=lambda one: 8 if one == key else None)
+
+    def stored(writer: int, at: Key) -> bool:
+        record = record_of(10, 100, key=at, writer=0)
+        record = replace(record, writer=PeerId(bytes([writer]) * 32), subkey="s")
+        return storage.store(record, 20) is None
+
+    assert [stored(writer, key) for writer in range(100, 106)] == [True] * 4 + [False] * 2
+    assert all(stored(writer, key) for writer in range(8)), "members displace strangers"
+    assert len(storage.records(key, 20)) == 8
+    assert all(stored(writer, Key("run.r", "presence")) for writer in range(100, 120))
 
 
 def test_a_flood_of_far_keys_leaves_room_for_near_keys() -> None:

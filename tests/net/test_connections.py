@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import socket
 from collections import Counter
 
 import pytest
 
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
+from swarm.net import connections
 from swarm.net.connections import (
     CONNECTIONS_MAX,
     UNKNOWN_GRACE_S,
     UNKNOWN_MAX,
     UNKNOWN_PER_PREFIX_MAX,
+    Connections,
     Held,
     surplus,
 )
@@ -85,3 +89,33 @@ def test_what_is_left_is_within_the_limits_and_nothing_else_was_closed(seed: int
         if all_of.total() <= total_max and max(all_of.values(), default=0) <= per_prefix_max:
             assert left == all_of
     assert not any(one.peer_id == MEMBER for one in closed)
+
+
+def test_a_caller_that_comes_while_connections_are_listed_stays_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Connections are listed in several turns, so that a flood of them does not hold up the event loop."""
+    monkeypatch.setattr(connections, "_PER_TURN", 1)
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            kept = Connections(standing(), lambda: port)
+            near = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+            far = [server.accept()[0] for _ in near]
+            gone, *others = [one.getsockname() for one in near]
+            for endpoint in (gone, others[0]):
+                kept.on_called(STRANGER, endpoint)
+            near.pop(0).close()
+            far.pop(0).close()
+            listing = asyncio.get_running_loop().create_task(kept.close_surplus(NOW_S))
+            await asyncio.sleep(0)
+            assert not listing.done(), "other tasks have their turn"
+            late = socket.create_connection(("127.0.0.1", port))
+            kept.on_called(STRANGER, late.getsockname())
+            assert await listing == 0
+            assert set(kept._callers) == {others[0], late.getsockname()}
+            for one in (*near, *far, late):
+                one.close()
+
+    asyncio.run(scenario())

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from averaging.allreduce.allreduce import AllReduce
+from averaging.allreduce.config import ENDORSE
 from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.outcome import RoundOutcome
+from averaging.allreduce.wire import endorsement_to_wire
 from averaging.history.certificate import (
     DIGEST_BYTES,
     NO_HEAD,
@@ -24,7 +26,7 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
-from averaging.history.electors import Register, electors_after
+from averaging.history.electors import Known, Register, electors_after
 from averaging.mixed_codecs import MixedCodecs
 from averaging.reduction.framing import pack, unpack
 from swarm.core.ids import PeerId
@@ -33,6 +35,8 @@ from swarm.testing.network import LinkConfig, SimulatedPeer
 from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.round_scene import CONFIG, DEADLINE_S, Scene, lineage
+
+OTHER = SeededIdentity(99)
 
 
 def one_result(outcomes: Sequence[RoundOutcome]) -> None:
@@ -276,6 +280,34 @@ def test_a_group_of_one_commits_when_the_senior_elector_signs_from_outside(answe
     run_virtual(main())
 
 
+def test_an_elector_in_a_round_signs_for_no_other_group_until_its_own_is_over() -> None:
+    """Newcomers that missed the round of all others asked its only elector, and made that round fail."""
+    scene = Scene(5, [1.0, 1.0, 1.0])
+    outsider, elector, asked = scene.network.peer(), scene.peers[0], list[Proposal]()
+    scene.histories = dict.fromkeys(range(3), history := lineage([elector.peer_id], {}))
+
+    async def endorse(caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]) -> str:
+        asked.append(proposal)
+        return "it has voted for another round"
+
+    scene.services[0].serve_history("a run", endorse)
+    proposal = replace(proposal_of(scene.group, history), group_id=bytes(32))
+
+    async def ask() -> str:
+        request = endorsement_to_wire(proposal, bytes(32), ())
+        return (await outsider.caller.call(elector.contact, ENDORSE, request, timeout_s=5.0)).refusal
+
+    async def main() -> None:
+        conducting = asyncio.ensure_future(scene.conduct())
+        await asyncio.sleep(0)
+        assert "another round on this head" in await ask()
+        assert not any(outcome.failed for outcome in await conducting)
+        assert [await ask(), *asked] == ["it has voted for another round", proposal]
+        await scene.close()
+
+    run_virtual(main())
+
+
 def test_a_group_with_a_quorum_asks_nobody_else() -> None:
     scene = Scene(6, [1.0, 1.0, 0.0], auxiliary=[2])
     other = Elector(scene, answers=True)
@@ -392,10 +424,49 @@ def test_newcomers_that_vote_for_none_do_not_keep_the_electors_from_committing(c
     run_virtual(main())
 
 
+@pytest.mark.parametrize("register", [Register(), Register(at_once=0, known=(Known(OTHER.peer_id, 5),))])
+def test_a_contributor_that_sends_nothing_is_no_elector_after_the_round(register: Register) -> None:
+    """Before, the certificate counted everybody who was to contribute: three groups made an elector of a
+    stranger that sent nothing.
+    """
+    scene = Scene(14, [1.0] * 4)
+    electors = [peer.peer_id for peer in scene.peers[:3]]
+    idle = scene.peers[3]
+    known = tuple(replace(one, peer=idle.peer_id) for one in register.known)
+    register = replace(register, known=known)
+    for place in range(3):
+        scene.histories[place] = replace(lineage(electors, {}), register=register)
+    scene.group = replace(scene.group, reducers=frozenset(electors))
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(scene.run(place)) for place in range(3)]
+        for task in running:
+            outcome = task.result()
+            assert outcome.certificate is not None, outcome
+            outcome.certificate.check(electors, register)
+            assert idle.peer_id in outcome.certificate.proposal.electors, "if it had worked"
+            assert outcome.certificate.workers == tuple(electors)
+            assert outcome.certificate.electors == tuple(electors)
+            assert outcome.certificate.register.rounds_of(idle.peer_id) == (5 if known else 0)
+        await scene.close()
+
+    run_virtual(main())
+
+
+def test_an_elector_that_missed_the_last_certificate_does_not_lead() -> None:
+    """One that leads and never begins would hold the others once for each certificate that it may miss."""
+    first, second, third = [SeededIdentity(number).peer_id for number in range(3)]
+    history = lineage([first, second, third], {})
+    assert history.present == (first, second, third)
+    assert replace(history, register=Register(misses=(1, 0, 2))).present == (second,)
+    assert replace(history, register=Register(misses=(1, 1, 1))).present == (first, second, third)
+
+
 @pytest.mark.parametrize("unaware", [None, 0, 2])
 def test_an_elector_leaves_the_list_once_all_members_of_a_group_know_its_goodbye(unaware: int | None) -> None:
     scene = Scene(13, [1.0] * 3)
-    leaver = SeededIdentity(99)
+    leaver = OTHER
     electors = [scene.peers[0].peer_id, scene.peers[1].peer_id, leaver.peer_id]
     goodbyes = {leaver.peer_id: leaver.sign(goodbye_statement("a run", genesis("a run")))}
     for place in range(3):

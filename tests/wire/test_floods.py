@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from averaging.optim.exchange import CHUNKS, RunExchange
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact, Key, PeerId
+from swarm.core.ids import Contact, Key
 from swarm.dht.logic.records import FORGED, Record, signed
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import key_to_wire, record_to_wire
@@ -26,6 +26,7 @@ from swarm.net import connections, room
 from swarm.net.calls import CALLS_NAME
 from swarm.net.contacts import contact_to_wire
 from swarm.node import Node
+from swarm.testing import records
 from swarm.wire.calls_pb2 import Call, CallBatch
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreReply, DhtStoreRequest
 
@@ -63,17 +64,7 @@ def memory_bytes() -> int:
 
 async def fill(node: Node, key: Key, entries: int, value: bytes) -> None:
     """Store records under a key as if they had been validated."""
-    now_us = node.dht.service.overlay.now_us
-    for number in range(entries):
-        record = Record(
-            key=key,
-            subkey=None,
-            value=value,
-            issued_at_us=now_us,
-            expiration_us=now_us + 3_600_000_000,
-            writer=PeerId(number.to_bytes(32, "big")),
-        )
-        assert node.dht.service.storage.store(record, now_us) is None
+    records.fill(node.dht.service.storage, key, entries, value, node.dht.service.overlay.now_us)
 
 
 @asynccontextmanager
@@ -168,15 +159,8 @@ def test_records_with_expensive_values_do_not_freeze_a_peer(node: Node, is_signe
     value = msgpack.packb([[]] * 65_000)
 
     def record_of(number: int) -> Record:
-        record = Record(
-            key=Key("public", str(number)),
-            subkey=None,
-            value=value,
-            issued_at_us=now_us,
-            expiration_us=now_us + 60_000_000,
-            writer=ATTACKER.peer_id,
-            signature=bytes(64),
-        )
+        key = Key("public", str(number))
+        record = records.made_record(key, value, ATTACKER.peer_id, now_us, ttl_s=60.0)
         return signed(record, ATTACKER) if is_signed else record
 
     request = DhtStoreRequest(sender=SENDER, records=[record_to_wire(record_of(n)) for n in range(10)])

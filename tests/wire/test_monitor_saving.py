@@ -12,9 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from averaging.optim.exchange import RunExchange
 from averaging.optim.state.checkpoint import read
-from averaging.optim.state.donor import Donor
 from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
@@ -26,7 +24,7 @@ from swarm.run import events
 from swarm.run.inner_optimizer import build_optimizer, schedule_factory
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
-from tests.wire.test_optimizer_hostile import Deaf
+from tests.wire.lone_donor import lone_donor
 from tests.wire.volunteers import HERE, VolunteerThread, created_run
 from tests.wire.watched_run import NAME, watched_run
 
@@ -113,10 +111,7 @@ def serve(node: Node, signed: SignedSpecification, value: float) -> TrainingStat
     inner = build_optimizer(model, specification.optimizer)
     state = TrainingState(inner, (), schedule_factory(specification.optimizer.schedule)(inner))
     state.epoch, state.canonical = 5, True
-    donor = Donor(node, signed.run_id, state)
-    exchange: RunExchange = node.service(RunExchange.from_node)
-    exchange.add(signed.run_id, Deaf(), donor)  # type: ignore[arg-type]
-    donor.start()
+    lone_donor(node, signed.run_id, state).start()
     return state
 
 

@@ -7,25 +7,18 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from averaging.optim.exchange import REPORT, RunExchange
+from averaging.optim.exchange import REPORT
 from averaging.optim.progress.logic.reports import EPOCH_MAX, ProgressReport
-from averaging.optim.state.donor import Donor
 from averaging.optim.state.training_state import TrainingState
-from swarm.core.errors import PeerError, SwarmError
-from swarm.core.ids import Contact, Key, PeerId
+from swarm.core.errors import SwarmError
+from swarm.core.ids import Contact, Key
 from swarm.node import Node
 from swarm.wire import state_pb2
+from tests.wire.lone_donor import lone_donor
 from tests.wire.trainers import LOCAL, Peer, adam, build, one_more, together
 
 LIARS = 10
 FORGED, FORGED_RATE = 777.0, 123.0
-
-
-class Deaf:
-    """Takes no reports."""
-
-    async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
-        raise PeerError("no")
 
 
 class Liar:
@@ -41,9 +34,7 @@ class Liar:
         inner.param_groups[0]["lr"] = FORGED_RATE
         self.state = TrainingState(inner)
         self.state.epoch, self.state.canonical = victim.opt.epoch + number % 3, True
-        self.donor = Donor(node, self.run, self.state)
-        exchange: RunExchange = node.service(RunExchange.from_node)
-        exchange.add(self.run, Deaf(), self.donor)  # type: ignore[arg-type]
+        self.donor = lone_donor(node, self.run, self.state)
 
     def begin(self) -> None:
         self.donor.start()

@@ -28,6 +28,11 @@ HEARTBEAT_INTERVAL_S = (
 # The interval for a member that answers promptly. Shorter: in a long round heartbeats cost more than small
 # tensors; longer: failures are noticed late.
 REST_S = 0.3
+# Members that exchange no values get this number of heartbeats within `REST_S` in all, until each rests for
+# `DISTANT_REST_S_MAX`: in a group of 33 with one reducer, two calls of five were heartbeats. Only their votes
+# are waited for, and who needs their values watches them as closely as before
+DISTANT_PER_REST = 8
+DISTANT_REST_S_MAX = 4 * REST_S
 _MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
 PROBE_S = 0.6  # for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
 # for a member that was never heard, which may still have to connect and to begin, and for one whose first
@@ -71,6 +76,7 @@ class FailureDetector:
         self._peers = {place: _Peer(0.0, True, place in distant) for place in ours} | {
             place: _Peer(0.0, False, place in distant) for place in theirs
         }
+        self._distant_rest_s = min(max(1.0, len(distant) / DISTANT_PER_REST) * REST_S, DISTANT_REST_S_MAX)
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
         self._late_s = 0.0  # recent delay of ticks, decaying
@@ -83,8 +89,9 @@ class FailureDetector:
             silent_s = self._awake_s - peer.heard_s
             # messages that come in a burst after a pause are one sign of life
             fading = _FADING ** min(silent_s / HEARTBEAT_INTERVAL_S, 1.0)
-            if silent_s <= REST_S + _LATE_HEARTBEATS * HEARTBEAT_INTERVAL_S:
-                silent_s -= self._rest_s(peer)
+            rest_s = self._rest_s(peer)
+            if silent_s <= rest_s + (1 + _LATE_HEARTBEATS) * HEARTBEAT_INTERVAL_S:
+                silent_s -= rest_s
             peer.pause_s = max(fading * peer.pause_s, silent_s if peer.known else 0.0)
             peer.signs += not peer.calls
             peer.heard_s = self._awake_s
@@ -158,7 +165,9 @@ class FailureDetector:
 
     def _rest_s(self, peer: _Peer) -> float:
         """Return by how much the interval between heartbeats is extended."""
-        return REST_S - HEARTBEAT_INTERVAL_S if self._rests(peer) else 0.0
+        if not self._rests(peer):
+            return 0.0
+        return (self._distant_rest_s if peer.distant else REST_S) - HEARTBEAT_INTERVAL_S
 
     def _silence_s(self, peer: _Peer) -> float:
         """Return the silence after which a member gets a heartbeat, or a probe when it should

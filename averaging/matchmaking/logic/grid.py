@@ -173,6 +173,7 @@ class AveragingGrid:
         self._ids: list[PeerId] = [own]
         self._shard = HolderShard()
         self._adopted = False  # the shape was adopted from other peers
+        self._may_divide = True
         self._next: int | None = None  # the cell after the round in progress, if that is committed
         self.shape = Shape(group_size)
         self.cell = 0
@@ -217,17 +218,26 @@ class AveragingGrid:
         return len(self._ids) << self._shard.bits
 
     def on_records(
-        self, others: Iterable[PeerId], lost: Collection[PeerId] = (), shard: HolderShard | None = None
+        self,
+        others: Iterable[PeerId],
+        lost: Collection[PeerId] = (),
+        shard: HolderShard | None = None,
+        *,
+        may_divide: bool = True,
     ) -> None:
         """Take in the other holders in the presence records, of which those in `lost` did not answer this
         peer. The shape follows the number of the rest. `shard`: the one that the records are of.
+        `may_divide`: otherwise there is one cell, however many they are.
 
         Ranks are counted over all records, which are the same for everybody, because each peer finds out by
         itself which peers are lost.
         """
         self._ids, self._shard = sorted({self._own, *others}), shard or HolderShard()
         self.peers = sum(peer_id not in lost for peer_id in self._ids) << self._shard.bits
-        if not (self.shape.suits(self.peers) or (self._adopted and self.shape.suits(self._total))):
+        self._may_divide = may_divide
+        if not may_divide:
+            self._set_shape(Shape(self.shape.group_size))
+        elif not (self.shape.suits(self.peers) or (self._adopted and self.shape.suits(self._total))):
             self._set_shape(shape_for(self.peers, self.shape.group_size))
         elif not self.has_moved:
             self._set_first_cell()
@@ -239,7 +249,8 @@ class AveragingGrid:
         two or three shapes suit any number of peers.
         """
         if (
-            shape.group_size != self.shape.group_size
+            not self._may_divide
+            or shape.group_size != self.shape.group_size
             or shape.cells <= self.shape.cells
             or not shape.suits(self._total)
         ):

@@ -5,9 +5,9 @@ holder of the averager (`LookForGroup`) and learns the status of each. Then it e
 lead (`Join`, answered when the group begins) or, being the best itself, waits for the others.
 
 A leader begins when the group is full; when every expected peer has joined, declined or failed to answer;
-when the grace periods of the missing peers are over; or at its deadline. A follower accepts nobody and names
-its leader; a leader that learns of a better leader sends its followers there. A peer only ever waits for a
-lower rank, and ranks are fixed per search, so that peers never wait in a circle.
+when the grace periods of the missing peers are over; or at its deadline; never while another group has a
+quorum of the run's electors. A follower accepts nobody and names its leader; a leader that learns of a better
+one sends its followers there. A peer only ever waits for a lower rank, fixed per search: never in a circle.
 
 Effects come out of `poll(now_s)`, events go in through `on_*`; `wake_s()` says when to poll at the latest.
 """
@@ -423,14 +423,14 @@ class Matchmaker:
         may_be_alone = search.request.may_be_alone and not search.table.round_has_begun()
         size_min = 1 if may_be_alone else self._min_group_size
         enough = size >= size_min and now_s >= min(search.begin_by_s, self._wait_until_s(search))
-        if enough or size >= self._target_group_size:
+        if (enough or size >= self._target_group_size) and search.can_commit():
             unseated = search.unseated()
             group = search.group(self._schema.codec, self._rng)
             self._answer(search.followers, group)
             self._begin_round(group, now_s)
             self._answer(unseated, self._history.status(now_s))
-        elif overdue:
-            self._end_search(search.table.explain(deadline=True), now_s)
+        elif overdue or search.is_committed_elsewhere():
+            self._end_search(search.table.explain(deadline=overdue), now_s)
         # in a grid: try another place, but only when there is nobody left to wait for
         elif search.request.expected:
             if search.records_read and now_s >= max(search.request.stay_until_s, self._wait_until_s(search)):

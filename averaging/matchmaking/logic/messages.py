@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.group import Group
@@ -140,6 +140,10 @@ def _nobody(peer_id: PeerId) -> bool:
     return False
 
 
+def _always(peers: Collection[PeerId]) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precedence:
     """The standing of the other peers of one search, from this peer's point of view."""
@@ -151,6 +155,8 @@ class Precedence:
     is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
     is_holding: IsMember = _nobody  # the reason is that it led a group and did not begin
     may_be_alone: bool = False  # a group of this peer alone is large enough
+    # whether these peers are a quorum of the electors, without which no group commits the round
+    is_quorum: Callable[[Collection[PeerId]], bool] = _always
     is_cell: bool = False  # of a run that is larger than a group: the cell's rounds extend no head
 
     def is_stranger(self, peer_id: PeerId) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.grace_period import GracePeriod
@@ -52,6 +52,7 @@ _JOIN_WAIT_S = 1.0
 # a follower notices within this that its leader is dead: ping interval, timeout of the ping, and a margin
 _LEADER_LOSS_S = 2.0
 _BUSY_MAX_S = 3600.0
+_ENGAGED = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)  # in or after a round, or about to be
 
 
 @dataclass(slots=True)
@@ -327,15 +328,28 @@ class PeerTable:
 
     def round_has_begun(self) -> bool:
         """Return whether a known peer is or was in a group for this round, which would have to fail first."""
-        begun = (PeerStatus.BUSY, PeerStatus.FOLLOWING, PeerStatus.PASSED)
         return any(
-            peer.status in begun
+            peer.status in _ENGAGED
             and not peer.failed
             and peer.round_key == self.query.round_key
             and not self._precedence.is_stranger(peer_id)
             and not self.passes_over(peer_id)
             for peer_id, peer in self.peers.items()
         )
+
+    def in_other_groups(self, peers: Collection[PeerId], *, committed: bool) -> set[PeerId]:
+        """Return those of `peers` that take part in this round with others and not with this peer, by their
+        own word: they follow another leader, or their round has begun; with `committed`, it is over.
+        """
+        own = self.query.contact.peer_id
+        states = (PeerStatus.PASSED,) if committed else _ENGAGED
+
+        def is_engaged(peer: PeerState) -> bool:
+            follows_this_peer = peer.follows is not None and peer.follows.contact.peer_id == own
+            same_key = peer.round_key == self.query.round_key
+            return peer.status in states and same_key and not peer.failed and not follows_this_peer
+
+        return {one for one in peers if one in self.peers and is_engaged(self.peers[one])}
 
     def missing_s(self, now_s: float) -> dict[PeerId, float]:
         """Return how long each peer that could come was missing in this search, which ends now."""

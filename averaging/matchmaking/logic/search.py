@@ -71,6 +71,21 @@ class Search:
         ranks_first = not query.can_lead or order(self.query.rank) < order(query.rank)
         return self.query.can_lead and ranks_first and not self.table.passes_over(peer_id)
 
+    def can_commit(self) -> bool:
+        """Return whether a group of this peer and its followers has a quorum of the electors, if those that
+        are in no other group for this round sign from outside.
+        """
+        precedence = self.request.precedence
+        others = precedence.electors.difference(self.followers)
+        taken = self.table.in_other_groups(others, committed=False)
+        return precedence.is_quorum(precedence.electors - taken)
+
+    def is_committed_elsewhere(self) -> bool:
+        """Return whether the electors that have not committed this round yet are no quorum any more."""
+        precedence = self.request.precedence
+        passed = self.table.in_other_groups(precedence.electors, committed=True)
+        return bool(passed) and not precedence.is_quorum(precedence.electors - passed)
+
     def unseated(self) -> dict[PeerId, GroupFollower]:
         """Take out the followers that have no seat in the group, and return them."""
         seats = seated(list(self.followers), self.group_size, self.request.precedence)

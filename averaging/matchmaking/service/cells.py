@@ -73,6 +73,7 @@ class Cells:
         self.members = CellMembers(_ENTRY_TTL_S)
         self.place: Place | None = None  # of the search in progress
         self._own, self._name, self._schema = own, name, schema
+        self._group_size, self._ledger = group_size, exchange.ledger_of(name.run)
         self._presence, self._caller, self._clock = presence, exchange.caller, exchange.clock
         self._supervisor = supervisor
         self._contact: Contact | None = None  # of this peer, as of the last search
@@ -107,7 +108,9 @@ class Cells:
         self._update_grid()
 
     def _update_grid(self) -> None:
-        self.grid.on_records(self._holders, self._lost, self._shard)
+        peers = [self._own, *self._holders]
+        may_divide = len(peers) <= self._group_size or self._ledger.may_divide(peers, self._group_size)
+        self.grid.on_records(self._holders, self._lost, self._shard, may_divide=may_divide)
 
     def on_announcement(self, holder: Holder) -> None:
         """Add a holder that introduced itself."""

@@ -39,7 +39,7 @@ from averaging.matchmaking.logic.messages import (
     SendLookForGroup,
     VectorSchema,
 )
-from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
+from averaging.matchmaking.logic.peer_table import FIRST_MAX, QUERIED_PEERS_MAX
 from averaging.matchmaking.service.cells import LOBBY_S, LOBBY_S_MAX, Cells
 from averaging.matchmaking.service.presence import PermittedPresence, Presence
 from averaging.matchmaking.service.wire import (
@@ -429,9 +429,11 @@ class GroupService:
 def introduced(
     holders: Iterable[Holder], own: PeerId, schema: bytes, is_member: Callable[[PeerId], bool]
 ) -> list[Contact]:
-    """Return the peers to which this one introduces itself: members first, then those with the same tensors,
-    because strangers may have written any number of records.
+    """Return the peers to which this one introduces itself: members, then those with the same tensors,
+    because strangers may have written any number of records. Members lead: where there are some, a few others
+    are enough, so that of many newcomers not each introduces itself to each.
     """
     ranked = sorted(holders, key=lambda one: (not is_member(one.contact.peer_id), one.schema != schema))
     others = [one.contact for one in ranked if one.contact.peer_id != own and one.contact.addresses]
-    return others[:QUERIED_PEERS_MAX]
+    members = sum(is_member(contact.peer_id) for contact in others)
+    return others[: min(max(members, FIRST_MAX), QUERIED_PEERS_MAX) if members else QUERIED_PEERS_MAX]

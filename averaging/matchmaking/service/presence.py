@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from averaging.matchmaking.logic.messages import TEXT_MAX, AveragerName, Holder, VectorSchema
@@ -97,14 +97,18 @@ class DhtPresence:
         own: Callable[[], Contact],
         schema: VectorSchema,
         group_size: int = 0,
+        may_divide: Callable[[Collection[PeerId], int], bool] = lambda peers, size_max: True,
     ) -> None:
-        """`group_size`: of the averager's groups, which fit into one dictionary at least twice."""
+        """`group_size`: of the averager's groups, which fit into one dictionary at least twice. `may_divide`
+        says whether holders that are more than a number make a large swarm (`RunLedger.may_divide`).
+        """
         self._dht = dht
         self._name = name
         self._own = own
         self._schema = schema
         self._place = place_of(own().peer_id.to_bytes())
         self._flat_max = max(FLAT_MAX, 2 * group_size)
+        self._may_divide = may_divide
         self._bits = 0
         self._stored: set[Key] = set()  # keys under which this peer's record may stand
         # read for places: the time, and the records
@@ -190,7 +194,8 @@ class DhtPresence:
             records = await self._records(HolderShard(), timeout_s, latest=True)
         notices = [bits for _, bits in records.values() if bits]
         total = holders_estimated(len(records) - len(notices), notices)
-        self._divide(bits_for(total, 0, self._flat_max))
+        if self._may_divide(records.keys(), self._flat_max):
+            self._divide(bits_for(total, 0, self._flat_max))
         if self._bits:
             return await self._read_shard(timeout_s)
         return {peer: holder for peer, (holder, _) in records.items()}

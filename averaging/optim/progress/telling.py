@@ -14,10 +14,10 @@ from swarm.core.ids import PeerId
 from swarm.core.notify import ChangeEvent
 
 _CONCURRENT_MAX = 16
-_STRANGERS_MAX = 32  # that wait to be told; those that wait longest are left to read the DHT
+STRANGERS_MAX = 32  # that wait to be told; those that wait longest are left to read the DHT
 # Between two batches of reports to strangers. Larger: newcomers to a run with short epochs learn later that
 # one is full.
-_STRANGERS_PAUSE_S = 0.5
+STRANGERS_PAUSE_S = 0.5
 
 
 class Telling:
@@ -48,7 +48,7 @@ class Telling:
             self._strangers[peer] = None
             self._wake.notify()
         self._full |= full
-        while len(self._strangers) > _STRANGERS_MAX:
+        while len(self._strangers) > STRANGERS_MAX:
             del self._strangers[next(iter(self._strangers))]
 
     async def run(self) -> None:
@@ -58,4 +58,4 @@ class Telling:
             strangers, self._strangers = self._strangers, {}
             full, self._full = self._full, False
             await self.tell(strangers, full=full)
-            await asyncio.sleep(_STRANGERS_PAUSE_S)
+            await asyncio.sleep(STRANGERS_PAUSE_S)

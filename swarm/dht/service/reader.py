@@ -226,7 +226,8 @@ class Reader:
         replicas = nearest[:REPLICAS]
         if any(contact.peer_id == overlay.own_id for contact in replicas):
             for record in search.latest.values():
-                self._replica.store_record(record, direct=False)
+                if record != self._storage.record_of(key, record.owner):
+                    self._replica.store_record(record, direct=False)
             self._repair_replicas(search, replicas)
         # Records may have been written here meanwhile, by this peer or by others.
         search.merge(self._storage.records(key, overlay.now_us))

@@ -83,6 +83,20 @@ def test_members_that_exchange_no_values_cost_a_short_round_half_as_many_heartbe
     assert heartbeats_in_first_second(distant=True) <= 3
 
 
+@pytest.mark.parametrize("members", [8, 31])
+def test_many_members_that_exchange_no_values_cost_no_more_heartbeats_than_a_few(members: int) -> None:
+    """In a group with one reducer each would send to all others as often as to a few."""
+    places, count = list(range(members)), 0
+    liveness = FailureDetector(places, [], 0.0, distant=places)
+    for nth in range(1, 61):
+        heartbeats, dead = liveness.tick(nth / 10)
+        assert not dead
+        for place in heartbeats:
+            liveness.answered(place, 0.0)
+        count += len(heartbeats)
+    assert count <= 8 * 6.0 / REST_S
+
+
 def test_a_silent_member_that_exchanges_no_values_with_this_one_is_found_nearly_as_soon() -> None:
     died_s = {}
     for distant in (False, True):

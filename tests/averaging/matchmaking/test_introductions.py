@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from averaging.matchmaking.logic.messages import Holder
-from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
+from averaging.matchmaking.logic.peer_table import FIRST_MAX, QUERIED_PEERS_MAX
 from averaging.matchmaking.service.matchmaking_service import introduced
-from swarm.core.ids import Address, Contact
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.testing.identities import SeededIdentity
 
 SCHEMA = b"schema"
@@ -24,6 +24,13 @@ def test_members_come_before_any_number_of_strangers_with_the_same_tensors() -> 
     found = introduced(
         [*others, *strangers, *members], members[0].contact.peer_id, SCHEMA, known.__contains__
     )
-    assert len(found) == QUERIED_PEERS_MAX
+    assert len(found) == FIRST_MAX, "of many newcomers not each introduces itself to each: members lead"
     assert found[:3] == [one.contact for one in members[1:]]
     assert not {one.contact for one in others} & set(found)
+
+
+def test_without_members_a_peer_introduces_itself_to_all() -> None:
+    strangers = [holder(number) for number in range(QUERIED_PEERS_MAX + 1)]
+    own = strangers[0].contact.peer_id
+    found = introduced(strangers, own, SCHEMA, frozenset[PeerId]().__contains__)
+    assert len(found) == QUERIED_PEERS_MAX

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
+from averaging.history.certificate import is_quorum
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
 from averaging.matchmaking.logic.matchmaking import Matchmaker
@@ -361,3 +363,89 @@ def test_a_leader_that_died_is_not_blamed_for_holding_its_followers() -> None:
     [finished] = [effect for effect in bench.poll(10.0) if isinstance(effect, SearchFinished)]
     assert isinstance(finished.outcome, SearchFailed)
     assert finished.outcome.held_by is None
+
+
+# ---- a quorum of the electors
+
+
+@dataclass
+class _Newcomer:
+    """A newcomer that leads another one, beside three electors of its run with these statuses."""
+
+    machine: Matchmaker
+    now_s: float = 0.0
+    turn: int = 0
+
+    @classmethod
+    def make(cls) -> _Newcomer:
+        machine = Matchmaker(
+            own=contact(OWN).peer_id, schema=OURS, rng=random.Random(0), now_s=-100.0, target_group_size=64
+        )
+        electors = [contact(number).peer_id for number in (1, 2, 3)]
+        order = replace(precedence((1, 2, 3)), is_quorum=functools.partial(is_quorum, electors))
+        request = SearchRequest(
+            round_key=KEY, deadline_s=40.0, rank_deadline_s=40.0, weight=1.0, precedence=order
+        )
+        machine.on_holders({contact(n).peer_id: holder(n) for n in (1, 2, 3, 6)}, 0.0)
+        machine.start(request, Member(contact=contact(OWN), weight=1.0, bandwidth=1.0), 0.0)
+        machine.poll(0.0)
+        machine.on_join(join_of(6, 41.0, key=KEY), 0.0)
+        return cls(machine)
+
+    def told(self, *answers: Answer) -> list[Effect]:
+        """Return what it does within the ten seconds in which the electors answer its queries so."""
+        effects: list[Effect] = []
+        for _ in range(20):
+            self.now_s, self.turn = self.now_s + 0.5, self.turn + 1
+            for number, answer in enumerate(answers, 1):
+                told = replace(answer, turn=self.turn)
+                self.machine.on_query_answer(contact(number).peer_id, told, self.now_s)
+            effects += self.machine.poll(self.now_s)
+            if any(isinstance(one, SearchFinished | SendJoin) for one in effects):
+                break
+        return effects
+
+
+IDLE = Answer(status=PeerStatus.IDLE)
+IN_THEIR_ROUND = Answer(status=PeerStatus.BUSY, round_key=KEY, expected_s=1.0)
+THEIR_LEADER = Leader(contact=contact(1), deadline_s=30.0)
+FOLLOWS = Answer(status=PeerStatus.FOLLOWING, round_key=KEY, deadline_s=30.0, leader=THEIR_LEADER)
+PASSED = Answer(status=PeerStatus.PASSED, round_key=KEY)
+SEARCHES = Answer(status=PeerStatus.SEARCHING, round_key=KEY, deadline_s=50.0)
+
+
+def found_in(effects: list[Effect]) -> list[Group | SearchFailed]:
+    return [one.outcome for one in effects if isinstance(one, SearchFinished)]
+
+
+@pytest.mark.parametrize("second", [IN_THEIR_ROUND, FOLLOWS])
+def test_a_group_of_newcomers_does_not_begin_beside_a_round_with_the_quorum(second: Answer) -> None:
+    """Such a group could not commit, and its members would miss the next round, too."""
+    newcomer = _Newcomer.make()
+    assert not found_in(newcomer.told(IN_THEIR_ROUND, second, IDLE))
+
+
+def test_newcomers_that_wait_for_a_round_join_the_electors_when_it_has_failed() -> None:
+    newcomer = _Newcomer.make()
+    newcomer.told(IN_THEIR_ROUND, IN_THEIR_ROUND, IDLE)
+    effects = newcomer.told(SEARCHES, SEARCHES, IDLE)
+    assert [one.contact for one in effects if isinstance(one, SendJoin)] == [contact(1)]
+    [told] = [one.answer for one in effects if isinstance(one, AnswerJoin)]
+    assert isinstance(told, Answer)
+    assert told.leader is not None
+    assert told.leader.contact == contact(1), "its follower is sent there"
+
+
+def test_newcomers_that_wait_for_a_round_end_their_search_when_it_is_committed() -> None:
+    newcomer = _Newcomer.make()
+    newcomer.told(IN_THEIR_ROUND, IN_THEIR_ROUND, IDLE)
+    [failed] = found_in(newcomer.told(PASSED, PASSED, IDLE))
+    assert isinstance(failed, SearchFailed)
+    assert failed.reason == "passed"
+
+
+def test_a_minority_of_electors_elsewhere_holds_nobody_up() -> None:
+    """The others may be busy with long steps, and sign from outside."""
+    [group] = found_in(_Newcomer.make().told(IN_THEIR_ROUND, IDLE, IDLE))
+    assert isinstance(group, Group)
+    assert group.peer_ids == (contact(OWN).peer_id, contact(6).peer_id)

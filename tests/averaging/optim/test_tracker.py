@@ -11,6 +11,7 @@ import pytest
 
 from averaging.blocklist import PeerBlocklist
 from averaging.optim.progress.logic.reports import ProgressReport
+from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.tracker import Tracker
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
@@ -94,6 +95,51 @@ def test_a_peer_that_says_goodbye_is_removed_at_once() -> None:
         await bench.tracker._refresh()
         await bench.receives(TWO, goodbye=True)
         assert bench.tracker.others().keys() == {THREE}
+
+    play(scenario)
+
+
+def test_reports_of_strangers_without_a_record_cause_no_read() -> None:
+    """Before, a crowd that only reported made members read all records without a pause."""
+
+    async def scenario() -> None:
+        bench, asked = Bench(), list[PeerId]()
+        bench.tracker._keeper.renew_soon = lambda: asked.append(ONE)  # type: ignore[method-assign]
+        await bench.receives(contact(10).peer_id)
+        assert asked, "before there are electors everybody counts"
+        asked.clear()
+        bench.tracker._progress.standing = ReportStanding(ONE, (ONE, TWO), {THREE}.__contains__)
+        await bench.receives(contact(11).peer_id)
+        assert not asked
+        await bench.receives(THREE)
+        assert asked
+
+    play(scenario)
+
+
+def test_a_member_is_told_that_the_epoch_is_full_among_a_hundred_strangers() -> None:
+    """Before, news went to the peers 1, 2, 4, … places further on in a ring that a crowd fills."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        assert bench.dht.found is not None
+        bench.dht.found |= {str(n): entry(n, epoch=0, samples=10) for n in range(10, 110)}
+        bench.tracker._progress.standing = ReportStanding(
+            ONE, (ONE, TWO, THREE), frozenset({TWO, THREE}).__contains__
+        )
+        await bench.tracker._refresh()
+        bench.calls.sent.clear()
+        announcing = asyncio.create_task(bench.tracker._announce_loop())
+        telling = asyncio.create_task(bench.tracker._telling.run())
+        assert bench.tracker.update_own(100, 10.0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        announcing.cancel()
+        telling.cancel()
+        assert set(bench.calls.sent[:2]) == {(TWO, True, False), (THREE, True, False)}
+        strangers = [peer for peer, _, _ in bench.calls.sent[2:]]
+        assert 0 < len(strangers) <= 8
+        assert set(strangers) <= {contact(n).peer_id for n in range(10, 110)}
 
     play(scenario)
 

@@ -45,6 +45,9 @@ BEGIN_FRACTION = 0.75
 # others' reports, or live peers would expire between two reads.
 REPORT_TTL_S = 15.0
 REFRESH_S_MIN = 0.25  # between two reads of the DHT when the epoch is about to be full
+# In a run with more peers it is longer in proportion: what one of them has done since its last report matters
+# less, and all of them together write and read as often
+REFRESH_MIN_PEERS = 8
 # Instead of it in a run of several shards, where totals take longer than that anyway.
 REFRESH_S_LARGE = 1.0
 # Reports kept; beyond it the oldest is dropped. Well above the size of one dictionary, so that an overfull
@@ -462,9 +465,15 @@ class EpochProgress:
 
     def refresh_s(self, now_s: float) -> float:
         """Return how long to wait before the others' reports are read again."""
-        eta_s = self.view(now_s).eta_s
-        shortest_s = REFRESH_S_MIN if self.total is None else REFRESH_S_LARGE
+        view = self.view(now_s)
+        eta_s, crowd = view.eta_s, max(len(view.peers) / REFRESH_MIN_PEERS, 1.0)
+        shortest_s = min(REFRESH_S_MIN * crowd, REFRESH_S_LARGE) if self.total is None else REFRESH_S_LARGE
         return min(max(eta_s / 4, shortest_s), self._refresh_s_max)
+
+
+def with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:
+    """Return the peers that have a state of the run."""
+    return [peer for peer, report in reports.items() if not report.joining]
 
 
 def is_count(value: Any, maximum: int) -> TypeGuard[int]:
