@@ -114,7 +114,6 @@ class Averager:
         if isinstance(name, RunAverager):
             tag, self._waiting_share_max = name.compatibility_tag, name.waiting_share_max
             run, name = name.name.run, name.name.averager
-        self._is_of_run = bool(run)
         if not _NAME.fullmatch(name):
             raise UsageError(
                 "an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not "
@@ -151,7 +150,7 @@ class Averager:
             else self._mixed.schema(settings, self._round.chunk_bytes)
         )
         open_run = hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
-        self._full_name = AveragerName(run=run or open_run, averager=name)
+        self._full_name, self._of_run = AveragerName(run=run or open_run, averager=name), bool(run)
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
         self._result_buffer = ResultBuffer(self._staging.queues)
@@ -250,7 +249,7 @@ class Averager:
             ),
             timeout_s=timeout_s,
             history=round_key if isinstance(round_key, RoundLineage) else None,
-            is_cell=self._is_of_run and not isinstance(round_key, RoundLineage),
+            is_cell=self._of_run and not isinstance(round_key, RoundLineage),
         )
         member = self._member(options.weight, options.history)
         delta = apply == "delta"

@@ -187,7 +187,7 @@ def settle(
     proposal: Proposal, result: bytes, electors: Sequence[PeerId], register: Register
 ) -> tuple[tuple[PeerId, ...], Register] | None:
     """Return the electors and the register after a round on a head with these; None: those of the proposal,
-    because whoever was not an elector before did work. An elector counts as present also when its values were
+    because all peers that were no electors did work. An elector counts as present also when its values were
     lost: it took part in the decision.
     """
     idle = {*read_idle(proposal, result)}.difference(electors)

@@ -236,13 +236,12 @@ class Lineage:
         group_id: bytes,
         contributors: Sequence[PeerId],
         is_break: bool,
-        gone: Collection[PeerId] = (),
         new_hour: bool = False,
     ) -> Proposal:
         """Return the proposal of a round of this group on the present head. One group is enough for the
-        epoch after it. `gone`: peers whose goodbyes all members of the group know.
+        epoch after it. Electors whose goodbyes this peer knows leave the list.
         """
-        gone = leaving(self.electors, self.register, contributors, gone, is_break=is_break)
+        gone = leaving(self.electors, self.register, contributors, self._goodbyes, is_break=is_break)
         electors, register = electors_after(
             self.electors, self.register, contributors, gone=gone, is_break=is_break, new_hour=new_hour
         )
@@ -281,7 +280,6 @@ class Lineage:
             group_id=group_id,
             contributors=(self.own,),
             is_break=is_break,
-            gone=self._goodbyes,
         )
         result = blake3(b"swarm alone\0" + proposal.digest()).digest()
         signature = sign(vote_statement(proposal.digest(), result))

@@ -125,7 +125,7 @@ class GrowthRun:
         """Return the honest electors that do not miss the next round, at least one."""
         config = self.config
         for peer in self._honest:
-            # so often that it misses this share of the rounds in the long run
+            # the chance with which it misses this share of the rounds in the long run
             leaves = config.miss / (config.away_rounds * (1.0 - config.miss) + config.miss)
             if self._back_s[peer] <= self._now_s and self._chance.happens(leaves):
                 self._back_s[peer] = self._now_s + config.away_rounds * config.round_s

@@ -25,7 +25,7 @@ from averaging.history.certificate import (
     vote_statement,
 )
 from averaging.history.chain import Chain
-from averaging.history.electors import grants_hour
+from averaging.history.electors import electors_after, grants_hour
 from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from averaging.history.tally import Tally
@@ -168,19 +168,24 @@ class Play:
         members = list(members)
         lineage, contributors = leader.live, [peer.signer.peer_id for peer in members]
         may_grow = not (is_break or lineage.register.at_once) and grants_hour(lineage.electors, contributors)
-        return lineage.propose(
+        proposal = lineage.propose(
             epoch=lineage.epoch + 1,
             kind=RoundKind.EPOCH,
             group_id=self.group_id(),
             contributors=contributors,
             is_break=is_break,
-            gone=self._goodbyes_of(members),
             new_hour=may_grow and self.chance.happens(0.5),
         )
-
-    def _goodbyes_of(self, members: Iterable[Peer]) -> set[PeerId]:
-        """Return the peers whose goodbyes all of these peers know."""
-        return set.intersection(*({*peer.live.goodbyes} for peer in members))
+        gone = tuple(peer for peer in proposal.gone if all(peer in one.live.goodbyes for one in members))
+        electors, register = electors_after(
+            lineage.electors,
+            lineage.register,
+            contributors,
+            gone=gone,
+            is_break=is_break,
+            new_hour=proposal.new_hour,
+        )
+        return replace(proposal, gone=gone, electors=electors, register=register)
 
     def form(self, leader: Peer, members: Sequence[Peer], *, is_break: bool) -> Proposal:
         """Form a group. Every member holds a result of it, once it hears of the group."""
