@@ -249,7 +249,11 @@ class CatchUp:
         # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
         self._averager.open()
         self._follow_history()
-        download.epoch_min = epoch = self._epoch_to_load()
+        # the history that it follows may be shorter than its own was, where the two have parted
+        certified = self._history.certified_epoch if self._history and self._history.has_begun else None
+        download.epoch_min = epoch = (
+            max(self._tracker.swarm_epoch(), self._state.epoch) if certified is None else certified
+        )
         # a peer that closes the epoch now waits for this one, at weight 0
         self._register(epoch, joining=True)
         future = self._node.network.submit(download.fetch(donors, max(attempt.left_s, 0.1)))
@@ -356,14 +360,6 @@ class CatchUp:
         if self._history is not None and (ahead := self._history.ahead) is not None:
             self._history.follow(ahead)
 
-    def _epoch_to_load(self) -> int:
-        """Return the earliest epoch whose state is of use: that of the history that this peer follows, which
-        may be earlier than its own where the two have parted.
-        """
-        if self._history is not None and self._history.has_begun:
-            return self._history.certified_epoch
-        return max(self._tracker.swarm_epoch(), self._state.epoch)
-
     def _install(
         self, attempt: _Attempt, downloaded: DownloadedState, captured: dict[int, CapturedRound], epoch: int
     ) -> LoadResult | None:
@@ -442,12 +438,8 @@ class CatchUp:
         try:
             self._node.network.run(self._tracker.probe(everybody=False), _REGISTER_S)
         except NetworkError as error:
-            _log.info(
-                "not all peers know yet that this peer is in epoch %d of run %s: %s",
-                epoch,
-                self._run_id,
-                error,
-            )
+            text = "not all peers know yet that this peer is in epoch %d of run %s: %s"
+            _log.info(text, epoch, self._run_id, error)
 
     def probe(self, timeout_s: float) -> None:
         """Exchange reports with all peers directly. Raise NetworkError when that takes longer."""

@@ -58,9 +58,8 @@ class RunHistory:
         introducers: Sequence[PeerId] = (),
         ledger: RunLedger | None = None,
     ) -> None:
-        """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm averages through
-        the grid. `introducers`: the peers that the user named, in their order. `ledger` counts certificates.
-        """
+        """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm uses the grid.
+        `introducers`: the peers that the user named, in their order. `ledger` counts certificates."""
         self._node, self._run, self._own, self._sign = node, run, node.contact.peer_id, sign
         self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
@@ -101,11 +100,10 @@ class RunHistory:
         with self._lock:
             return self._lineage.chain((self._lineage.head,))
 
-    @property
-    def past(self) -> Chain:
-        """Return the chain that ends at this peer's head: for checkpoints."""
+    def past(self, heads: Sequence[bytes] = ()) -> Chain:
+        """Return `Lineage.chain` of this peer's history."""
         with self._lock:
-            return self._lineage.chain()
+            return self._lineage.chain(heads)
 
     @property
     def has_begun(self) -> bool:
@@ -116,7 +114,7 @@ class RunHistory:
     def electors(self) -> tuple[PeerId, ...]:
         """Return the electors of the head that this peer has, or should follow."""
         with self._lock:
-            return self._ahead.electors if self._ahead is not None else self._lineage.electors
+            return (self._ahead or self._lineage).electors
 
     @property
     def abstains(self) -> bool:
@@ -132,9 +130,7 @@ class RunHistory:
 
     @property
     def certified_epoch(self) -> int:
-        """Return the epoch that certificates prove: of this peer's history or of one that it should
-        follow.
-        """
+        """Return the epoch that certificates prove, of this history or of one that it should follow."""
         with self._lock:
             return max(self._lineage.epoch, self._ahead.chain.epoch if self._ahead is not None else 0)
 
@@ -194,9 +190,7 @@ class RunHistory:
             self._moved()
 
     def restore(self, past: Chain) -> None:
-        """Continue from the last head of a checkpoint's chain. With its certificates this peer can tell where
-        its history parted from another one.
-        """
+        """Continue from a checkpoint's chain, which tells where it parted from other histories."""
         with self._lock:
             self._lineage.adopt(past)
             self._ahead = None
@@ -433,17 +427,15 @@ class RunHistory:
             relation = self._lineage.relation(chain)
             if self._offers.takes(relation, self._lineage, chain, contact):
                 return
-            found = what_to_follow(relation, self._lineage, chain, contact, breaks=self._is_break)
-            if found is None and relation in (Relation.LOSES, Relation.UNRELATED):
+            if found := what_to_follow(relation, self._lineage, chain, contact, breaks=self._is_break):
+                if self._ahead is None or self._ahead.chain.epoch <= chain.epoch:
+                    self._ahead = found
+            elif relation in (Relation.LOSES, Relation.UNRELATED):
                 self._heads.dismiss(chain.last_head)
-            if found is None or (self._ahead is not None and self._ahead.chain.epoch > chain.epoch):
-                return
-            self._ahead = found
 
     async def on_history(self, peer: PeerId, request: state_pb2.HistoryRequest) -> state_pb2.HistoryReply:
         """Answer with the part of this peer's history that the caller lacks."""
-        with self._lock:
-            return state_pb2.HistoryReply(chain=encode_chain(self._lineage.chain(list(request.heads))))
+        return state_pb2.HistoryReply(chain=encode_chain(self.past(list(request.heads))))
 
     async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
         """Return why a group with these contributors cannot commit; "" when it can: they are a quorum, or

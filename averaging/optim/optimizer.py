@@ -411,7 +411,7 @@ class Optimizer(DelegatingOptimizer):
         if self._state.scheduler is not None:
             swarm["scheduler"] = self._state.scheduler.state_dict()
         if self._history is not None:
-            swarm["history"] = chain_text(self._history.past)
+            swarm["history"] = chain_text(self._history.past())
         return {**self.inner.state_dict(), "swarm": swarm}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

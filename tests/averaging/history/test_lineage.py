@@ -2,11 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgpack
 import pytest
 
 from averaging.history.certificate import Certificate, RoundKind, genesis
 from averaging.history.chain import Chain
-from averaging.history.encoding import CHAIN_BYTES_MAX, decode_chain, encode_chain
+from averaging.history.encoding import (
+    CHAIN_BYTES_MAX,
+    chain_text,
+    decode_chain,
+    encode_chain,
+    encode_root,
+    read_chain_text,
+)
 from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
@@ -110,6 +118,22 @@ def test_of_two_equal_breaks_the_one_with_the_most_senior_elector_continues() ->
     step([one], [B], is_break=True)
     step([other], [C], is_break=True)
     assert (relation(one, other), relation(other, one)) == (Relation.LOSES, Relation.WINS)
+
+
+def test_a_peer_that_restarts_from_a_checkpoint_of_a_break_still_gives_way_to_the_quorum() -> None:
+    a, b, c = together([A, B, C], 2)
+    step([a, b], [A, B])
+    for _ in range(2):
+        step([c], [C], is_break=True)
+    restarted = lineage(C)
+    restarted.adopt(read_chain_text(chain_text(c.chain())))
+    assert restarted.head == c.head
+    assert restarted.relation(a.chain()) is Relation.WINS
+    assert restarted.epochs_after(a.chain()) == 2
+    older = lineage(C)  # a checkpoint of an older version names the head only
+    older.adopt(read_chain_text(msgpack.packb(encode_root(c.chain().end)).hex()))
+    assert older.head == c.head
+    assert older.relation(a.chain()) is Relation.UNRELATED
 
 
 def test_three_histories_agree_which_one_continues() -> None:
