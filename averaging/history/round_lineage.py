@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from averaging.history.certificate import Proposal, RoundKind, genesis, is_quorum
-from averaging.history.electors import NEW_REGISTER, Register
+from averaging.history.certificate import Proposal, RoundKind, genesis
+from averaging.history.electors import (
+    NEW_REGISTER,
+    Register,
+    is_quorum,
+)
 from swarm.core.ids import Contact, PeerId
 
 

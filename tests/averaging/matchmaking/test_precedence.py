@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from averaging.history.certificate import is_quorum
+from averaging.history.electors import is_quorum
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
 from averaging.matchmaking.logic.matchmaking import Matchmaker
