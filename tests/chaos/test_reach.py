@@ -115,7 +115,7 @@ def test_peers_whose_port_is_open_or_forwarded_announce_the_address_that_others_
     internet.forward("forwarded", 4000)
     first = internet.start("r", "-c", NODE, "0.0.0.0:4000")
     address = address_of(first)
-    # They start while the network is down: else they may have been called before they print what they announce.
+    # They start while the network is down: else they may be called before they print what they announce.
     internet.cut()
     processes = {name: internet.start(name, "-c", NODE, "0.0.0.0:4000", address) for name in hosts}
     for process in processes.values():
