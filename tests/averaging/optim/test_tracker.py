@@ -28,6 +28,7 @@ class Calls:
     def __init__(self) -> None:
         self.sent: list[tuple[PeerId, bool, bool]] = []
         self.gone: set[PeerId] = set()
+        self.meanwhile: Callable[[PeerId], None] = lambda peer: None  # happens before a peer's answer comes
 
     async def call(
         self, peer: Contact, method: object, request: state_pb2.ReportRequest, timeout_s: float
@@ -35,6 +36,7 @@ class Calls:
         self.sent.append((peer.peer_id, request.full, request.goodbye))
         if peer.peer_id in self.gone:
             raise NetworkError("nobody answers")
+        self.meanwhile(peer.peer_id)
         return state_pb2.ReportReply(claim=wire_report(samples=10))
 
 
@@ -51,7 +53,7 @@ class Bench:
         node = SimulatedNode(lambda: contact(1), self.dht, self.dht, channels=self.calls)
         blocklist = PeerBlocklist(ONE, self.dht)
         blocklist.ban(banned)
-        self.tracker = Tracker(node, "run", 100, blocklist)
+        self.tracker, self.blocklist = Tracker(node, "run", 100, blocklist), blocklist
         self.dht.now_s += 10.0  # in which it may have computed what it reports
 
     async def receives(
@@ -151,6 +153,22 @@ def test_reports_of_a_banned_peer_are_refused() -> None:
         assert bench.tracker.others().keys() == {THREE}
         with pytest.raises(PeerError, match="banned"):
             await bench.receives(TWO, samples=1000)
+        assert bench.tracker.others().keys() == {THREE}
+
+    play(scenario)
+
+
+def test_the_answer_of_a_peer_that_is_banned_meanwhile_does_not_count() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.tracker._refresh()
+
+        def ban(peer: PeerId) -> None:
+            bench.blocklist.ban([TWO])
+            bench.tracker.forget([TWO])
+
+        bench.calls.meanwhile = ban
+        await bench.tracker.probe()
         assert bench.tracker.others().keys() == {THREE}
 
     play(scenario)
