@@ -28,6 +28,7 @@ class Calls:
     def __init__(self) -> None:
         self.sent: list[tuple[PeerId, bool, bool]] = []
         self.gone: set[PeerId] = set()
+        self.at_s = 1000.0  # when the others reported
         self.meanwhile: Callable[[PeerId], None] = lambda peer: None  # happens before a peer's answer comes
 
     async def call(
@@ -37,11 +38,11 @@ class Calls:
         if peer.peer_id in self.gone:
             raise NetworkError("nobody answers")
         self.meanwhile(peer.peer_id)
-        return state_pb2.ReportReply(claim=wire_report(samples=10))
+        return state_pb2.ReportReply(claim=wire_report(samples=10, at_s=self.at_s))
 
 
-def wire_report(epoch: int = 0, samples: int = 10) -> state_pb2.Claim:
-    return state_pb2.Claim(epoch=epoch, samples=samples, samples_per_s=10.0, at_s=1000.0, since_s=990.0)
+def wire_report(epoch: int = 0, samples: int = 10, at_s: float = 1000.0) -> state_pb2.Claim:
+    return state_pb2.Claim(epoch=epoch, samples=samples, samples_per_s=10.0, at_s=at_s, since_s=990.0)
 
 
 class Bench:
@@ -164,10 +165,11 @@ def test_the_answer_of_a_peer_that_is_banned_meanwhile_does_not_count() -> None:
         await bench.tracker._refresh()
 
         def ban(peer: PeerId) -> None:
-            bench.blocklist.ban([TWO])
-            bench.tracker.forget([TWO])
+            if peer == TWO:
+                bench.blocklist.ban([TWO])
+                bench.tracker.forget([TWO])
 
-        bench.calls.meanwhile = ban
+        bench.calls.meanwhile, bench.calls.at_s = ban, bench.dht.now_s
         await bench.tracker.probe()
         assert bench.tracker.others().keys() == {THREE}
 
