@@ -38,6 +38,14 @@ class Chain:
         """Return the epoch after the last certificate."""
         return self.certificates[-1].proposal.epoch if self.certificates else self.root_epoch
 
+    @property
+    def end(self) -> Chain:
+        """Return the empty chain that begins at the last head."""
+        root = replace(self, certificates=())
+        for certificate in self.certificates:
+            root = after(certificate, root.root_line)
+        return root
+
     def until(self, head: bytes) -> Chain | None:
         """Return the chain up to this head; None when it does not contain the head."""
         if head == self.head:

@@ -18,7 +18,7 @@ from averaging.history.certificate import (
     Proposal,
     RoundKind,
 )
-from averaging.history.chain import Chain, after
+from averaging.history.chain import Chain
 from averaging.history.electors import CANDIDATES_MAX, ELECTORS_MAX, NEW_REGISTER, Known, Register
 from averaging.history.lineage import CERTIFICATES_MAX
 from swarm.core.errors import PeerError, UsageError
@@ -27,6 +27,7 @@ from swarm.core.ids import PeerId
 CHAIN_BYTES_MAX: Final = (2 << 20) - (8 << 10)  # fits into a unary message
 # head, line, epoch, the keys of at most 64 electors, and of as many former ones and candidates
 ROOT_BYTES_MAX: Final = 8192
+_ROOT_VALUES_MAX: Final = 9
 _RUN_CHARACTERS_MAX: Final = 256
 _KEY_BYTES: Final = 32
 _KNOWN_BYTES: Final = _KEY_BYTES + 1  # the key, then the rounds
@@ -40,9 +41,7 @@ def encode_chain(chain: Chain) -> bytes:
     while start and size + len(encoded[start - 1]) <= CHAIN_BYTES_MAX - (8 << 10):
         start -= 1
         size += len(encoded[start])
-    root = replace(chain, certificates=())
-    for certificate in chain.certificates[:start]:
-        root = after(certificate, root.root_line)
+    root = replace(chain, certificates=chain.certificates[:start]).end
     packed: bytes = msgpack.packb([*encode_root(root), encoded[start:]])
     return packed
 
@@ -64,8 +63,8 @@ def decode_chain(data: bytes) -> Chain:
 
 
 def encode_root(root: Chain) -> list[Any]:
-    """Return the beginning of a chain as values for msgpack: for states and checkpoints, whose history begins
-    at their head.
+    """Return the beginning of a chain as values for msgpack: for states, whose history begins at their
+    head.
     """
     return [
         root.head,
@@ -77,19 +76,22 @@ def encode_root(root: Chain) -> list[Any]:
     ]
 
 
-def root_text(root: Chain) -> str:
-    """Return the values of `encode_root` as text, which a checkpoint of torch may hold."""
-    packed: bytes = msgpack.packb(encode_root(root))
-    return packed.hex()
+def chain_text(chain: Chain) -> str:
+    """Return `encode_chain` as text, which a checkpoint of torch may hold."""
+    return encode_chain(chain).hex()
 
 
-def read_root_text(text: object) -> Chain:
-    """Return the empty chain of `root_text`. Raise PeerError when the text is malformed."""
+def read_chain_text(text: object) -> Chain:
+    """Return the chain of `chain_text`, or the empty one of a checkpoint of an older version. Raise PeerError
+    when the text is malformed.
+    """
     try:
-        values = msgpack.unpackb(bytes.fromhex(str(text)))
+        data = bytes.fromhex(str(text))
+        values = msgpack.unpackb(data)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise PeerError(f"not the beginning of a history: {error}") from None
-    return decode_root(values)
+        raise PeerError(f"not a history: {error}") from None
+    has_certificates = isinstance(values, list) and len(values) > _ROOT_VALUES_MAX
+    return decode_chain(data) if has_certificates else decode_root(values)
 
 
 def decode_root(values: object) -> Chain:

@@ -249,7 +249,7 @@ class CatchUp:
         # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
         self._averager.open()
         self._follow_history()
-        download.epoch_min = epoch = max(self._tracker.swarm_epoch(), self._state.epoch)
+        download.epoch_min = epoch = self._epoch_to_load()
         # a peer that closes the epoch now waits for this one, at weight 0
         self._register(epoch, joining=True)
         future = self._node.network.submit(download.fetch(donors, max(attempt.left_s, 0.1)))
@@ -355,6 +355,14 @@ class CatchUp:
         """Follow the swarm's history where it went on, so that this peer finds the rounds of its head."""
         if self._history is not None and (ahead := self._history.ahead) is not None:
             self._history.follow(ahead)
+
+    def _epoch_to_load(self) -> int:
+        """Return the earliest epoch whose state is of use: that of the history that this peer follows, which
+        may be earlier than its own where the two have parted.
+        """
+        if self._history is not None and self._history.has_begun:
+            return self._history.certified_epoch
+        return max(self._tracker.swarm_epoch(), self._state.epoch)
 
     def _install(
         self, attempt: _Attempt, downloaded: DownloadedState, captured: dict[int, CapturedRound], epoch: int

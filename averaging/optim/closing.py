@@ -27,6 +27,7 @@ ALONE_CHECK_AGE_S_MAX = 4.0
 _PROBE_TIMEOUT_S = 10.0
 _REFRESH_TIMEOUT_S = 2.0
 _QUORUM_POLL_S = 0.5  # between two looks for a quorum
+_QUORUM_PAUSE_S = 0.1  # at least, between two looks
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 _TOLERATED_LAG_EPOCHS_MAX = 3
 
@@ -154,6 +155,8 @@ class EpochCloser:
             if self._traits.keeps_progress and not history.waits_briefly:
                 return CloseOutcome(stepped=False, reason=history.quorum_text(), rounds_failed=failed)
             self._tracker.wait_refresh(_QUORUM_POLL_S)
+            # a peer that is cut off reads its own records only, in no time
+            self._tracker.wait_full(self._state.epoch + 1, _QUORUM_PAUSE_S, self.is_behind)
         self.round_is_break = history.is_break
         if history.is_break:
             _log.warning("going on without a majority of the peers that decide about this run")

@@ -102,6 +102,12 @@ class RunHistory:
             return self._lineage.chain((self._lineage.head,))
 
     @property
+    def past(self) -> Chain:
+        """Return the chain that ends at this peer's head: for checkpoints."""
+        with self._lock:
+            return self._lineage.chain()
+
+    @property
     def has_begun(self) -> bool:
         """Return whether there is a certificate before this peer's head."""
         with self._lock:
@@ -187,10 +193,12 @@ class RunHistory:
             )
             self._moved()
 
-    def restore(self, root: Chain) -> None:
-        """Continue from the head of a checkpoint, an empty chain."""
+    def restore(self, past: Chain) -> None:
+        """Continue from the last head of a checkpoint's chain. With its certificates this peer can tell where
+        its history parted from another one.
+        """
         with self._lock:
-            self._lineage.adopt(root)
+            self._lineage.adopt(past)
             self._ahead = None
             self._heads.reconsider()
             self._moved()

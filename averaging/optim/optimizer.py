@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from averaging.history.chain import Chain
-from averaging.history.encoding import read_root_text, root_text
+from averaging.history.encoding import chain_text, read_chain_text
 from averaging.optim.arguments import check_arguments, check_samples
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
@@ -411,7 +411,7 @@ class Optimizer(DelegatingOptimizer):
         if self._state.scheduler is not None:
             swarm["scheduler"] = self._state.scheduler.state_dict()
         if self._history is not None:
-            swarm["history"] = root_text(self._history.root)
+            swarm["history"] = chain_text(self._history.past)
         return {**self.inner.state_dict(), "swarm": swarm}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -430,18 +430,19 @@ class Optimizer(DelegatingOptimizer):
                 self._averager.load_feedback(swarm.get("feedback"))
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
-            root = read_root_text(swarm["history"]) if swarm is not None and "history" in swarm else None
+            past = read_chain_text(swarm["history"]) if swarm is not None and "history" in swarm else None
             self._state.mark_changed(
-                int(swarm["epoch"]) if swarm is not None else self._state.epoch, root=root
+                int(swarm["epoch"]) if swarm is not None else self._state.epoch,
+                root=past.end if past is not None else None,
             )
-        self._restore_history(root)
+        self._restore_history(past)
         self._hyperparameters.record()
         self._loop.resumed()
 
-    def _restore_history(self, root: Chain | None) -> None:
+    def _restore_history(self, past: Chain | None) -> None:
         """Continue the history that a checkpoint names, where it names one."""
-        if self._history is not None and root is not None:
-            self._history.restore(root)
+        if self._history is not None and past is not None:
+            self._history.restore(past)
 
     def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
         """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, went on by itself, and

@@ -14,7 +14,7 @@ import torch
 
 from averaging.allreduce.logic.versions import check_clipped, decode_places
 from averaging.history.chain import Chain
-from averaging.history.encoding import decode_chain, encode_chain, read_root_text, root_text
+from averaging.history.encoding import chain_text, decode_chain, encode_chain, read_chain_text
 from averaging.optim.exchange import chunk_head, parse_chunks_request, unpack_chunk
 from averaging.optim.progress.logic.reports import ProgressReport, ProgressTotal
 from averaging.optim.state.snapshot import ALIGNMENT_BYTES, encode_snapshot, read_header, read_tensors
@@ -230,7 +230,7 @@ def all_decoders() -> list[Decoder]:
         Decoder("progress", _of_value(lambda value: ProgressReport.decode(value, _NOW_S)), progress),
         Decoder("progress total", _of_value(lambda value: ProgressTotal.decode(value, _NOW_S)), progress),
         Decoder("history", _check_history, [encode_chain(chain)]),
-        Decoder("root of a history", _of_text(read_root_text), [root_text(chain).encode()]),
+        Decoder("root of a history", _of_text(read_chain_text), [chain_text(chain).encode()]),
         Decoder("snapshot", _state, [_state_seed(), _whole_state_seed()]),
         Decoder("training state", _load_state, [_state_seed(), _whole_state_seed()]),
         Decoder("header of a snapshot", _with_header(_state), [_header_seed()]),

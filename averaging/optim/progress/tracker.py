@@ -165,6 +165,8 @@ class Tracker:
         with self._changed:
             now_s = self._node.clock.swarm_s()
             self._update_history()
+            if epoch < self._progress.epoch:  # of a history that parted from this one: nothing is full there
+                self._full_epoch = self._full_epoch_of_others = self._announced_epoch = -1
             self._progress.begin_epoch(epoch, now_s, late=late, joining=joining, began_ago_s=began_ago_s)
             self._progress.on_round(members, epoch, now_s)
             self._changed.notify_all()

@@ -28,11 +28,11 @@ from averaging.history.electors import (
 )
 from averaging.history.encoding import (
     ROOT_BYTES_MAX,
+    chain_text,
     decode_chain,
     decode_root,
     encode_chain,
     encode_root,
-    root_text,
 )
 from averaging.history.lineage import Lineage, Relation
 from averaging.history.tally import Tally, is_supported
@@ -373,7 +373,7 @@ def full_history() -> Lineage:
 
 def test_the_largest_root_fits_into_a_state_and_chains_keep_their_registers() -> None:
     history = full_history()
-    assert len(root_text(history.chain((history.head,)))) <= 2 * ROOT_BYTES_MAX
+    assert len(chain_text(history.chain((history.head,)))) <= 2 * ROOT_BYTES_MAX
     assert decode_chain(encode_chain(history.chain())) == history.chain()
     root = history.chain((history.head,))
     assert decode_root(encode_root(root)) == root
