@@ -5,7 +5,6 @@ with the remaining peers while time remains.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,7 +14,6 @@ import msgpack
 from averaging.allreduce.allreduce import AllReduce, RoundMemory
 from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.outcome import RoundOutcome
-from averaging.history.certificate import is_quorum
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, Group, Member
 from averaging.matchmaking.logic.messages import ROUND_KEY_MAX, SearchFailed
@@ -140,8 +138,7 @@ class StepRunner:
                 and (history.may_be_alone or (electors == (member.peer_id,) and not history.seats)),
             )
             if history is not None and history.extends and electors:
-                decide = functools.partial(is_quorum, electors, gone=history.goodbyes)
-                precedence = replace(precedence, is_quorum=decide)
+                precedence = replace(precedence, is_quorum_without=history.is_quorum_without)
             found = await self._groups.find(
                 member=member,
                 round_key=options.round_key,

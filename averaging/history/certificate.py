@@ -22,6 +22,7 @@ from averaging.history.electors import (
     Register,
     electors_after,
     grants_hour,
+    is_quorum,
     leaving,
 )
 from swarm.core.errors import PeerError
@@ -62,20 +63,6 @@ def genesis(run: str) -> bytes:
 def _has_signed(peer: PeerId, statement: bytes, signature: bytes) -> bool:
     """Return whether a peer has signed a statement. Many peers show a newcomer the same certificates."""
     return verify(peer, statement, signature)
-
-
-def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Collection[PeerId] = ()) -> bool:
-    """Return whether the electors that are `present` may decide: more than half of those that have not said
-    goodbye (`gone`), or exactly half including the most senior one. A head without electors, which is that
-    before the first certificate, needs none of them; where all have left there is no quorum any more.
-
-    `electors`: in order of seniority, the most senior first.
-    """
-    eligible = [elector for elector in electors if elector not in gone]
-    if not eligible:
-        return not electors
-    found = sum(elector in present for elector in eligible)
-    return 2 * found > len(eligible) or (2 * found == len(eligible) and eligible[0] in present)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,20 @@ HOUR_S: Final = 3600.0  # in which at most a quarter more electors are admitted,
 _HOUR_SLACK_S: Final = 300.0
 
 
+def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Collection[PeerId] = ()) -> bool:
+    """Return whether the electors that are `present` may decide: more than half of those that have not said
+    goodbye (`gone`), or exactly half including the most senior one. A head without electors, which is that
+    before the first certificate, needs none of them; where all have left there is no quorum any more.
+
+    `electors`: in order of seniority, the most senior first.
+    """
+    eligible = [elector for elector in electors if elector not in gone]
+    if not eligible:
+        return not electors
+    found = sum(elector in present for elector in eligible)
+    return 2 * found > len(eligible) or (2 * found == len(eligible) and eligible[0] in present)
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """A peer that is no elector, and what certificates say about it."""
@@ -107,11 +121,12 @@ def electors_after(
     """Return the electors after a round with these contributors, the most senior first, and the register.
 
     Electors keep their order. One leaves the list when it has missed `MISSES_MAX` certificates in a row or
-    has said goodbye (`gone`); after a break, and while every contributor becomes an elector, when it did not
-    contribute. Former electors follow, then newcomers as far as there are seats, those with the most
-    certified rounds first; of equal ones the first in group order. Where no elector contributed (they had
-    nothing to contribute, and voted) all of them stay; after a break the contributors inherit: the former
-    electors among them, else those that certificates know, else all.
+    has said goodbye (`gone`); when it did not contribute, after a break, while every contributor becomes an
+    elector, and where those that did are no quorum with it on the list. Former electors follow, then
+    newcomers as far as there are seats, those with the most certified rounds first; of equal ones the first
+    in group order. Where no elector contributed (they had nothing to contribute, and voted) all of them stay;
+    after a break the contributors inherit: the former electors among them, else those that certificates know,
+    else all.
 
     `new_hour`: the seats of another hour can be taken (`grants_hour`).
     """
@@ -130,6 +145,8 @@ def electors_after(
             admitted = [] if is_break else _admitted(counted, register, seats)
             stay = [peer for peer in electors if misses.get(peer, 0) < MISSES_MAX and peer not in gone]
             chosen = [*(present if is_break else stay or electors), *former, *admitted]
+            if present and not is_quorum(chosen, here):
+                chosen = [*present, *former, *admitted]
             seats -= len(admitted)
         else:
             chosen = former or counted or candidates

@@ -23,11 +23,17 @@ from averaging.history.certificate import (
     epoch_follows,
     genesis,
     goodbye_statement,
-    is_quorum,
     vote_statement,
 )
 from averaging.history.chain import Chain, after, beginning
-from averaging.history.electors import FOUNDING_MAX, GrowthClock, Register, electors_after, leaving
+from averaging.history.electors import (
+    FOUNDING_MAX,
+    GrowthClock,
+    Register,
+    electors_after,
+    is_quorum,
+    leaving,
+)
 from averaging.history.promises import Promises
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from averaging.history.certificate import Proposal, RoundKind, genesis
-from averaging.history.electors import NEW_REGISTER, Register
+from averaging.history.electors import (
+    NEW_REGISTER,
+    Register,
+    is_quorum,
+)
 from swarm.core.ids import Contact, PeerId
 
 
@@ -50,6 +54,10 @@ class RoundLineage:
         """
         absent = self.register.absent(self.electors)
         return tuple(peer for peer in self.electors if peer not in absent) or self.electors
+
+    def is_quorum_without(self, taken: Collection[PeerId]) -> bool:
+        """Return whether the electors of the head, but for those that are `taken`, are a quorum."""
+        return is_quorum(self.electors, {*self.electors}.difference(taken), self.goodbyes)
 
     @property
     def gone(self) -> int:

@@ -13,11 +13,14 @@ from averaging.history.certificate import (
     Vote,
     goodbye_statement,
     is_majority,
-    is_quorum,
     read_idle,
     settle,
 )
-from averaging.history.electors import NEW_REGISTER, Register
+from averaging.history.electors import (
+    NEW_REGISTER,
+    Register,
+    is_quorum,
+)
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
 from swarm.core.ids import PeerId

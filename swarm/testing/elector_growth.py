@@ -11,8 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from averaging.history.certificate import Certificate, Proposal, RoundKind, is_majority, is_quorum
-from averaging.history.electors import HOUR_S, grants_hour
+from averaging.history.certificate import Certificate, Proposal, RoundKind, is_majority
+from averaging.history.electors import (
+    HOUR_S,
+    grants_hour,
+    is_quorum,
+)
 from averaging.history.lineage import Lineage
 from swarm.core.ids import PeerId
 from swarm.core.standing import Founding

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from averaging.history.certificate import Certificate, Proposal, Vote, is_majority, is_quorum
+from averaging.history.certificate import Certificate, Proposal, Vote, is_majority
+from averaging.history.electors import is_quorum
 from swarm.core.ids import PeerId
 
 

@@ -15,7 +15,8 @@ from typing import Final
 
 import click
 
-from averaging.history.certificate import RoundKind, goodbye_statement, is_quorum
+from averaging.history.certificate import RoundKind, goodbye_statement
+from averaging.history.electors import is_quorum
 from averaging.history.lineage import Relation
 from swarm.core.errors import PeerError
 from swarm.core.identity import Signer

@@ -7,8 +7,9 @@ import math
 from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
 
-from averaging.history.certificate import Certificate, genesis, is_quorum
+from averaging.history.certificate import Certificate, genesis
 from averaging.history.chain import Chain, after, beginning
+from averaging.history.electors import is_quorum
 from averaging.history.encoding import decode_chain
 from averaging.optim.exchange import HISTORY
 from averaging.optim.reports import LoadResult, StepReport

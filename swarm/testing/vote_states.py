@@ -27,10 +27,10 @@ from averaging.history.certificate import (
     Vote,
     goodbye_statement,
     is_majority,
-    is_quorum,
     vote_statement,
 )
 from averaging.history.chain import Chain
+from averaging.history.electors import is_quorum
 from averaging.history.lineage import Lineage, Relation
 from averaging.history.tally import Tally
 from swarm.core.ids import PeerId

@@ -21,6 +21,14 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
 _numbers = itertools.count()
+_UNREACHABLE = """
+table ip cut {
+  chain forward {
+    type filter hook forward priority 0
+    reject with icmp type net-unreachable
+  }
+}
+"""
 _MASQUERADE = """
 table ip nat {
   chain postrouting {
@@ -106,6 +114,16 @@ class Internet:
         """Undo `forward`."""
         router = f"{self._prefix}{name}nat"
         _run("ip", "netns", "exec", router, "nft", "delete", "table", "ip", "forwarded")
+
+    def cut(self) -> None:
+        """Let no host reach another one, until `restore`: each learns that the network is unreachable."""
+        subprocess.run(
+            ["ip", "netns", "exec", self._core, "nft", "-f", "-"], input=_UNREACHABLE.encode(), check=True
+        )
+
+    def restore(self) -> None:
+        """Undo `cut`."""
+        _run("ip", "netns", "exec", self._core, "nft", "delete", "table", "ip", "cut")
 
     def start(self, name: str, *arguments: str) -> Process:
         """Run Python with these arguments on a host. It is killed at the end."""

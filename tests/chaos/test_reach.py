@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.network_namespaces, pytest.mark.skipif(bool(missing())
 # Rounds of an averager with the settings that a user gets without asking.
 AVERAGER = """
 import json, sys, time, torch, swarm
-def show(**event): print(json.dumps(event), flush=True)
+def show(**event): sys.stdout.write(json.dumps(event) + "\\n")  # one write: two threads do
 with swarm.Node(bootstrap=sys.argv[3:]) as node:
     node.tell_reach(lambda sentence: show(event="reach", text=sentence, verdict=node.reach))
     show(event="listening", addresses=node.addresses, reach=node.reach)
@@ -39,15 +39,14 @@ ROUNDS = 4
 # A node that says what it announces, and what is known about others, until its input ends.
 NODE = """
 import json, sys, swarm
+def show(**event): sys.stdout.write(json.dumps(event) + "\\n")  # one write: two threads do
 with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
-    def show(sentence):
-        print(json.dumps({"event": "reach", "verdict": node.reach, "addresses": node.addresses}), flush=True)
-    node.tell_reach(show)
-    print(json.dumps({"event": "listening", "addresses": node.addresses}), flush=True)
+    node.tell_reach(lambda sentence: show(event="reach", verdict=node.reach, addresses=node.addresses))
+    show(event="listening", addresses=node.addresses)
     for line in sys.stdin:
         contacts = [one.contact for one in node.peers()]
         known = {str(one.peer_id): [address.host for address in one.addresses] for one in contacts}
-        print(json.dumps({"event": "known", "peers": known}), flush=True)
+        show(event="known", peers=known)
 """
 
 RUN = """
@@ -116,10 +115,18 @@ def test_peers_whose_port_is_open_or_forwarded_announce_the_address_that_others_
     internet.forward("forwarded", 4000)
     first = internet.start("r", "-c", NODE, "0.0.0.0:4000")
     address = address_of(first)
-    for name, host in hosts.items():
-        process = internet.start(name, "-c", NODE, "0.0.0.0:4000", address)
+    # They start while the network is down: else they may be called before they print what they announce.
+    internet.cut()
+    processes = {name: internet.start(name, "-c", NODE, "0.0.0.0:4000", address) for name in hosts}
+    for process in processes.values():
         assert process.wait("start", lambda event: event["event"] == "listening")["addresses"] == []
-        reach = process.wait("verdict", lambda event: event["event"] == "reach")
+        reach = process.wait("first verdict", lambda event: event["event"] == "reach")
+        assert (reach["verdict"], reach["addresses"]) == ("unknown", [])
+        reach["seen"] = True
+    internet.restore()
+    for name, host in hosts.items():
+        process = processes[name]
+        reach = process.wait("verdict", lambda event: event["event"] == "reach" and not event.get("seen"))
         assert reach["verdict"] == "direct"
         (announced,) = reach["addresses"]
         assert announced.startswith(f"/ip4/{host}/tcp/4000/")

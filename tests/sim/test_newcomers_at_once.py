@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from averaging.history.certificate import is_quorum
+from averaging.history.electors import is_quorum
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.group import Group
 from averaging.optim.reports import StepReport

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from averaging.history import certificate, lineage, tally
-from averaging.history.certificate import is_majority, is_quorum
+from averaging.history.certificate import is_majority
+from averaging.history.electors import is_quorum
 from averaging.history.lineage import Lineage
 from swarm.testing.identities import StandInIdentity, stand_in_verify
 from swarm.testing.vote_states import ForkError, Setting, VoteStates

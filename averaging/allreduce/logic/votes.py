@@ -14,7 +14,8 @@ from averaging.allreduce.logic.assembly import Assembly
 from averaging.allreduce.logic.effects import AnswerVotes, AskVotes, Endorse
 from averaging.allreduce.logic.setup import RoundSetup
 from averaging.allreduce.logic.values import Statement
-from averaging.history.certificate import Certificate, Vote, is_quorum
+from averaging.history.certificate import Certificate, Vote
+from averaging.history.electors import is_quorum
 from averaging.history.tally import Tally
 from swarm.core.ids import PeerId
 

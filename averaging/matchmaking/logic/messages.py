@@ -155,8 +155,8 @@ class Precedence:
     is_passed_over: IsMember = _nobody  # this peer forms no group with it for now
     is_holding: IsMember = _nobody  # the reason is that it led a group and did not begin
     may_be_alone: bool = False  # a group of this peer alone is large enough
-    # whether these peers are a quorum of the electors, without which no group commits the round
-    is_quorum: Callable[[Collection[PeerId]], bool] = _always
+    # whether all electors but these peers are a quorum, without which no group commits the round
+    is_quorum_without: Callable[[Collection[PeerId]], bool] = _always
     is_cell: bool = False  # of a run that is larger than a group: the cell's rounds extend no head
 
     def is_stranger(self, peer_id: PeerId) -> bool:

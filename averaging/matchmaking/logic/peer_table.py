@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.grace_period import GracePeriod
@@ -337,9 +337,9 @@ class PeerTable:
             for peer_id, peer in self.peers.items()
         )
 
-    def in_other_groups(self, peers: Collection[PeerId], *, committed: bool) -> set[PeerId]:
-        """Return those of `peers` that take part in this round with others and not with this peer, by their
-        own word: they follow another leader, or their round has begun; with `committed`, it is over.
+    def in_other_groups(self, *, committed: bool) -> set[PeerId]:
+        """Return the peers that take part in this round with others and not with this peer, by their own
+        word: they follow another leader, or their round has begun; with `committed`, it is over.
         """
         own = self.query.contact.peer_id
         states = (PeerStatus.PASSED,) if committed else _ENGAGED
@@ -349,7 +349,7 @@ class PeerTable:
             same_key = peer.round_key == self.query.round_key
             return peer.status in states and same_key and not peer.failed and not follows_this_peer
 
-        return {one for one in peers if one in self.peers and is_engaged(self.peers[one])}
+        return {peer_id for peer_id, peer in self.peers.items() if is_engaged(peer)}
 
     def missing_s(self, now_s: float) -> dict[PeerId, float]:
         """Return how long each peer that could come was missing in this search, which ends now."""

@@ -75,16 +75,13 @@ class Search:
         """Return whether a group of this peer and its followers has a quorum of the electors, if those that
         are in no other group for this round sign from outside.
         """
-        precedence = self.request.precedence
-        others = precedence.electors.difference(self.followers)
-        taken = self.table.in_other_groups(others, committed=False)
-        return precedence.is_quorum(precedence.electors - taken)
+        taken = self.table.in_other_groups(committed=False).difference(self.followers)
+        return self.request.precedence.is_quorum_without(taken)
 
     def is_committed_elsewhere(self) -> bool:
         """Return whether the electors that have not committed this round yet are no quorum any more."""
-        precedence = self.request.precedence
-        passed = self.table.in_other_groups(precedence.electors, committed=True)
-        return bool(passed) and not precedence.is_quorum(precedence.electors - passed)
+        passed = self.table.in_other_groups(committed=True)
+        return bool(passed) and not self.request.precedence.is_quorum_without(passed)
 
     def unseated(self) -> dict[PeerId, GroupFollower]:
         """Take out the followers that have no seat in the group, and return them."""

@@ -349,7 +349,6 @@ class Tracker:
         """Handle another peer's report, which may say that the epoch is full or that the peer leaves. Raise
         PeerError for a banned peer or a malformed report.
         """
-        self._blocklist.check_not_banned(peer)
         report = self._take_report(peer, request.claim)
         if request.goodbye:
             if self.history is not None:
@@ -431,6 +430,7 @@ class Tracker:
                 self._progress.on_unreachable(peer, refused=not isinstance(error, DeadlineExceeded))
 
     def _take_report(self, peer: PeerId, wire: state_pb2.Claim) -> ProgressReport:
+        self._blocklist.check_not_banned(peer)  # it may have been banned since it was called
         now_s = self._node.clock.swarm_s()
         report = read_claim(wire, now_s)
         with self._changed:

@@ -79,9 +79,6 @@ _BOOK_UPDATES_MAX = 2048
 _CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
 _CHECKED_PEERS_MAX = 1024
 _CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often
-# A new caller that has answered nothing is checked this much later. Too small: peers that come at once check
-# one another before anything else; too large: one that cannot be called stays in the table
-_CHECK_AFTER_S = 5.0
 
 DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
 BookUpdates: TypeAlias = "OrderedDict[PeerId, tuple[Contact, float]]"
@@ -125,8 +122,8 @@ class Overlay:
         self.neighbourhood_version = 0  # number of changes among the nearest peers so far
         self.neighbourhood_changed_s = clock.monotonic_s()  # time of the latest of these changes
         self._caller, self._supervisor = caller, supervisor
-        # peer -> when it may be pinged again because it called
-        self._check_due_s: OrderedDict[PeerId, float] = OrderedDict()
+        # peer -> when it was last pinged because it called
+        self._checked_s: OrderedDict[PeerId, float] = OrderedDict()
         self._checks_running = 0
         self._sender = own(), contact_to_wire(own())
         self._known_peers = -1, b""
@@ -183,20 +180,22 @@ class Overlay:
         return True
 
     def on_call(self, contact: Contact) -> None:
-        """Record that the peer itself, authenticated, called. A ping checks later that it can be called back,
-        if it has not answered by then; meanwhile it is used anyway, unless it has failed before.
+        """Record that the peer itself, authenticated, called. A ping checks that it can be called back; until
+        it answers it is used anyway, unless it has failed before.
         """
         if contact.peer_id == self.own_id:
             return
         if self._is_book_update_due(self._called, contact):
             self.book.record_seen(contact)
         to_ping = self.table.on_call(contact, self.clock.monotonic_s())
-        is_new = to_ping is contact and contact.peer_id not in self.table
-        if is_new and not self.suspects.failures(contact.peer_id):
-            if self._is_check_due(contact.peer_id, later_s=_CHECK_AFTER_S):
-                self._enter(contact, proven=False)
-        elif to_ping is not None:
-            self._check_callable(to_ping)
+        if to_ping is None or not self._check_callable(to_ping):
+            return
+        if (
+            to_ping.peer_id == contact.peer_id
+            and contact.peer_id not in self.table
+            and not self.suspects.failures(contact.peer_id)
+        ):
+            self._enter(contact, proven=False)
 
     def _enter(self, contact: Contact, *, proven: bool) -> None:
         known = contact.peer_id in self.table
@@ -287,10 +286,20 @@ class Overlay:
             return None
         return self.table.contact(peer_id) or self.book.contact(peer_id)
 
-    def _check_callable(self, contact: Contact) -> None:
-        """Ping a peer that called this one, or whose place in the table a newcomer waits for."""
-        if self._checks_running >= _CHECKS_MAX or not self._is_check_due(contact.peer_id):
-            return
+    def _check_callable(self, contact: Contact) -> bool:
+        """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether
+        a ping was started.
+        """
+        now_s = self.clock.monotonic_s()
+        if (
+            self._checks_running >= _CHECKS_MAX
+            or now_s < self._checked_s.get(contact.peer_id, -_CHECK_INTERVAL_S) + _CHECK_INTERVAL_S
+        ):
+            return False
+        self._checked_s[contact.peer_id] = now_s
+        self._checked_s.move_to_end(contact.peer_id)
+        if len(self._checked_s) > _CHECKED_PEERS_MAX:
+            self._checked_s.popitem(last=False)
         self._checks_running += 1
 
         async def check() -> None:
@@ -300,16 +309,6 @@ class Overlay:
                 self._checks_running -= 1
 
         self._supervisor.spawn("DHT check of a caller", check)
-
-    def _is_check_due(self, peer_id: PeerId, later_s: float = _CHECK_INTERVAL_S) -> bool:
-        """Return whether a peer that calls may be checked now; the next check is due `later_s` later."""
-        now_s = self.clock.monotonic_s()
-        if now_s < self._check_due_s.get(peer_id, now_s):
-            return False
-        self._check_due_s[peer_id] = now_s + later_s
-        self._check_due_s.move_to_end(peer_id)
-        if len(self._check_due_s) > _CHECKED_PEERS_MAX:
-            self._check_due_s.popitem(last=False)
         return True
 
     async def ping(self, contact: Contact) -> bool:

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from averaging.history.certificate import Certificate, genesis, goodbye_statement, is_quorum
-from averaging.history.electors import ELECTORS_MAX, electors_after
+from averaging.history.certificate import Certificate, genesis, goodbye_statement
+from averaging.history.electors import (
+    ELECTORS_MAX,
+    electors_after,
+    is_quorum,
+)
 from swarm.core.errors import PeerError
 from tests.averaging.history.peers import NEW, PEERS, RUN, SIGNERS, certificate, identity, proposal
 

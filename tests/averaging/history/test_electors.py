@@ -138,6 +138,24 @@ def test_an_elector_leaves_with_the_third_certificate_in_a_row_that_it_misses() 
     assert rounds(left, register, [A, B, C])[0] == (B, C, A), "it returns, as the most junior one"
 
 
+@pytest.mark.parametrize(
+    ("electors", "here", "left"),
+    [
+        ((A, B), [B], (B,)),  # the senior one was away, and votes on no head that it does not know
+        ((A, B), [A], (A, B)),
+        ((A, B, C, D), [C, D], (C, D)),
+        ((A, B, C, D), [A, D], (A, B, C, D)),
+        ((A, B, C, D), [B, C, D], (A, B, C, D)),
+        ((A, B), [B, E], (B,)),
+    ],
+)
+def test_the_electors_that_go_on_are_always_a_quorum(
+    electors: tuple[PeerId, ...], here: list[PeerId], left: tuple[PeerId, ...]
+) -> None:
+    """Otherwise they would pause for a grace, once the one that is away knows the head no more."""
+    assert rounds(electors, SETTLED, here)[0] == left
+
+
 @pytest.mark.parametrize("rule", ["break", "goodbye", "founding", "invited"])
 def test_an_elector_leaves_with_the_first_certificate_that_it_misses(rule: str) -> None:
     at_once = {"founding": FOUNDING_MAX, "invited": ALWAYS}.get(rule, 0)

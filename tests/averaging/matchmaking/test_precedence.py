@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import pytest
 
-from averaging.history.certificate import is_quorum
+from averaging.history.electors import is_quorum
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
 from averaging.matchmaking.logic.matchmaking import Matchmaker
@@ -377,12 +376,17 @@ class _Newcomer:
     turn: int = 0
 
     @classmethod
-    def make(cls) -> _Newcomer:
+    def make(cls, present: Collection[int] = (1, 2, 3)) -> _Newcomer:
+        """`present`: the electors that have not missed the last certificate."""
         machine = Matchmaker(
             own=contact(OWN).peer_id, schema=OURS, rng=random.Random(0), now_s=-100.0, target_group_size=64
         )
         electors = [contact(number).peer_id for number in (1, 2, 3)]
-        order = replace(precedence((1, 2, 3)), is_quorum=functools.partial(is_quorum, electors))
+
+        def is_quorum_without(taken: Collection[PeerId]) -> bool:
+            return is_quorum(electors, {*electors}.difference(taken))
+
+        order = replace(precedence(present), is_quorum_without=is_quorum_without)
         request = SearchRequest(
             round_key=KEY, deadline_s=40.0, rank_deadline_s=40.0, weight=1.0, precedence=order
         )
@@ -444,8 +448,9 @@ def test_newcomers_that_wait_for_a_round_end_their_search_when_it_is_committed()
     assert failed.reason == "passed"
 
 
-def test_a_minority_of_electors_elsewhere_holds_nobody_up() -> None:
-    """The others may be busy with long steps, and sign from outside."""
-    [group] = found_in(_Newcomer.make().told(IN_THEIR_ROUND, IDLE, IDLE))
+@pytest.mark.parametrize("present", [(1, 2, 3), (2,)], ids=["all-present", "most-missed-a-round"])
+def test_a_minority_of_electors_elsewhere_holds_nobody_up(present: Collection[int]) -> None:
+    """The others may be busy with long steps, and sign from outside, also those that have missed a round."""
+    [group] = found_in(_Newcomer.make(present).told(IN_THEIR_ROUND, IDLE, IDLE))
     assert isinstance(group, Group)
     assert group.peer_ids == (contact(OWN).peer_id, contact(6).peer_id)

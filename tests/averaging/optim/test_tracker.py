@@ -28,6 +28,8 @@ class Calls:
     def __init__(self) -> None:
         self.sent: list[tuple[PeerId, bool, bool]] = []
         self.gone: set[PeerId] = set()
+        self.at_s = 1000.0  # when the others reported
+        self.meanwhile: Callable[[PeerId], None] = lambda peer: None  # happens before a peer's answer comes
 
     async def call(
         self, peer: Contact, method: object, request: state_pb2.ReportRequest, timeout_s: float
@@ -35,11 +37,12 @@ class Calls:
         self.sent.append((peer.peer_id, request.full, request.goodbye))
         if peer.peer_id in self.gone:
             raise NetworkError("nobody answers")
-        return state_pb2.ReportReply(claim=wire_report(samples=10))
+        self.meanwhile(peer.peer_id)
+        return state_pb2.ReportReply(claim=wire_report(samples=10, at_s=self.at_s))
 
 
-def wire_report(epoch: int = 0, samples: int = 10) -> state_pb2.Claim:
-    return state_pb2.Claim(epoch=epoch, samples=samples, samples_per_s=10.0, at_s=1000.0, since_s=990.0)
+def wire_report(epoch: int = 0, samples: int = 10, at_s: float = 1000.0) -> state_pb2.Claim:
+    return state_pb2.Claim(epoch=epoch, samples=samples, samples_per_s=10.0, at_s=at_s, since_s=990.0)
 
 
 class Bench:
@@ -51,7 +54,7 @@ class Bench:
         node = SimulatedNode(lambda: contact(1), self.dht, self.dht, channels=self.calls)
         blocklist = PeerBlocklist(ONE, self.dht)
         blocklist.ban(banned)
-        self.tracker = Tracker(node, "run", 100, blocklist)
+        self.tracker, self.blocklist = Tracker(node, "run", 100, blocklist), blocklist
         self.dht.now_s += 10.0  # in which it may have computed what it reports
 
     async def receives(
@@ -151,6 +154,23 @@ def test_reports_of_a_banned_peer_are_refused() -> None:
         assert bench.tracker.others().keys() == {THREE}
         with pytest.raises(PeerError, match="banned"):
             await bench.receives(TWO, samples=1000)
+        assert bench.tracker.others().keys() == {THREE}
+
+    play(scenario)
+
+
+def test_the_answer_of_a_peer_that_is_banned_meanwhile_does_not_count() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.tracker._refresh()
+
+        def ban(peer: PeerId) -> None:
+            if peer == TWO:
+                bench.blocklist.ban([TWO])
+                bench.tracker.forget([TWO])
+
+        bench.calls.meanwhile, bench.calls.at_s = ban, bench.dht.now_s
+        await bench.tracker.probe()
         assert bench.tracker.others().keys() == {THREE}
 
     play(scenario)
