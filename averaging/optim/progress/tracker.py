@@ -383,9 +383,7 @@ class Tracker:
             await self._refresh()
         # in different epochs: one of the two peers is about to notice
         level = logging.INFO if epoch == ours else logging.DEBUG
-        text = (
-            "peer %s announced that epoch %d of run %s is full; the view of this peer (in epoch %d) differs"
-        )
+        text = "peer %s announced that epoch %d of run %s is full; this one (in epoch %d) has another view"
         _log.log(level, text, peer, epoch, self.run_id, ours)
         return False
 
