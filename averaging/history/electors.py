@@ -122,7 +122,7 @@ def electors_after(
 
     Electors keep their order. One leaves the list when it has missed `MISSES_MAX` certificates in a row or
     has said goodbye (`gone`); when it did not contribute, after a break, while every contributor becomes an
-    elector, and where those that did are no quorum with it on the list. Former electors follow, then
+    elector, and where the junior one of two would depend on it. Former electors follow, then
     newcomers as far as there are seats, those with the most certified rounds first; of equal ones the first
     in group order. Where no elector contributed (they had nothing to contribute, and voted) all of them stay;
     after a break the contributors inherit: the former electors among them, else those that certificates know,
@@ -145,7 +145,7 @@ def electors_after(
             admitted = [] if is_break else _admitted(counted, register, seats)
             stay = [peer for peer in electors if misses.get(peer, 0) < MISSES_MAX and peer not in gone]
             chosen = [*(present if is_break else stay or electors), *former, *admitted]
-            if present and not is_quorum(chosen, here):
+            if len(chosen) == 2 and present and not is_quorum(chosen, here):
                 chosen = [*present, *former, *admitted]
             seats -= len(admitted)
         else:

@@ -442,7 +442,8 @@ class Optimizer(DelegatingOptimizer):
     def _restore_history(self, past: Chain | None) -> None:
         """Continue the history that a checkpoint names, where it names one."""
         if self._history is not None and past is not None:
-            self._history.restore(past)
+            is_own = all(one.proposal.run == self.run_id for one in past.certificates)
+            self._history.restore(past if is_own else past.end)  # the state may begin another run
 
     def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
         """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, went on by itself, and
