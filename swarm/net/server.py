@@ -59,6 +59,17 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return whether a log record of gRPC's is more than that a caller went away before its answer was sent,
+    for which gRPC logs an error with a stack trace.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError"
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
     """Limits on what callers may do at a server."""
