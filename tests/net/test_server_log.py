@@ -1,4 +1,4 @@
-"""What gRPC logs about callers of a node."""
+"""Records of gRPC about callers of a node: which of them are logged."""
 
 from __future__ import annotations
 
