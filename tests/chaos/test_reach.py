@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.namespaces import Internet, Process, missing
+from tests.chaos.small_run import write_small_run
 
 pytestmark = [pytest.mark.network_namespaces, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -49,26 +50,17 @@ with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
         show(event="known", peers=known)
 """
 
-RUN = """
-name = "reach"
-target_batch_size = 32
-batch_size = 4
-state_sync_epochs = 3
-[task]
-name = "bytelm"
-[task.settings]
-width = 32
-layers = 1
-heads = 2
-context = 32
-data_bytes = 1000000
-"""
-
 
 @pytest.fixture
 def internet() -> Iterator[Internet]:
     with Internet() as made:
         yield made
+
+
+def one_public_and_two_behind_routers(internet: Internet) -> None:
+    internet.public("r")
+    for name in ("a", "b"):
+        internet.behind_router(name)
 
 
 def averager(internet: Internet, host: str, value: float, *bootstrap: str) -> Process:
@@ -81,9 +73,7 @@ def address_of(process: Process) -> str:
 
 
 def test_peers_behind_routers_average_with_a_public_one(internet: Internet) -> None:
-    internet.public("r")
-    for name in ("a", "b"):
-        internet.behind_router(name)
+    one_public_and_two_behind_routers(internet)
     public = averager(internet, "r", 3.0)
     address = address_of(public)
     (announced,) = public.events[0]["addresses"]  # no loopback address
@@ -154,11 +144,8 @@ def epochs(process: Process, **fits: Any) -> list[dict[str, Any]]:
 
 
 def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, tmp_path: Path) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text(RUN)
-    internet.public("r")
-    for name in ("a", "b"):
-        internet.behind_router(name)
+    run = write_small_run(tmp_path)
+    one_public_and_two_behind_routers(internet)
     public = command(internet, "r", "start", str(run), "--device", "cpu")
     invite = public.wait("invite", lambda event: event["event"] == "listening")["invite"]
     hidden = [command(internet, name, "join", invite, "--yes", "--device", "cpu") for name in ("a", "b")]
@@ -179,11 +166,8 @@ def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, t
 
 
 def test_volunteers_that_nobody_can_call_are_told_so(internet: Internet, tmp_path: Path) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text(RUN)
-    internet.public("r")
-    for name in ("a", "b"):
-        internet.behind_router(name)
+    run = write_small_run(tmp_path)
+    one_public_and_two_behind_routers(internet)
     entry = command(internet, "r", "bootstrap")
     address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
     founder = command(internet, "a", "start", str(run), "--bootstrap", address, "--device", "cpu")

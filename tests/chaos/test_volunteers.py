@@ -11,25 +11,10 @@ from typing import Any
 import pytest
 
 from swarm.cli.children import Child, Children
+from tests.chaos.small_run import write_small_run
 
 LOOPBACK = ("--listen", "127.0.0.1:0", "--identity", "new")
 WAIT_S = 240.0  # to wait for an event; long, because a busy machine imports torch slowly
-RUN = """
-name = "chaos"
-target_batch_size = 32
-batch_size = 4
-state_sync_epochs = 3
-[task]
-name = "bytelm"
-[task.settings]
-width = 32
-layers = 1
-heads = 2
-context = 32
-data_bytes = 1000000
-[optimizer]
-learning_rate = 3e-3
-"""
 
 
 class Swarm:
@@ -39,8 +24,7 @@ class Swarm:
         self._children = children
         self.events: dict[str, list[Mapping[str, Any]]] = {}
         self.ended: set[str] = set()
-        self.run_file = folder / "run.toml"
-        self.run_file.write_text(RUN)
+        self.run_file = write_small_run(folder)
 
     def create(self, name: str, *bootstrap: str) -> None:
         options = [option for address in bootstrap for option in ("--bootstrap", address)]
@@ -124,7 +108,7 @@ def test_a_volunteer_joins_trains_and_leaves(swarm: Swarm) -> None:
     swarm.wait_epochs(["founder", "volunteer"], more=2, peers=2)
     assert swarm.digests_agree(["founder", "volunteer"])
     run = swarm.of("volunteer", "run")[0]
-    assert (run["name"], run["created"], run["target_batch_size"]) == ("chaos", False, 32)
+    assert (run["name"], run["created"], run["target_batch_size"]) == ("small", False, 32)
     asked_s = time.monotonic()
     swarm.process("volunteer").terminate()
     finished = swarm.wait("the volunteer finishes", lambda: swarm.of("volunteer", "finished"))[0]
@@ -158,7 +142,7 @@ def test_a_run_goes_on_and_can_be_joined_after_its_creator_left(swarm: Swarm) ->
     swarm.wait_epochs(["founder", "one", "two"], more=2, peers=3)
     swarm.process("founder").kill()
     swarm.wait_epochs(["one", "two"], more=2, peers=2)
-    swarm.join("late", swarm.address("two"), "--run", "chaos")
+    swarm.join("late", swarm.address("two"), "--run", "small")
     swarm.wait("the late one has the state", lambda: swarm.of("late", "state"))
     swarm.wait_epochs(["one", "two", "late"], more=2, peers=3)
     assert swarm.digests_agree(["one", "two", "late"])

@@ -1,0 +1,29 @@
+"""A run that a machine trains in seconds, for tests with real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_SPECIFICATION = """
+name = "small"
+target_batch_size = 32
+batch_size = 4
+state_sync_epochs = 3
+[task]
+name = "bytelm"
+[task.settings]
+width = 32
+layers = 1
+heads = 2
+context = 32
+data_bytes = 1000000
+[optimizer]
+learning_rate = 3e-3
+"""
+
+
+def write_small_run(folder: Path) -> Path:
+    """Write the specification into a folder, and return the path of the file."""
+    path = folder / "run.toml"
+    path.write_text(_SPECIFICATION)
+    return path
