@@ -10,6 +10,7 @@ one optimizer step each, always faster than the swarm's epochs. docs/decisions/0
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -384,9 +385,8 @@ class CatchUp:
             self._distrust(dict.fromkeys(downloaded.donors, str(error)))
             self._unregister()
             return None
-        replayed = range(downloaded.epoch, epoch)
-        for one in replayed:
-            self.advance(lambda one=one: self._mode.replay(captured.pop(one)))  # type: ignore[misc]
+        for one in (replayed := range(downloaded.epoch, epoch)):
+            self.advance(functools.partial(self._mode.replay, captured.pop(one)))
         if self._history is not None:
             self._history.settle()
         self._register(self._state.epoch, joining=False)
