@@ -261,7 +261,7 @@ class Stranger:
                 precedence=Precedence(electors=frozenset(honest)),  # or nobody would follow it
             )
             if isinstance(found, Group):
-                while self._claim.head == head:  # noqa: ASYNC110
+                while self._claim.head == head:  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(_CLAIM_S)
                 service.round_over(committed=False)
             else:
