@@ -478,6 +478,7 @@ def _feedback_of(
     )
 
 
+@functools.cache
 def _keep_freed_memory() -> None:
     """Make glibc keep freed blocks of a megabyte, which this process uses again and again.
 

@@ -70,6 +70,9 @@ class Lineage:
         self._certificates: deque[Certificate] = deque(maxlen=CERTIFICATES_MAX)
         self._places: dict[bytes, int] = {}  # number of the certificate that extends each known head
         self._first = 0  # number of the oldest certificate that is kept
+        self._present: Chain | None = (
+            None  # the empty chain at the head, until it moves: it is asked for often
+        )
         self._promises = Promises()  # by its votes on this head
         self._goodbyes: dict[PeerId, bytes] = {}  # signatures of electors of this head that have left
         self._waited_s = 0.0  # of the grace
@@ -159,6 +162,12 @@ class Lineage:
         root = after(self._certificates[start - 1], self._line_before(start - 1))
         return replace(root, certificates=certificates)
 
+    def present(self) -> Chain:
+        """Return the empty chain that begins at the present head."""
+        if self._present is None:
+            self._present = self.chain((self.head,))
+        return self._present
+
     def heads(self) -> list[bytes]:
         """Return heads of this history, the newest first, with growing distances: at most a dozen. Another
         peer finds among them where two histories parted, or a head not far before that.
@@ -231,6 +240,7 @@ class Lineage:
         self._certificates.append(certificate)
 
     def _moved(self, *, restored: bool) -> None:
+        self._present = None
         self._waited_s, self._waiting_at_s, self._restored = 0.0, None, restored
         self._promises, self._goodbyes = Promises(), {}
 
@@ -462,7 +472,7 @@ class Lineage:
     def _root_at(self, head: bytes) -> Chain:
         """Return the empty chain that begins at a known head; its line is not filled in."""
         if head == self.head:
-            return self.chain((head,))
+            return self.present()
         place = self._places[head] - self._first
         return after(self._certificates[place - 1], b"") if place else replace(self._root, certificates=())
 

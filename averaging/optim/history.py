@@ -98,7 +98,7 @@ class RunHistory:
     def root(self) -> Chain:
         """Return the empty chain that begins at this peer's head: head, electors and epoch, for the state."""
         with self._lock:
-            return self._lineage.chain((self._lineage.head,))
+            return self._lineage.present()
 
     def past(self, heads: Sequence[bytes] = ()) -> Chain:
         """Return `Lineage.chain` of this peer's history."""

@@ -176,12 +176,7 @@ class VirtualClock:
         return asyncio.get_running_loop().time() * (1.0 + self.drift)
 
     def swarm_s(self) -> float:
-        return (
-            EPOCH_UNIX_S
-            + asyncio.get_running_loop().time() * (1.0 + self.drift)
-            + self.skew_s
-            + self.offset_s
-        )
+        return EPOCH_UNIX_S + self.monotonic_s() + self.skew_s + self.offset_s
 
     @property
     def error_s(self) -> float:
