@@ -11,57 +11,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
 
 _logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 LEASE_S: Final = 1800  # a check of the verdict, every 600 s at most, renews it
 _PORTS_MAX = 4  # that are tried, where other machines have the first ones
 _DISCOVER_MS = 2000  # to wait for routers that answer: they may take as long as that
-_OPEN_S = 6.0
+_CALL_S = 4.0
 _CLOSE_S = 0.5  # a node closes in under two seconds
 _SEARCH_S = 600.0  # between two searches for a router
 
 
-class Router(Protocol):
-    """What is used of `miniupnpc.UPnP`, whose calls block and raise plain exceptions."""
-
-    lanaddr: str
-
-    def addportmapping(
-        self, outer: int, protocol: str, host: str, inner: int, name: str, remote: str, lease_s: int, /
-    ) -> bool: ...
-
-    def getspecificportmapping(self, outer: int, protocol: str, /) -> tuple[Any, ...] | None: ...
-
-    def deleteportmapping(self, outer: int, protocol: str, /) -> bool: ...
-
-
-def find_router() -> Router | None:
-    """Return the router of this network that forwards ports by UPnP; None when there is none."""
+def find_router() -> Any:
+    """Return the `miniupnpc.UPnP` of the router of this network. It blocks, as its methods do; it and they
+    raise Exception when no router answers, or it refuses.
+    """
     import miniupnpc
 
     router = miniupnpc.UPnP()
     router.discoverdelay = _DISCOVER_MS
-    _attempt(router.discover)
-    return router if _attempt(router.selectigd) else None
+    router.discover()
+    router.selectigd()
+    return router
 
 
 class PortMapping:
-    """The forwarding of one TCP port of the router to this machine. It belongs to the network thread; what
-    blocks runs on a thread of its own.
+    """The forwarding of one TCP port of the router to this machine. It belongs to the network thread; calls
+    to the router run on another one.
     """
 
-    def __init__(self, port: int, find: Callable[[], Router | None] = find_router) -> None:
-        """`port` is the one that the node listens on. `find` blocks."""
+    def __init__(self, port: int, find: Callable[[], Any] = find_router) -> None:
+        """`port` is the one that the node listens on. `find` finds the router, and blocks."""
         self._port, self._find = port, find
-        self._router: Router | None = None
+        self._router: Any = None
         self._searched_s: float | None = None
         self._outer: int | None = None  # the router's port
-        self._is_busy = False  # a thread is at work, perhaps for longer than anybody waits
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="asks-the-router")
 
     @property
     def is_open(self) -> bool:
@@ -72,80 +60,56 @@ class PortMapping:
         """Open the port of the router, or renew that. Return the port at which others may get through: this
         node's own if the router does not forward one.
         """
-        now_s = asyncio.get_running_loop().time()
-        is_due = self._searched_s is None or now_s - self._searched_s >= _SEARCH_S
-        if not self._is_busy and (self._router is not None or is_due):
-            if self._router is None:
-                self._searched_s = now_s
-            await self._in_thread(self._open, _OPEN_S)
-        return self._outer or self._port
-
-    async def close(self) -> None:
-        """Give the port of the router back."""
-        router, outer = self._router, self._outer
-        if router is not None and outer is not None and not self._is_busy:
-            self._outer = None
-            await self._in_thread(lambda: _attempt(router.deleteportmapping, outer, "TCP"), _CLOSE_S)
-
-    def _open(self) -> None:
-        """Find the router, if it is not known, and a port of it. Blocks."""
-        self._router = router = self._router or self._find()
         before, self._outer = self._outer, None
-        if router is None:
-            return
+        if self._router is None:
+            self._router = await self._search()
+        if self._router is None:
+            return self._port
         first = before or self._port
         for outer in range(first, min(first + _PORTS_MAX, 65536)):
-            if self._forward(router, outer):
+            if await self._forward(outer):
                 self._outer = outer
                 if outer != before:
                     _logger.info("the router forwards its port %d to port %d here", outer, self._port)
-                return
+                return outer
         self._router = None  # it may have been replaced; the next search finds the new one
+        return self._port
 
-    def _forward(self, router: Router, outer: int) -> bool:
-        """Return whether the router forwards this port here now. It overwrites no other machine's port."""
-        taken = _attempt(router.getspecificportmapping, outer, "TCP")
-        here = (router.lanaddr, self._port)
+    async def close(self) -> None:
+        """Give the port of the router back. The mapping cannot be opened again."""
+        if self._outer is not None:
+            outer, self._outer = self._outer, None
+            await self._ask(_CLOSE_S, self._router.deleteportmapping, outer, "TCP")
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _search(self) -> Any:
+        now_s = asyncio.get_running_loop().time()
+        if self._searched_s is not None and now_s - self._searched_s < _SEARCH_S:
+            return None
+        self._searched_s = now_s
+        return await self._ask(_CALL_S + _DISCOVER_MS / 1000.0, self._find)
+
+    async def _forward(self, outer: int) -> bool:
+        """Return whether the router forwards this port here now. It takes no other machine's port away."""
+        here = (self._router.lanaddr, self._port)
+        taken = await self._ask(_CALL_S, self._router.getspecificportmapping, outer, "TCP")
         if taken and tuple(taken[:2]) != here:
             return False
-        # some routers lend for ever only
-        return any(
-            _attempt(router.addportmapping, outer, "TCP", *here, "swarm", "", lease_s)
-            for lease_s in (LEASE_S, 0)
-        )
+        for lease_s in (LEASE_S, 0):  # some routers lend for ever only
+            arguments = (outer, "TCP", *here, "swarm", "", lease_s)
+            if await self._ask(_CALL_S, self._router.addportmapping, *arguments):
+                return True
+        return False
 
-    async def _in_thread(self, work: Callable[[], object], timeout_s: float) -> None:
-        """Wait until this is done, but no longer than that: a thread is left alone with a router that does
-        not answer.
-        """
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
-        self._is_busy = True
-
-        def finish() -> None:
-            self._is_busy = False
-            done.set()
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                try:
-                    loop.call_soon_threadsafe(finish)
-                except RuntimeError:
-                    _logger.debug("the router answered after this node had closed")
-
-        threading.Thread(target=run, name="asks the router for a port", daemon=True).start()
-        try:
-            await asyncio.wait_for(done.wait(), timeout_s)
-        except TimeoutError:
-            _logger.debug("the router has not answered within %g s", timeout_s)
-
-
-def _attempt(call: Callable[..., T], *arguments: object) -> T | None:
-    """Return the result of a call to the router; None when it refuses, or does not answer."""
-    try:
-        return call(*arguments)
-    except Exception as error:  # noqa: BLE001 -- the library has no exceptions of its own
-        _logger.debug("the router refuses: %s", error)
-        return None
+    async def _ask(self, timeout_s: float, call: Callable[..., Any], *arguments: object) -> Any:
+        """Return the result of a call to the router; None when it refuses, or does not answer in time."""
+        asked = asyncio.get_running_loop().run_in_executor(self._worker, call, *arguments)
+        answered, _ = await asyncio.wait([asked], timeout=timeout_s)
+        if not answered:
+            asked.cancel()
+            return None
+        error = asked.exception()
+        if error is not None:
+            _logger.debug("the router refuses, or there is none: %s", error)
+            return None
+        return asked.result()

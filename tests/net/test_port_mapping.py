@@ -111,7 +111,10 @@ def test_a_router_that_refuses_is_not_searched_again_at_once() -> None:
 
 
 def test_where_no_router_forwards_ports_the_own_one_is_tried() -> None:
-    mapping = PortMapping(PORT, lambda: None)
+    def find() -> Router:
+        raise Refused("no router answers")
+
+    mapping = PortMapping(PORT, find)
 
     async def steps() -> None:
         assert await mapping.open() == PORT
@@ -122,7 +125,8 @@ def test_where_no_router_forwards_ports_the_own_one_is_tried() -> None:
 
 
 def test_a_router_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.net.port_mapping._OPEN_S", 0.05)
+    monkeypatch.setattr("swarm.net.port_mapping._CALL_S", 0.05)
+    monkeypatch.setattr("swarm.net.port_mapping._DISCOVER_MS", 0)
     answered = threading.Event()
 
     def find() -> None:
@@ -133,7 +137,7 @@ def test_a_router_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.Monk
     async def steps() -> None:
         try:
             assert await mapping.open() == PORT
-            assert await mapping.open() == PORT  # without a second thread
+            assert await mapping.open() == PORT
             await mapping.close()
         finally:
             answered.set()
