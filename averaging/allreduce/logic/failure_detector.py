@@ -30,7 +30,7 @@ HEARTBEAT_INTERVAL_S = (
 # The interval for a member that answers promptly. Shorter: in a long round heartbeats cost more than small
 # tensors; longer: failures are noticed late.
 REST_S = 0.3
-# Up to this number of members get heartbeats at these intervals; of more each gets fewer, and the heartbeats of
+# Up to this number of members get heartbeats at these intervals; of more each gets fewer: the heartbeats of
 # one member cost as much in a group of any size. Smaller: failures in large groups are noticed later
 _CROWD = 16
 _DISTANT_CROWD = 8  # the same for members that exchange no values with this one
