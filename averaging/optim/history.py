@@ -192,7 +192,7 @@ class RunHistory:
     def restore(self, past: Chain) -> None:
         """Continue from a checkpoint's chain, which tells where it parted from other histories."""
         with self._lock:
-            self._lineage.adopt(past)
+            self._lineage.adopt(past.valid_part(self._run))
             self._ahead = None
             self._heads.reconsider()
             self._moved()
