@@ -112,7 +112,7 @@ class RoundMachine:
             on.AverageChecked: self._on_checked,
             on.RefusalArrived: lambda event: [do.StopSending(event.reducer)],
             on.WaitingArrived: self._on_waiting,
-            on.LeftOutTold: lambda event: self.votes.on_left_out(event.place, event.reason),
+            on.LeftOutTold: lambda event: [*self.votes.on_left_out(event.place, event.reason)],
             on.ReducerStreamEnded: self._on_reducer_stream_ended,
             on.ContributionSent: self._on_contribution_sent,
             on.SenderOpened: self._on_sender_opened,
