@@ -91,8 +91,10 @@ def read_chain_text(text: object) -> Chain:
     """Return the chain of `chain_text`, or the empty one of a checkpoint of an older version. Raise PeerError
     when the text is malformed.
     """
+    if not isinstance(text, str) or len(text) > 2 * CHAIN_BYTES_MAX:
+        raise PeerError(f"a history in a checkpoint is a text of at most {2 * CHAIN_BYTES_MAX} characters")
     try:
-        data = bytes.fromhex(str(text))
+        data = bytes.fromhex(text)
         values = msgpack.unpackb(data)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise PeerError(f"not a history: {error}") from None

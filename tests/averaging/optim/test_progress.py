@@ -298,3 +298,17 @@ def test_a_peer_that_completed_a_round_is_in_the_next_epoch_before_it_reports_so
     progress.on_report(peer(1), report(20, epoch=3, at_s=102.0), 102.0)
     assert progress.counted(102.0)[peer(1)] == 20
     assert peer(9) not in progress.others(102.0)
+
+
+def test_peers_that_return_to_a_shorter_history_count_there() -> None:
+    """Regression test: two peers that had gone on without the others, and gave that up, took each other's
+    reports for those of the epoch that they had reached by themselves, and did not count them.
+    """
+    progress = machine(1000)
+    progress.begin_epoch(8, 101.0)
+    progress.on_report(peer(1), report(5, epoch=8, at_s=101.0), 101.0)
+    progress.on_round([peer(1)], 8, 101.0)
+    progress.begin_epoch(6, 103.0)
+    progress.on_report(peer(1), report(40, epoch=6, at_s=104.0), 104.0)
+    assert progress.others(104.0)[peer(1)].epoch == 6
+    assert progress.counted(104.0)[peer(1)] == 40

@@ -250,6 +250,9 @@ class EpochProgress:
         in the epoch already, while the previous round was running.
         """
         others = self.standing.counted(self.others(now_s))
+        # a peer that returns to a shorter history may find there whom it was in later epochs with
+        for entry in self._others.values():
+            entry.epoch_min = min(entry.epoch_min, epoch)
         began_s = [report.since_s for report in others.values() if late and report.epoch == epoch]
         since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
         self._own_report = ProgressReport(
