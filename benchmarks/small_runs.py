@@ -51,7 +51,9 @@ class SmallRun:
     window_s: float = 30.0
 
 
-def _restarted(at_s: float, peers: Sequence[int], do: Literal["kill", "leave"] = "kill") -> tuple[Change, ...]:
+def _restarted(
+    at_s: float, peers: Sequence[int], do: Literal["kill", "leave"] = "kill"
+) -> tuple[Change, ...]:
     return (
         *(Change(at_s, peer, do) for peer in peers),
         *(Change(at_s, peer, "begin") for peer in peers),
@@ -62,7 +64,10 @@ RUNS = (
     SmallRun(name="two", title="a founder and one more", peers=2),
     SmallRun(name="ten", title="a founder and nine more", peers=10),
     SmallRun(
-        name="left", title="four peers whose founder leaves early", peers=4, changes=(Change(2.0, 0, "leave"),)
+        name="left",
+        title="four peers whose founder leaves early",
+        peers=4,
+        changes=(Change(2.0, 0, "leave"),),
     ),
     SmallRun(
         name="flapping",
@@ -153,6 +158,12 @@ class Paces(Failures):
         say(f"{run.title}, {code}: {self.samples[-1]:.1f} samples/s")
 
 
+def configuration(*, founds: bool, peers: int, generation: int = 0) -> dict[str, Any]:
+    """Return the configuration of a `benchmarks.workers.small_run_peer` in an open run of `peers`."""
+    target = 16 * peers
+    return {"founds": founds, "generation": generation, "target": target, "run": "small", "invites": []}
+
+
 class _Peers(Launch):
     """The peers of one run. Those that begin together find one another by their generation's founder."""
 
@@ -169,19 +180,19 @@ class _Peers(Launch):
         )
 
     def _configuration(self, *, founds: bool) -> dict[str, Any]:
-        return {"founds": founds, "generation": self._generation, "target": 16 * self._run.peers}
+        return configuration(founds=founds, generation=self._generation, peers=self._run.peers)
 
     def samples_per_s(self) -> float:
         """Return the samples a second of all peers from the moment at which all contribute."""
         self.receive("contributed", _READY_S)
         peers: list[Worker | None] = list(self.workers)
-        began_s, before = time.monotonic(), sum(self._count(one) for one in self.workers)
+        before, began_s = self._count(peers), time.monotonic()
         for change in self._run.changes:
             time.sleep(max(began_s + change.at_s - time.monotonic(), 0.0))
             self._change(peers, change)
         time.sleep(max(began_s + self._run.window_s - time.monotonic(), 0.0))
-        after = self._gone + sum(self._count(one) for one in peers if one is not None)
-        return (after - before) / (time.monotonic() - began_s)
+        took_s = time.monotonic() - began_s
+        return (self._gone + self._count(peers) - before) / took_s
 
     def _change(self, peers: list[Worker | None], change: Change) -> None:
         one = peers[change.peer]
@@ -191,13 +202,16 @@ class _Peers(Launch):
             founds = not any(peers)
             peers[change.peer] = self.add(self._configuration(founds=founds))
             return
-        self._gone += self._count(one)
+        self._gone += self._count([one])
         if change.do == "leave":
             one.send({"do": "leave"})
             one.receive("left", time.monotonic() + _ANSWER_S)
         self.end(one)
         peers[change.peer] = None
 
-    def _count(self, one: Worker) -> int:
-        one.send({"do": "count"})
-        return int(one.receive("counted", time.monotonic() + _ANSWER_S)["samples"])
+    def _count(self, peers: Sequence[Worker | None]) -> int:
+        asked = [one for one in peers if one is not None]
+        for one in asked:
+            one.send({"do": "count"})
+        deadline_s = time.monotonic() + _ANSWER_S
+        return sum(int(one.receive("counted", deadline_s)["samples"]) for one in asked)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import select
 import sys
+import time
 
 import torch
 
@@ -25,12 +26,12 @@ def main() -> None:
     parameter = torch.nn.Parameter(torch.zeros(PARAMETERS))
     inner = torch.optim.SGD([parameter], lr=1e-3)
     address = f"address-{settings['generation']}"
-    bootstrap = [] if settings["founds"] else [channel.published(address, LOAD_TIMEOUT_S)]
-    samples, does = 0, ""
+    entries = [] if settings["founds"] else [channel.published(address, LOAD_TIMEOUT_S)]
+    samples, does, began_s = 0, "", time.monotonic()
     with (
-        swarm.Node(bootstrap, listen="127.0.0.1:0") as node,
+        swarm.Node([*settings["invites"], *entries], listen="127.0.0.1:0") as node,
         swarm.Optimizer(
-            inner, node=node, run="small", target_batch_size=settings["target"], batch_size_per_step=1
+            inner, node=node, run=settings["run"], target_batch_size=settings["target"], batch_size_per_step=1
         ) as optimizer,
     ):
         if settings["founds"]:
@@ -41,12 +42,13 @@ def main() -> None:
             if select.select([sys.stdin], [], [], STEP_S)[0]:
                 does = channel.receive()["do"]
                 if does == "count":
-                    channel.send("counted", samples=samples)
+                    processor_s = time.process_time()
+                    channel.send("counted", samples=samples, epoch=optimizer.epoch, processor_s=processor_s)
                 continue
             parameter.grad = torch.zeros_like(parameter)
             contributed = optimizer.step().contributed
             if contributed and not samples:
-                channel.send("contributed")
+                channel.send("contributed", seconds=time.monotonic() - began_s)
             samples += contributed
     channel.send("left")
     channel.receive()  # the end of the launch
