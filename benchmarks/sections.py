@@ -27,6 +27,7 @@ from benchmarks import (
     membership_costs,
     mixtures,
     peer_failures,
+    simulated_attacks,
     simulated_dht,
     simulated_groups,
     simulated_growth,
@@ -88,6 +89,8 @@ def _simulated(request: Request) -> Rows:
 
 
 def _attacks(request: Request) -> Rows:
+    if not request.figures:
+        yield from simulated_attacks.rows(request.setting.say)
     yield attacks.rows(request.setting.say, attacks.Plan(figures=request.figures))
 
 
