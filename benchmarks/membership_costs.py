@@ -1,4 +1,4 @@
-"""What membership costs honest peers: runs for invited peers beside open runs, in turns.
+"""Costs of membership to honest peers: runs for invited peers beside open runs, in turns.
 
 Bytes are those of the loopback device, so that nothing else may use it meanwhile.
 """

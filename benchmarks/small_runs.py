@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to a peer during the window: `begin` starts a new one in its place."""
+    """An end or a beginning of a peer during the window; `begin` starts a new one in its place."""
 
     at_s: float
     peer: int

@@ -207,6 +207,21 @@ def _codec_decoders() -> list[Decoder]:
     return decoders
 
 
+def _name_decoders() -> list[Decoder]:
+    return [
+        Decoder("name of an expert", _of_text(ExpertUid.parse), [b"ffn.0.1"]),
+        Decoder("grid of experts", _of_text(ExpertGrid.parse), [b"ffn.[0:4].[0:4]"]),
+        Decoder("PeerID", PeerId.from_bytes, [PEER.to_bytes()]),
+        Decoder("PeerID in text", _of_text(PeerId.parse), [str(PEER).encode()]),
+        Decoder("address", _of_text(Address.parse), [b"/ip4/127.0.0.1/tcp/9/tls/http"]),
+        Decoder("contact", _of_text(Contact.parse), [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}".encode()]),
+        Decoder("key", _of_text(Key.parse), [b"public/runs"]),
+        Decoder("capability", decode_capability, CAPABILITIES),
+        Decoder("invite", _of_text(Invite.parse), [one.text().encode() for one in INVITES]),
+        Decoder("body of an invite", _parse_invite_of, [_invite_body(one) for one in INVITES]),
+    ]
+
+
 def all_decoders() -> list[Decoder]:
     """Return every decoder."""
     bodies = [msgpack.unpackb(one.blob)[0] for one in (_SIGNED, _RECOVERED)]
@@ -268,16 +283,7 @@ def all_decoders() -> list[Decoder]:
         Decoder("places", lambda raw: decode_places(raw, 9), [b"\xff\x01"]),
         Decoder("clipped places", lambda raw: check_clipped(raw, b"\xff\x01", 9), [b"\xff\x01"]),
         Decoder("schema of an expert", ExpertSchema.unpack, [schema.packed]),
-        Decoder("name of an expert", _of_text(ExpertUid.parse), [b"ffn.0.1"]),
-        Decoder("grid of experts", _of_text(ExpertGrid.parse), [b"ffn.[0:4].[0:4]"]),
-        Decoder("PeerID", PeerId.from_bytes, [PEER.to_bytes()]),
-        Decoder("PeerID in text", _of_text(PeerId.parse), [str(PEER).encode()]),
-        Decoder("address", _of_text(Address.parse), [b"/ip4/127.0.0.1/tcp/9/tls/http"]),
-        Decoder("contact", _of_text(Contact.parse), [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}".encode()]),
-        Decoder("key", _of_text(Key.parse), [b"public/runs"]),
-        Decoder("capability", decode_capability, CAPABILITIES),
-        Decoder("invite", _of_text(Invite.parse), [one.text().encode() for one in INVITES]),
-        Decoder("body of an invite", _parse_invite_of, [_invite_body(one) for one in INVITES]),
+        *_name_decoders(),
         *_codec_decoders(),
     ]
 
