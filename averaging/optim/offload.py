@@ -188,13 +188,6 @@ class HostStaging:
             self._groups.append(group)
             self._groups_of |= {place: (group, nth) for nth, place in enumerate(places)}
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Return the size of the pinned memory: that of the tensors, and less than 2 MB more per device and
-        dtype.
-        """
-        return sum(block.nbytes for group in self._groups for block in group.blocks)
-
     def fetch(self, sources: Sequence[tuple[Fragment, torch.Tensor]]) -> None:
         """Queue copies of fragments of the tensors (flat, on their devices) into this memory. The host does
         not wait.

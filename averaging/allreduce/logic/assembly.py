@@ -88,11 +88,6 @@ class Assembly:
         """The settled chunks."""
         return self._settled
 
-    @property
-    def taken_over(self) -> bool:
-        """Was any of them made by another member than the plan says?"""
-        return any(version.attempt for version in self._settled.values())
-
     def arriving(self, reducer: int) -> int:
         """How many averages came from this reducer's stream and are not settled yet."""
         return self._arriving.get(reducer, 0)
