@@ -66,22 +66,7 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 from swarm.net.rpc import Handlers, Stream
 from swarm.runtime.supervise import Supervisor
-from swarm.wire.reduce_pb2 import (
-    AccountReply,
-    AccountRequest,
-    EndorseReply,
-    EndorseRequest,
-    FetchReply,
-    FetchRequest,
-    HeartbeatReply,
-    HeartbeatRequest,
-    InventoryReply,
-    InventoryRequest,
-    OfferReply,
-    OfferRequest,
-    VoteReply,
-    VoteRequest,
-)
+from swarm.wire import reduce_pb2
 
 _FINISHED_MAX = 16  # rounds whose end is remembered, for members that ask late
 _WAITING_MAX = 256  # streams and votes of rounds that have not begun here
@@ -343,7 +328,9 @@ class AllReduce:
         except TimeoutError:
             raise PeerError("this round is over") from None
 
-    async def _serve_heartbeat(self, caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
+    async def _serve_heartbeat(
+        self, caller: PeerId, request: reduce_pb2.HeartbeatRequest
+    ) -> reduce_pb2.HeartbeatReply:
         found = self._rounds.get(request.group_id)
         if found is None:
             return wire.state_to_wire(RoundState.UNKNOWN, "")
@@ -353,32 +340,38 @@ class AllReduce:
         finish = found.machine.finished
         return wire.state_to_wire(found.machine.state, (finish.failure or "") if finish is not None else "")
 
-    async def _serve_vote(self, caller: PeerId, request: VoteRequest) -> VoteReply:
+    async def _serve_vote(self, caller: PeerId, request: reduce_pb2.VoteRequest) -> reduce_pb2.VoteReply:
         found = await self._find(request.group_id, caller)
         place = _place(found, caller)
         statement = wire.statement_from_wire(request.statement, len(found.machine.setup.members))
-        return VoteReply(statement=wire.statement_to_wire(await found.answer_votes(place, statement)))
+        return reduce_pb2.VoteReply(
+            statement=wire.statement_to_wire(await found.answer_votes(place, statement))
+        )
 
-    async def _serve_inventory(self, caller: PeerId, request: InventoryRequest) -> InventoryReply:
+    async def _serve_inventory(
+        self, caller: PeerId, request: reduce_pb2.InventoryRequest
+    ) -> reduce_pb2.InventoryReply:
         found = await self._find_repairable(request.group_id, caller)
         return await found.answer_inventory(_place(found, caller), request)
 
-    async def _serve_fetch(self, caller: PeerId, request: FetchRequest) -> FetchReply:
+    async def _serve_fetch(self, caller: PeerId, request: reduce_pb2.FetchRequest) -> reduce_pb2.FetchReply:
         found = await self._find_repairable(request.group_id, caller)
         _place(found, caller)
         if request.chunk >= len(found.machine.setup.plan.chunks):
             raise PeerError(f"there is no chunk {request.chunk}")
         return await found.answer_fetch(request)
 
-    async def _serve_offer(self, caller: PeerId, request: OfferRequest) -> OfferReply:
+    async def _serve_offer(self, caller: PeerId, request: reduce_pb2.OfferRequest) -> reduce_pb2.OfferReply:
         found = await self._find_repairable(request.group_id, caller)
         place = _place(found, caller)
         if isinstance(found, FinishedRound):
             raise PeerError("this round is over")
         found.take_offer(place, request.chunk, request.payload, request.withdrawn)
-        return OfferReply()
+        return reduce_pb2.OfferReply()
 
-    async def _serve_account(self, caller: PeerId, request: AccountRequest) -> AccountReply:
+    async def _serve_account(
+        self, caller: PeerId, request: reduce_pb2.AccountRequest
+    ) -> reduce_pb2.AccountReply:
         found = self._rounds.get(request.group_id)
         if found is None or not found.machine.setup.audited:
             raise PeerError("this peer is in no round of that name that is audited")
@@ -389,7 +382,9 @@ class AllReduce:
             raise PeerError(f"this round failed here: {failure}" if failure else "this round is over")
         return found.auditor.answer(_place(found, caller), request)
 
-    async def _serve_endorse(self, caller: PeerId, request: EndorseRequest) -> EndorseReply:
+    async def _serve_endorse(
+        self, caller: PeerId, request: reduce_pb2.EndorseRequest
+    ) -> reduce_pb2.EndorseReply:
         endorser = self._endorsers.get(request.run)
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
@@ -397,8 +392,8 @@ class AllReduce:
         competes = any(driver.voter.competes_with(proposal) for driver in self.running)
         answer = IN_ANOTHER_ROUND if competes else await endorser(caller, proposal, result, votes)
         if isinstance(answer, Vote):
-            return EndorseReply(vote=wire.vote_to_wire(answer))
-        return EndorseReply(refusal=answer)
+            return reduce_pb2.EndorseReply(vote=wire.vote_to_wire(answer))
+        return reduce_pb2.EndorseReply(refusal=answer)
 
     async def _find_repairable(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
         """Return the round of this name. Raises PeerError where reducers are audited: a member that took a
