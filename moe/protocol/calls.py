@@ -165,8 +165,8 @@ class ExpertCalls:
         """Return a server's descriptions of some of its experts, in the order of `uids`; None for an expert
         that it does not host.
 
-        Raises UsageError for no uids or more than `UIDS_PER_DESCRIBE_MAX`, and PeerError for a reply of the wrong
-        length.
+        Raises UsageError for no uids or more than `UIDS_PER_DESCRIBE_MAX`, and PeerError for a reply of the
+        wrong length.
         """
         if not 0 < len(uids) <= methods.UIDS_PER_DESCRIBE_MAX:
             raise UsageError(
