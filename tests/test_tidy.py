@@ -227,7 +227,6 @@ CODE_CHARACTERS_MAX = 110
 SHARED_CLASS_NAMES: set[str] = {
     "Snapshot",
     "Table",
-    "Transfer",
 }
 
 

@@ -24,7 +24,7 @@ from averaging.allreduce.logic.versions import (
     encode_places,
 )
 from averaging.reduction.averages import Averages
-from averaging.reduction.devices import Fetch, Queue, Queues
+from averaging.reduction.devices import Queue, Queues
 from averaging.reduction.feedback import FeedbackRound
 from averaging.reduction.framing import pack
 from averaging.reduction.partition import Chunk, Plan
@@ -32,6 +32,7 @@ from averaging.reduction.reduce import Contribution, ReductionJob, blocks, first
 from averaging.reduction.robust import MEAN, Aggregation, Rows, prepare
 from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import Codec, view_bytes, view_tensor
+from swarm.core.copies import Arrival
 from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeContribution, ExchangeHeader
 
 
@@ -91,7 +92,7 @@ class _Launched:
     """A chunk that is on its way from its device to the host: its values, or their encoding."""
 
     values: torch.Tensor  # on the device
-    fetch: Fetch
+    fetch: Arrival
     place: torch.Tensor  # where it arrives
 
     def arrive(self) -> torch.Tensor:

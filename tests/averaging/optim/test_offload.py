@@ -77,8 +77,8 @@ def test_a_link_orders_copies_and_the_trainers_stream_both_ways() -> None:
     assert not arrival.ready()
     arrival.wait()
     assert arrival.ready()
-    assert arrival._event.known >= {"backward", "copy 1"}
-    assert "forward" not in arrival._event.known
+    assert arrival.event.known >= {"backward", "copy 1"}
+    assert "forward" not in arrival.event.known
     assert torch.equal(target, source)
     link.release()
     assert "copy 1" in cuda.default.known
