@@ -55,8 +55,8 @@ class Auditor:
     # ---- as a sender and as a reducer
 
     def accept(self, place: int, chunk: int, payload: memoryview, signature: bytes) -> None:
-        """A contribution came. PeerError unless its sender signed it: what cannot be shown later cannot be
-        averaged.
+        """Accept a contribution that came. Raises PeerError unless its sender signed it: what cannot be shown
+        later cannot be averaged.
         """
         if len(signature) != SIGNATURE_BYTES or not self._verify(
             place, self._statement(chunk, payload), signature
@@ -71,7 +71,7 @@ class Auditor:
         return self._kernels.encoded(chunk)
 
     def keep(self, chunk: int, contributions: Sequence[Contribution]) -> None:
-        """This chunk was reduced from these."""
+        """Keep what a chunk was reduced from."""
         self._used[chunk] = {item.place: item for item in contributions}
 
     def answer(self, caller: int, request: AccountRequest) -> AccountReply:
