@@ -207,7 +207,7 @@ def test_pinned_memory_of_averages_is_hardly_larger_than_they_are_and_is_used_ag
 
 
 class HalfThere(FlatVector):
-    """A vector of which every other chunk seems to lie on the host, or on both sides of a border between devices."""
+    """A vector of which every other chunk seems to lie on the host, or on two devices."""
 
     def device_of(self, start: int, stop: int) -> torch.device:
         return torch.device("meta") if start // 4096 % 2 else HOST
