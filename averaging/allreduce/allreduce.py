@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from averaging.allreduce import wire
-from averaging.allreduce.auditing import Auditor
+from averaging.allreduce.auditing import Auditor, sign
 from averaging.allreduce.config import (
     ACCOUNT,
     ENDORSE,
@@ -176,9 +176,17 @@ class AllReduce:
         history = history if history is not None and history.extends else None
         memory = memory or RoundMemory()
         averages = Averages(setup.plan, setup.codec, memory.result_buffer)
-        kernels = ReductionKernels(setup.plan, setup.codec, setup.own, vector, averages, config.aggregation)
-        kernels.weights = setup.weights
-        kernels.begin_feedback = _feedback_of(memory.feedback, group, kernels)
+        kernels = ReductionKernels(
+            setup.plan,
+            setup.codec,
+            setup.own,
+            vector,
+            averages,
+            config.aggregation,
+            setup.weights,
+            _feedback_of(memory.feedback, setup),
+            sign=functools.partial(sign, self._notary.identity, group.group_id) if config.audit else None,
+        )
         driver = self._begin(setup, kernels, config, history)
         self._conducting.add(driver)
         self._background.spawn("averaging round", driver.conduct).add_done_callback(
@@ -460,14 +468,12 @@ def _forget_cancellation() -> None:
     task.uncancel()
 
 
-def _feedback_of(
-    feedback: Feedback | None, group: Group, kernels: ReductionKernels
-) -> Callable[[], FeedbackRound] | None:
+def _feedback_of(feedback: Feedback | None, setup: RoundSetup) -> Callable[[], FeedbackRound] | None:
     """Return the function that begins this round of error feedback; None without error feedback."""
     if feedback is None:
         return None
-    own = kernels.plan.shard(kernels.own)
-    members = b"".join(member.peer_id.public_key for member in group.members)
+    own = setup.plan.shard(setup.own)
+    members = b"".join(member.peer_id.public_key for member in setup.group.members)
     return functools.partial(
         feedback.begin, Shard(start=own[0].start, stop=own[-1].stop, members=members) if own else NO_SHARD
     )
@@ -476,10 +482,9 @@ def _feedback_of(
 def _keep_freed_memory() -> None:
     """Make glibc keep freed blocks of a megabyte, which this process uses again and again.
 
-    Its malloc maps such blocks for each allocation, until one of them has been freed: then it keeps blocks up
-    to that size, and twice that at the end of its heap. A round makes and drops a message for every megabyte;
-    mapping them each time took ten times the page faults and 5 to 10 % of the processor time. One block of
-    almost the largest size that counts, never touched, costs nothing; other allocators ignore this.
+    Its malloc maps such blocks for each allocation, until one of them has been freed. A round makes and drops
+    a message for every megabyte; mapping them each time took ten times the page faults and 5 to 10 % of the
+    processor time. One block of almost the largest size that counts, never touched, costs nothing.
     """
     bytes(31 << 20)
 
