@@ -203,7 +203,7 @@ class Node:
 
     @property
     def agent(self) -> str:
-        """The software of this peer, as it is announced to others."""
+        """Return the software of this peer, as it is announced to others."""
         return f"swarm/{swarm.__version__}"
 
     @property
