@@ -251,7 +251,9 @@ class EpochCloser:
         if history is None:
             return any(other.epoch >= self._state.epoch for other in others.values())
         # heads that were not compared yet may turn out to be the same history, one round further
-        return bool(self._tracker.company()) or any(history.is_new(other.head) for other in others.values())
+        return bool(self._tracker.company()) or any(
+            history.is_new(peer, other.head) for peer, other in others.items()
+        )
 
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +131,58 @@ async def _seconds_until_two_of_four_go_on(
 def _epoch(one: TrainingPeer) -> int:
     assert one.optimizer is not None
     return one.optimizer.epoch
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_peer_that_restarts_from_its_file_while_it_is_cut_off_gives_way_to_the_quorum(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression test: a file named the head of its state, and not where that history had parted from the
+    others', so that nothing tied the two together and the fork lasted.
+    """
+    caplog.set_level(logging.CRITICAL)
+    came = run_virtual(_restart_from_a_file_in_a_cut(seed, tmp_path / "saved.safetensors"))
+    assert came == ["trained", "broke", "resumed", "united"]
+
+
+async def _restart_from_a_file_in_a_cut(seed: int, path: Path) -> list[str]:
+    """Return the steps of the scene that came about in time."""
+    violations, came = Violations(), []
+    checks = TrainingChecks(violations, step_s_max=600.0)
+    network = SimulatedNetwork(seed, LinkConfig(delay_s=0.03, jitter=0.5))
+    async with asyncio.TaskGroup() as group:
+        config = TrainingConfig(target_batch_size=3 * 4 * SAMPLES)
+        swarm = TrainingSwarm(network, config, checks.on_step, group)
+        peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S * (1 + 0.1 * n)) for n in range(3)]
+        if await _until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0):
+            came.append("trained")
+        lone = peers[-1]
+        network.partition([lone.peer])
+        if await _until(lambda: _line(lone) != "", 90.0):
+            came.append("broke")
+        state = lone.save_state(path)
+        await swarm.kill(lone)
+        lone = await swarm.add(batch=SAMPLES, compute_s=STEP_S, peer=lone.peer, checkpoint=state)
+        if await _until(lambda: lone.optimizer is not None and _line(lone) != "", 10.0):
+            came.append("resumed")
+        network.heal()
+        peers[-1] = lone
+        if await _until(lambda: all(_line(one) == "" for one in peers), 60.0):
+            came.append("united")
+        await swarm.close()
+    assert not violations.count, violations.lines
+    return came
+
+
+async def _until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Return whether the condition came to hold within `limit_s`."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + limit_s
+    while not (holds := condition()) and loop.time() < end_s:  # noqa: ASYNC110 - virtual time
+        await asyncio.sleep(0.25)
+    return holds
+
+
+def _line(one: TrainingPeer) -> str:
+    assert one.optimizer is not None
+    return one.optimizer.line
