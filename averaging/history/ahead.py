@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from averaging.history.certificate import Certificate, RoundKind
-from averaging.history.chain import Chain
-from averaging.history.lineage import Lineage, Relation
+from averaging.history.chain import Chain, Relation
+from averaging.history.lineage import Lineage
 from swarm.core.ids import Contact, PeerId
 
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from averaging.history.certificate import Certificate, epoch_follows, genesis
 from averaging.history.electors import NEW_REGISTER, Register, first_electors, first_register
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 from swarm.core.standing import Founding
+
+
+class Relation(Enum):
+    """How another peer's history relates to this peer's."""
+
+    SAME = auto()  # equal heads
+    BEHIND = auto()  # its head is in our history
+    AHEAD = auto()  # our head is in its history: we fetch the state
+    LOSES = auto()  # they have parted, and ours continues
+    WINS = auto()  # they have parted, and theirs continues: we fetch the state
+    UNRELATED = auto()  # no common head is known: nothing follows from it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

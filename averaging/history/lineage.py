@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum, auto
 from typing import Final
 
 from blake3 import blake3
@@ -25,7 +24,7 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
-from averaging.history.chain import Chain, after, beginning
+from averaging.history.chain import Chain, Relation, after, beginning
 from averaging.history.electors import (
     FOUNDING_MAX,
     GrowthClock,
@@ -49,17 +48,6 @@ _DECIDING: Final = "a majority of the {} peers that decide how this run goes on"
 _AWAKE_S_MAX: Final = 2.0  # of the grace that passes between two calls: a suspended machine does not wait
 
 
-class Relation(Enum):
-    """How another peer's history relates to this peer's."""
-
-    SAME = auto()  # equal heads
-    BEHIND = auto()  # its head is in our history
-    AHEAD = auto()  # our head is in its history: we fetch the state
-    LOSES = auto()  # they have parted, and ours continues
-    WINS = auto()  # they have parted, and theirs continues: we fetch the state
-    UNRELATED = auto()  # no common head is known: nothing follows from it
-
-
 class Lineage:
     """The history of one peer's state in one run. `now_s` is always a monotonic clock's time in seconds."""
 
@@ -75,6 +63,7 @@ class Lineage:
         )
         self._promises = Promises()  # by its votes on this head
         self._goodbyes: dict[PeerId, bytes] = {}  # signatures of electors of this head that have left
+        self._early_goodbyes: dict[PeerId, bytes] = {}  # signatures of electors for another head than this
         self._waited_s = 0.0  # of the grace
         self._waiting_at_s: float | None = None  # last time when no quorum was found; None: there is one
         # number of the first certificate of this line that this process took part in: no earlier process can
@@ -243,6 +232,9 @@ class Lineage:
         self._present = None
         self._waited_s, self._waiting_at_s, self._restored = 0.0, None, restored
         self._promises, self._goodbyes = Promises(), {}
+        early, self._early_goodbyes = self._early_goodbyes, {}
+        for peer, signature in early.items():
+            self.take_goodbye(peer, signature)
 
     def propose(
         self,
@@ -370,11 +362,12 @@ class Lineage:
         return self._goodbyes
 
     def take_goodbye(self, peer: PeerId, signature: bytes) -> None:
-        """Count an elector as gone. Raise PeerError when it did not sign this for the present head."""
-        if not verify(peer, goodbye_statement(self.run, self.head), signature):
-            raise PeerError(f"a goodbye that {peer} did not sign for this head")
+        """Count an elector as gone, now or when this peer comes to the head that it signed: one that leaves
+        at the end of a round may have committed it a moment earlier.
+        """
         if peer in self.electors:
-            self._goodbyes[peer] = signature
+            valid = verify(peer, goodbye_statement(self.run, self.head), signature)
+            (self._goodbyes if valid else self._early_goodbyes)[peer] = signature
 
     def may_say_goodbye(self) -> bool:
         """Return whether this peer may sign that it does not vote on the present head: it has not voted there

@@ -13,8 +13,8 @@ from typing import Final
 
 from averaging.history.ahead import Ahead
 from averaging.history.certificate import genesis
-from averaging.history.chain import Chain
-from averaging.history.lineage import Lineage, Relation
+from averaging.history.chain import Chain, Relation
+from averaging.history.lineage import Lineage
 from swarm.core.ids import Contact, PeerId
 
 _OFFERS_MAX: Final = 16  # up to 2 MiB each

@@ -7,7 +7,6 @@ Decisions are in `averaging.history`; this module holds them under a lock, signs
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import logging
 import threading
@@ -24,10 +23,10 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
-from averaging.history.chain import Chain
+from averaging.history.chain import Chain, Relation
 from averaging.history.encoding import encode_chain
 from averaging.history.known_heads import KnownHeads
-from averaging.history.lineage import Lineage, Relation
+from averaging.history.lineage import Lineage
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.tally import is_supported
@@ -260,8 +259,8 @@ class RunHistory:
         return self._sign(statement)
 
     def on_goodbye(self, peer: PeerId, signature: bytes) -> None:
-        """Count an elector as gone. A signature for another head is ignored."""
-        with contextlib.suppress(PeerError), self._lock:
+        """Count an elector as gone, as soon as this peer has the head that it signed for."""
+        with self._lock:
             self._lineage.take_goodbye(peer, signature)
 
     # ---- other histories

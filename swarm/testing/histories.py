@@ -24,10 +24,10 @@ from averaging.history.certificate import (
     goodbye_statement,
     vote_statement,
 )
-from averaging.history.chain import Chain
+from averaging.history.chain import Chain, Relation
 from averaging.history.electors import electors_after, grants_hour
 from averaging.history.encoding import decode_chain, encode_chain
-from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
+from averaging.history.lineage import CERTIFICATES_MAX, Lineage
 from averaging.history.tally import Tally
 from swarm.core.errors import PeerError
 from swarm.core.identity import Signer
@@ -416,9 +416,9 @@ class Play:
 
     def hear_goodbye(self, peer: Peer, leaver: PeerId, head: bytes, signature: bytes) -> None:
         """Let a goodbye arrive."""
+        peer.live.take_goodbye(leaver, signature)
         if peer.live.head != head:
             return
-        peer.live.take_goodbye(leaver, signature)
         for attempt in list(peer.attempts.values()):
             if attempt.tally.add_goodbye(leaver, signature):
                 self.settle(peer, attempt)

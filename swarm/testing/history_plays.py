@@ -16,8 +16,8 @@ from typing import Final
 import click
 
 from averaging.history.certificate import RoundKind, goodbye_statement
+from averaging.history.chain import Relation
 from averaging.history.electors import is_quorum
-from averaging.history.lineage import Relation
 from swarm.core.errors import PeerError
 from swarm.core.identity import Signer
 from swarm.testing.histories import (

@@ -29,9 +29,9 @@ from averaging.history.certificate import (
     is_majority,
     vote_statement,
 )
-from averaging.history.chain import Chain
+from averaging.history.chain import Chain, Relation
 from averaging.history.electors import is_quorum
-from averaging.history.lineage import Lineage, Relation
+from averaging.history.lineage import Lineage
 from averaging.history.tally import Tally
 from swarm.core.ids import PeerId
 from swarm.testing.identities import StandInIdentity

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import pytest
 
 from averaging.history import certificate, lineage, tally
-from averaging.history.chain import Chain
-from averaging.history.lineage import Lineage, Relation
+from averaging.history.chain import Chain, Relation
+from averaging.history.lineage import Lineage
 from swarm.testing.histories import PlayConfig
 from swarm.testing.history_ledger import BrokenPromiseError
 from swarm.testing.history_plays import RandomPlay, replay_line

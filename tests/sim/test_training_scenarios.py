@@ -14,9 +14,7 @@ import torch
 from averaging.optim.modes.gradients import GradientsMode
 from swarm.testing.training_scenarios import TrainingFailed, TrainingScenario, run_training
 
-# About ten seconds of processor time each. Seed 2 completes 7 to 11 epochs, as the order of messages decides,
-# which any change of the code changes; the sum over 16 seeds is the same before and after (269 and 268).
-SEEDS_SHORT = (1, 3, 4)
+SEEDS_SHORT = (1, 2, 3, 4)  # about ten seconds of processor time each
 
 
 @pytest.fixture(autouse=True)

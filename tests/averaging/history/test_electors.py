@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from averaging.history.certificate import Certificate, Proposal, genesis, goodbye_statement, make_result
-from averaging.history.chain import beginning
+from averaging.history.chain import Relation, beginning
 from averaging.history.electors import (
     ALWAYS,
     CANDIDATES_MAX,
@@ -34,7 +34,7 @@ from averaging.history.encoding import (
     encode_chain,
     encode_root,
 )
-from averaging.history.lineage import Lineage, Relation
+from averaging.history.lineage import Lineage
 from averaging.history.tally import Tally, is_supported
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId

@@ -9,10 +9,10 @@ import pytest
 
 from averaging.history.ahead import what_to_follow
 from averaging.history.certificate import EPOCH_MAX, Proposal, genesis
-from averaging.history.chain import Chain
+from averaging.history.chain import Chain, Relation
 from averaging.history.electors import FOUNDING_MAX, Register
 from averaging.history.encoding import decode_chain, encode_chain
-from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
+from averaging.history.lineage import CERTIFICATES_MAX, Lineage
 from averaging.history.offers import Offers
 from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, PeerId

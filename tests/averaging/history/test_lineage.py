@@ -6,8 +6,8 @@ from dataclasses import replace
 import msgpack
 import pytest
 
-from averaging.history.certificate import Certificate, RoundKind, genesis
-from averaging.history.chain import Chain
+from averaging.history.certificate import Certificate, RoundKind, genesis, goodbye_statement
+from averaging.history.chain import Chain, Relation
 from averaging.history.encoding import (
     CHAIN_BYTES_MAX,
     chain_text,
@@ -16,7 +16,7 @@ from averaging.history.encoding import (
     encode_root,
     read_chain_text,
 )
-from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
+from averaging.history.lineage import CERTIFICATES_MAX, Lineage
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 from tests.averaging.history.peers import PEERS, RUN, SIGNERS, certificate, proposal, upon
@@ -393,6 +393,22 @@ def test_an_elector_that_has_voted_on_a_head_does_not_say_goodbye_there(result: 
     assert not a.may_say_goodbye()
     step([a, b], [A, B])
     assert a.may_say_goodbye()
+
+
+def test_the_goodbye_of_an_elector_that_committed_a_moment_earlier_counts() -> None:
+    a, b, c = together([A, B, C], 2)
+    made = following(c, [A, B, C])
+    c.extend(made)
+    goodbye = SIGNERS[C](goodbye_statement(RUN, c.head))
+    for early in (a, b):
+        early.take_goodbye(C, goodbye)
+        early.take_goodbye(B, b"not a signature")
+        assert not early.goodbyes
+        early.extend(made)
+        assert set(early.goodbyes) == {C}
+    assert a.has_quorum(()), "it is one of the two electors that are left, and the more senior one"
+    step([a], [A])
+    assert not a.goodbyes, "of another head"
 
 
 def test_a_peer_that_repeats_a_round_alone_after_a_restart_comes_to_another_head() -> None:
