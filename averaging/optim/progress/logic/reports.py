@@ -244,7 +244,7 @@ class EpochProgress:
     ) -> None:
         """Enter `epoch` with no samples in it. `late`: this peer was absent when the others began, and takes
         the beginning of the epoch from their reports. `joining`: it has not got the state of the epoch.
-        `began_ago_s`: the time that it has trained in the epoch already, while the previous round was running.
+        `began_ago_s`: the time that it has trained in the epoch already, while the round before was running.
         """
         others = self.standing.counted(self.others(now_s))
         # a peer that returns to a shorter history may find peers there that it was in later epochs with
