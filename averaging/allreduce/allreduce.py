@@ -484,8 +484,7 @@ def _keep_freed_memory() -> None:
     """Make glibc keep freed blocks of a megabyte, which this process uses again and again.
 
     Its malloc maps such blocks for each allocation, until one of them has been freed. A round makes and drops
-    a message for every megabyte; mapping them each time took ten times the page faults and 5 to 10 % of the
-    processor time. One block of almost the largest size that counts, never touched, costs nothing.
+    a message for every megabyte: ten times the page faults and 5 to 10 % of the processor time.
     """
     bytes(31 << 20)
 
