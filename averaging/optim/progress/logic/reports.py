@@ -250,7 +250,7 @@ class EpochProgress:
         in the epoch already, while the previous round was running.
         """
         others = self.standing.counted(self.others(now_s))
-        # a peer that returns to a shorter history may find there whom it was in later epochs with
+        # a peer that returns to a shorter history may meet there the peers with which it was further
         for entry in self._others.values():
             entry.epoch_min = min(entry.epoch_min, epoch)
         began_s = [report.since_s for report in others.values() if late and report.epoch == epoch]
