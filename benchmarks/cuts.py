@@ -137,8 +137,8 @@ def measure(mode: str, sizes: tuple[int, int], cut_s: float, *, both_ways: bool 
             for trainer in trainers:
                 trainer.close()
     given_up = max(report.epochs_given_up for trainer in trainers for report in trainer.reports)
-    sides = slice(sizes[0]), slice(sizes[0], None)
-    further = max(sides, key=lambda side: max(epochs[side]))
+    split = sizes[0]
+    further = slice(split) if max(epochs[:split]) > max(epochs[split:]) else slice(split, None)
     return Outcome(
         agreed_s=agreed_s if stays is not None else None,
         epochs_during=max(epochs) - before,
