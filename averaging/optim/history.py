@@ -337,7 +337,7 @@ class RunHistory:
             return self._lineage.knows(head)
 
     def settle(self) -> None:
-        """The state of the followed history was loaded."""
+        """Note that the state of the followed history was loaded."""
         with self._lock:
             self.has_parted = self._left is not None and not self._lineage.knows(self._left.head)
             self._left = None

@@ -285,8 +285,7 @@ class Optimizer(DelegatingOptimizer):
             )
         if not 0 < timeout_s < float("inf"):
             raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
-        self._catch_up.on_progress = on_progress
-        result = self._loop.load(timeout_s, codec)
+        result = self._loop.load(timeout_s, codec, on_progress)
         self._hyperparameters.record()
         self._meter.on_load(result)
         return result

@@ -6,10 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from averaging.allreduce.logic.votes import VoteExchange
+from averaging.history.certificate import RoundKind, Vote
 from averaging.history.lineage import GRACE_S_MIN
+from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S
 from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
@@ -39,6 +43,58 @@ def test_peers_that_lost_the_quorum_go_on_after_the_grace(
     assert goes_on_s <= GOES_ON_S + 3 * 2 * epoch_s, (
         "two complete epochs of two peers, which take twice as long"
     )
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("gradients", 0), ("local", 1), ("diloco", 2)])
+def test_votes_that_bind_in_a_round_over_the_state_cost_one_grace(
+    mode: str, seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three peers vote for the averages of their state, and are cut off before one hears of another one's
+    vote, until all have given the round up. Nobody can commit that round nor another one then, though all are
+    there.
+    """
+    caplog.set_level(logging.CRITICAL)
+    add_own, on_statement, votes = VoteExchange.add_own, VoteExchange.on_statement, 0
+    network: SimulatedNetwork
+
+    def add_own_and_cut(exchange: VoteExchange, vote: Vote, now_s: float) -> None:
+        nonlocal votes
+        if vote.result and exchange.tally.proposal.kind is RoundKind.STATE and votes < 3:
+            votes += 1
+            if votes == 3:
+                network.partition(*([peer] for peer in network.peers.values()))
+        add_own(exchange, vote, now_s)
+
+    def deaf_until_all_have_voted(exchange: VoteExchange, *args: Any) -> bool:
+        return votes in (0, 3) and on_statement(exchange, *args)
+
+    async def main() -> float:
+        nonlocal network
+        network = SimulatedNetwork(seed, LinkConfig(delay_s=0.03, jitter=0.0))
+        checks, loop = TrainingChecks(Violations(), step_s_max=600.0), asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            config = TrainingConfig(target_batch_size=48, mode=mode)
+            swarm = TrainingSwarm(network, config, checks.on_step, group)
+            peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(3)]
+            while votes < 3 and loop.time() < 100.0:  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.1)
+            cut_s, epoch = loop.time(), _epoch(peers[0])
+            await asyncio.sleep(6.0)
+            network.partition()
+            assert votes == 3
+            while loop.time() < cut_s + 100.0 and any(  # noqa: ASYNC110 - virtual time
+                _epoch(one) == epoch for one in peers
+            ):
+                await asyncio.sleep(0.25)
+            await swarm.close()
+            goes_on_s = loop.time() - cut_s
+        assert not checks.violations.count, checks.violations.lines
+        return goes_on_s
+
+    monkeypatch.setattr(VoteExchange, "add_own", add_own_and_cut)
+    monkeypatch.setattr(VoteExchange, "on_statement", deaf_until_all_have_voted)
+    # the cut, until the round is given up for the lack of a quorum, an epoch, the grace and a round
+    assert run_virtual(main()) <= 6.0 + OBSOLETE_ROUND_GRACE_S + 4.0 + GOES_ON_S
 
 
 async def _seconds_until_two_of_four_go_on(

@@ -22,7 +22,7 @@ from averaging.optim.progress.logic.reports import (
 )
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
-from swarm.core.presets import WAN
+from swarm.core.presets import LOCAL, WAN
 
 
 def peer(number: int) -> PeerId:
@@ -220,6 +220,15 @@ def test_the_view_shows_totals_and_the_refresh_interval_follows_the_eta() -> Non
     assert view.peers[peer(1)].samples == 400
     assert set(view.peers) == {peer(0), peer(1)}
     assert progress.refresh_s(100.0) == REFRESH_S_MIN
+
+
+def test_a_preset_with_short_intervals_reads_as_rarely_as_others_when_many_peers_train() -> None:
+    progress = EpochProgress(peer(0), 1000, 0.0, LOCAL.progress_refresh_s_max)
+    progress.update_own(500, 1.0, 100.0)
+    assert progress.refresh_s(100.0) == LOCAL.progress_refresh_s_max
+    for number in range(1, 24):
+        progress.on_report(peer(number), report(1, rate=1.0), 100.0)
+    assert progress.refresh_s(100.0) == 3 * REFRESH_S_MIN > LOCAL.progress_refresh_s_max
 
 
 GOOD = {"epoch": 1, "samples": 2, "rate": 3.0, "at": 99.0, "since": 90.0}
