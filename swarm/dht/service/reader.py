@@ -2,7 +2,7 @@
 peer, and cached.
 
 The reader chooses how old an answer may be (`max_age_s`). By default a replica answers from memory for
-`local_read_ttl_s` after it last compared the key with the others, as long as its neighbourhood does not
+`LOCAL_READ_TTL_S` after it last compared the key with the others, as long as its neighbourhood does not
 change: every write reaches it in the same call that reaches the others. Any other peer asks the replicas.
 `latest` always asks, and asks more peers.
 """
