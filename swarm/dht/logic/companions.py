@@ -101,7 +101,7 @@ class Companions:
         return found[:HOLDERS]
 
     def is_holder(self, key: Key) -> bool:
-        """Return whether this peer is one of the members that hold the records of a key. Whoever lists a run
+        """Return whether this peer is one of the members that hold the records of a key. A peer that lists a run
         holds that record, for those that come by this peer.
         """
         run = circle_of(key)
