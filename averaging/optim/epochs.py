@@ -100,9 +100,7 @@ class EpochLoop:
                 )
             report = self._wait_for_round(report, samples)
         self._last_step_ended_s = self._clock.monotonic_s()
-        return replace(
-            report, progress=self._tracker.view().fraction, seconds=self._last_step_ended_s - began_s
-        )
+        return replace(report, progress=self._tracker.fraction(), seconds=self._last_step_ended_s - began_s)
 
     def load(self, timeout_s: float, codec: str = EXACT, on_progress: OnProgress | None = None) -> LoadResult:
         """Download the state. Afterwards this peer serves it to others, too."""
