@@ -305,6 +305,7 @@ class Connection:
                 known = self._streams.get(event.stream)
                 if known is not None:
                     known.receive(event)
+                if isinstance(event, yamux.Ended | yamux.WasReset):  # its last event, if the session has none
                     self._forget(event.stream)
 
     async def _run_writing(self) -> None:
