@@ -265,7 +265,7 @@ class Host:
                 while await stream.read():
                     pass
         except (SwarmError, TimeoutError) as error:
-            if not stream.lost:
+            if isinstance(error, PeerError) or not stream.lost:
                 what = str(error) or "it left its stream open"
                 self.fault(str(stream.peer_id), f"{stream.protocol or 'a stream'}: {what}")
         finally:
