@@ -7,7 +7,7 @@ import os
 import time
 
 from swarm.core.errors import NetworkError, PeerError
-from swarm.libp2p.connection import Connection, Stream
+from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.messages import (
     IDENTIFY_BYTES_MAX,
@@ -21,7 +21,7 @@ from swarm.libp2p.logic.messages import (
 
 _ANSWER_S = 10.0
 _PING_BYTES = 32
-_PING_IDLE_S = 60.0  # a stream for pings that is not used for so long is closed
+_PING_IDLE_S = 60.0  # after which a stream for pings is closed that nobody uses
 # libp2p's protobuf PublicKey: type Ed25519, 32 bytes of data
 _PUBLIC_KEY_PREFIX = bytes.fromhex("08011220")
 
@@ -29,7 +29,7 @@ _PUBLIC_KEY_PREFIX = bytes.fromhex("08011220")
 def serve_basics(host: Host, agent: str) -> None:
     """Answer identify and ping. `agent`: this software and its version."""
 
-    async def identify(stream: Stream) -> None:
+    async def identify(stream: MuxedStream) -> None:
         connection = stream.connection
         seen = b""
         if connection.remote is not None:
@@ -47,7 +47,7 @@ def serve_basics(host: Host, agent: str) -> None:
     host.handle(PING_PROTOCOL, _answer_pings)
 
 
-async def _answer_pings(stream: Stream) -> None:
+async def _answer_pings(stream: MuxedStream) -> None:
     while True:
         async with asyncio.timeout(_PING_IDLE_S):
             first = await stream.read(_PING_BYTES)
@@ -57,7 +57,7 @@ async def _answer_pings(stream: Stream) -> None:
             await stream.write(first + rest)
 
 
-async def identify(connection: Connection) -> Identify:
+async def identify(connection: PeerConnection) -> Identify:
     """Ask a peer what it says about itself. Raises NetworkError when it does not answer within 10 s,
     PeerError when its answer is malformed.
     """
@@ -71,7 +71,7 @@ async def identify(connection: Connection) -> Identify:
         stream.close()
 
 
-async def ping(connection: Connection) -> float:
+async def ping(connection: PeerConnection) -> float:
     """Return a peer's round-trip time in seconds. Raises NetworkError when it does not answer within 10 s,
     PeerError when it answers something else.
     """

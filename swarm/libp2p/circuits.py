@@ -11,7 +11,7 @@ from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.notify import ChangeEvent
-from swarm.libp2p.connection import Connection, Stream, through
+from swarm.libp2p.connection import MuxedStream, PeerConnection, through
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.messages import (
     HOP_PROTOCOL,
@@ -32,7 +32,7 @@ from swarm.libp2p.racing import first_of
 
 ANSWER_S = 15.0  # for a relay's answer; it gives the target of a circuit 10 s of these
 CONNECT_S = 20.0
-# A relay that sends nothing for so long after a ping is dead: the next one is asked after 5 s at most.
+# A relay that sends nothing for 3 s after a ping is dead, so another one is asked after 5 s at most.
 RELAY_PING_S, RELAY_SILENT_S = 2.0, 3.0
 
 
@@ -47,7 +47,7 @@ class Circuits:
         self._on_change = on_change
         self._reservations = Reservations()
         self._changed = ChangeEvent()
-        self._kept: dict[PeerId, Connection] = {}
+        self._kept: dict[PeerId, PeerConnection] = {}
         host.handle(STOP_PROTOCOL, self._accept, direct_only=True)
         host.at_ended.append(self._ended)
 
@@ -74,16 +74,19 @@ class Circuits:
 
     async def _ask(self, relay: Contact) -> None:
         try:
-            await self._reserve(relay)
+            await self.reserve(relay)
         except (NetworkError, PeerError) as error:
             self._reservations.failed(relay.peer_id, self._clock.monotonic_s())
             self._release(relay.peer_id)
             self._host.fault(str(relay.peer_id), f"no reservation: {error}")
         self._tell()
 
-    async def _reserve(self, relay: Contact) -> None:
+    async def reserve(self, relay: Contact) -> None:
+        """Make or renew a reservation at a relay. Raises NetworkError or PeerError that says why it has
+        none.
+        """
         connection = await self._host.connect(relay.peer_id, relay.addresses)
-        answer, stream = await self._exchange(connection, Hop(HopKind.RESERVE))
+        answer, stream = await self.question(connection, Hop(HopKind.RESERVE))
         stream.close()
         life_s = answer.expires_s - self._clock.swarm_s()
         now_s = self._clock.monotonic_s()
@@ -99,7 +102,7 @@ class Circuits:
 
     async def connect(
         self, target: PeerId, relays: Sequence[Contact], timeout_s: float = CONNECT_S
-    ) -> Connection:
+    ) -> PeerConnection:
         """Return a connection to a peer that cannot be called: one that is open, or the first that can be had
         through one of these relays. Raises NetworkError that names what failed, DeadlineExceeded after
         `timeout_s`.
@@ -112,13 +115,13 @@ class Circuits:
         ]
         return await first_of(attempts, f"cannot reach {target}", timeout_s)
 
-    async def _connect(self, target: PeerId, relay: Contact) -> Connection:
+    async def _connect(self, target: PeerId, relay: Contact) -> PeerConnection:
         to_relay = await self._host.connect(relay.peer_id, relay.addresses)
-        _, stream = await self._exchange(to_relay, Hop(HopKind.CONNECT, peer=target))
+        _, stream = await self.question(to_relay, Hop(HopKind.CONNECT, peer=target))
         to_relay.watch(RELAY_PING_S, RELAY_SILENT_S)
         return await self._host.secure(stream, is_client=True, expected=target, relay=relay.peer_id)
 
-    async def _exchange(self, connection: Connection, question: Hop) -> tuple[Hop, Stream]:
+    async def question(self, connection: PeerConnection, question: Hop) -> tuple[Hop, MuxedStream]:
         """Ask a relay, and return its answer and the stream. Raises PeerError that says what it refused."""
         stream = await connection.open(HOP_PROTOCOL)
         try:
@@ -135,7 +138,7 @@ class Circuits:
             raise
         return answer, stream
 
-    async def _accept(self, stream: Stream) -> None:
+    async def _accept(self, stream: MuxedStream) -> None:
         """Take a circuit that a relay offers."""
         relay = stream.peer_id
         async with asyncio.timeout(ANSWER_S):
@@ -157,7 +160,7 @@ class Circuits:
             self._host.admission.end(through(relay))
         await connection.wait_ended()
 
-    async def _refuse(self, stream: Stream, status: Status, reason: str) -> None:
+    async def _refuse(self, stream: MuxedStream, status: Status, reason: str) -> None:
         self._host.fault(str(stream.peer_id), reason)
         await stream.write_message(encode_stop(Stop(StopKind.STATUS, status=status)))
 
@@ -166,7 +169,7 @@ class Circuits:
         if connection is not None:
             connection.kept -= 1
 
-    def _ended(self, connection: Connection) -> None:
+    def _ended(self, connection: PeerConnection) -> None:
         if self._kept.get(connection.peer_id) is connection:
             del self._kept[connection.peer_id]
             self._reservations.failed(connection.peer_id, self._clock.monotonic_s())

@@ -22,12 +22,12 @@ _PING_STEPS = 4  # in which the timeout passes: a stop of this process costs one
 _PENDING_BYTES_MAX = 256 << 10  # that are still to be sent before writers wait
 
 
-class Stream:
+class MuxedStream:
     """A stream: bytes in both directions, each of which can be finished on its own. It can carry a
     connection, too (`Pipe`).
     """
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(self, connection: PeerConnection, number: int) -> None:
         self.connection = connection
         self.number = number
         self.protocol = ""
@@ -133,18 +133,18 @@ def through(relay: PeerId | None) -> str:
 
 
 class Events(Protocol):
-    """What a connection tells its host, in turns of the event loop that must be short."""
+    """The events of which a connection tells its host. The methods return at once."""
 
-    def opened(self, stream: Stream, /) -> None:
+    def opened(self, stream: MuxedStream, /) -> None:
         """The peer has opened a stream."""
         ...
 
-    def received(self, connection: Connection, /) -> None:
+    def received(self, connection: PeerConnection, /) -> None:
         """Bytes have arrived; `held` may have grown."""
         ...
 
 
-class Connection:
+class PeerConnection:
     """A secured connection. `run` works until it ends; `close` ends it.
 
     `relay`: the peer through which it runs; None: a direct one, whose other end is `remote`. `host` is what
@@ -165,8 +165,8 @@ class Connection:
         self.is_client, self.remote, self.relay = is_client, remote, relay
         self.host = remote.host if remote is not None else through(relay)
         self._events = events
-        self._session = yamux.Session(is_client=is_client)
-        self._streams: dict[int, Stream] = {}
+        self._session = yamux.YamuxSession(is_client=is_client)
+        self._streams: dict[int, MuxedStream] = {}
         self._to_send = ChangeEvent()
         self._room = asyncio.Event()
         self._room.set()
@@ -221,13 +221,13 @@ class Connection:
         self._ping_interval_s, self._ping_timeout_s = interval_s, timeout_s
         self._interval_changed.notify()
 
-    async def open(self, protocol: str) -> Stream:
+    async def open(self, protocol: str) -> MuxedStream:
         """Open a stream for a protocol. Raises PeerError when the peer does not speak it, NetworkError when
         it does not answer within 10 s, UsageError when 64 streams are open.
         """
         if self.ended:
             raise NetworkError(f"the connection to {self.peer_id.short} has ended: {self.ended}")
-        stream = Stream(self, self._session.open())
+        stream = MuxedStream(self, self._session.open())
         stream.protocol = protocol
         self._streams[stream.number] = stream
         try:
@@ -241,7 +241,7 @@ class Connection:
             raise
         return stream
 
-    async def send(self, stream: Stream, data: bytes) -> int:
+    async def send(self, stream: MuxedStream, data: bytes) -> int:
         """Send the beginning of `data`, and return how much of it the peer's window took."""
         sent = self._session.send(stream.number, data)
         if sent == 0 and stream.number not in self._streams:
@@ -249,18 +249,18 @@ class Connection:
         await self._sent()
         return sent
 
-    def consumed(self, stream: Stream, size: int) -> None:
+    def consumed(self, stream: MuxedStream, size: int) -> None:
         """Note that bytes of a stream were read."""
         self._session.consumed(stream.number, size, grows=stream.grows)
         self._to_send.notify()
 
-    def finish(self, stream: Stream) -> None:
+    def finish(self, stream: MuxedStream) -> None:
         """Finish this side of a stream."""
         self._session.finish(stream.number)
         self._to_send.notify()
         self._forget(stream.number)
 
-    def reset(self, stream: Stream) -> None:
+    def reset(self, stream: MuxedStream) -> None:
         """End a stream at once."""
         self._session.reset(stream.number)
         self._to_send.notify()
@@ -293,7 +293,7 @@ class Connection:
     def _dispatch(self, event: yamux.Event) -> None:
         match event:
             case yamux.Opened():
-                stream = self._streams[event.stream] = Stream(self, event.stream)
+                stream = self._streams[event.stream] = MuxedStream(self, event.stream)
                 self._events.opened(stream)
             case yamux.Answered():
                 value, sent_s = self._ping

@@ -5,8 +5,8 @@ strangers connect; docs/decisions/0042 has each trap and where it is avoided. In
 is cured:
 
 - Another version, or another source text of these parts, is refused: the cures are for what was read.
-- Security is Noise only. The library's own default accepts `/plaintext/2.0.0`, where whoever knows a public
-  key is taken for its owner. Here is no list of protocols to which another one could be added.
+- Security is Noise only. The library's own default accepts `/plaintext/2.0.0`, which takes anybody who
+  knows a public key for its owner. Here is no list of protocols to which another one could be added.
 - A handshake ends with a PeerError or a NetworkError. The library raises what it meets: errors of protobuf,
   `noise` and `cryptography`. It has no time limit either; the caller of `handshake` sets one.
 - A handshake may send 4 KiB. The library reads up to 64 KiB for each of its messages.
@@ -45,7 +45,7 @@ PLAINTEXT_BYTES_MAX = _MESSAGE_BYTES_MAX - 16  # of one message, which carries a
 
 @dataclass(frozen=True, slots=True)
 class _Library:
-    """What is used of py-libp2p, after its version was checked."""
+    """The parts of py-libp2p that are used, after its version was checked."""
 
     ed25519: Any  # the class of private keys
     x25519_pair: Any

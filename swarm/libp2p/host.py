@@ -21,9 +21,9 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, PeerId
 from swarm.libp2p import cures
 from swarm.libp2p.agreement import answer, propose
-from swarm.libp2p.connection import NEGOTIATION_S, Connection, Stream
+from swarm.libp2p.connection import NEGOTIATION_S, MuxedStream, PeerConnection
 from swarm.libp2p.logic import yamux
-from swarm.libp2p.logic.admission import Admission
+from swarm.libp2p.logic.admission import ConnectionCounts
 from swarm.libp2p.pipes import Pipe, TcpPipe, serve
 from swarm.libp2p.racing import first_of
 from swarm.runtime.supervise import Supervisor
@@ -40,7 +40,7 @@ _HOUSEKEEPING_S = 5.0
 _LINGER_S = 10.0  # that a stream which was answered may stay half open
 _FAULTS_MAX = 64
 
-Handler = Callable[[Stream], Awaitable[None]]
+Handler = Callable[[MuxedStream], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class Host:
         self.peer_id = identity.peer_id
         self.supervisor = Supervisor()
         self.faults: deque[Fault] = deque(maxlen=_FAULTS_MAX)
-        self.at_ended: list[Callable[[Connection], None]] = []
+        self.at_ended: list[Callable[[PeerConnection], None]] = []
         self.listening: Address | None = None  # an IP address and a port
-        self.admission = Admission()
-        self._connections: list[Connection] = []
+        self.admission = ConnectionCounts()
+        self._connections: list[PeerConnection] = []
         self._handlers: dict[str, Handler] = {}
         self._direct_only: set[str] = set()
         self._serving = 0
@@ -103,12 +103,12 @@ class Host:
         if direct_only:
             self._direct_only.add(protocol)
 
-    def protocols(self, connection: Connection) -> frozenset[str]:
+    def protocols(self, connection: PeerConnection) -> frozenset[str]:
         """Return the protocols that the peer of a connection may use."""
         names = frozenset(self._handlers)
         return names if connection.relay is None else names - self._direct_only
 
-    def connection(self, peer_id: PeerId) -> Connection | None:
+    def connection(self, peer_id: PeerId) -> PeerConnection | None:
         """Return the connection to a peer that is used for new streams: a direct one, if there is one."""
         found = [one for one in self._connections if one.peer_id == peer_id and not one.ended]
         return min(found, key=lambda one: one.relay is not None, default=None)
@@ -120,11 +120,11 @@ class Host:
         return [listening] if listening is not None and not ip_address(listening.host).is_unspecified else []
 
     @property
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[PeerConnection]:
         """Return the open connections, the oldest first."""
         return list(self._connections)
 
-    async def open(self, peer_id: PeerId, protocol: str) -> Stream:
+    async def open(self, peer_id: PeerId, protocol: str) -> MuxedStream:
         """Open a stream to a peer over a connection that is there. Raises NetworkError when there is none or
         it fails, PeerError when the peer does not speak the protocol.
         """
@@ -135,7 +135,7 @@ class Host:
 
     async def connect(
         self, peer_id: PeerId, addresses: Sequence[Address], timeout_s: float = DIAL_S
-    ) -> Connection:
+    ) -> PeerConnection:
         """Return a direct connection to a peer: one that is open, or the first that can be had at one of its
         addresses, each of which is tried 0.25 s after the one before. Raises NetworkError that names what
         failed, DeadlineExceeded after `timeout_s`.
@@ -150,7 +150,7 @@ class Host:
         ]
         return await first_of(attempts, f"cannot reach {peer_id}", timeout_s)
 
-    async def _dial(self, peer_id: PeerId, address: Address) -> Connection:
+    async def _dial(self, peer_id: PeerId, address: Address) -> PeerConnection:
         pipe = await TcpPipe.connect(address.host, address.port)
         return await self.secure(pipe, is_client=True, expected=peer_id, remote=address)
 
@@ -162,7 +162,7 @@ class Host:
         expected: PeerId | None,
         remote: Address | None = None,
         relay: PeerId | None = None,
-    ) -> Connection:
+    ) -> PeerConnection:
         """Make a connection of a pipe, and let it run. `is_client`: this side has dialed. `expected`: who
         must be there; None: anybody. `remote` or `relay`: where the pipe leads. Raises NetworkError or
         PeerError, and the pipe is closed then.
@@ -180,7 +180,7 @@ class Host:
                 else:
                     await answer(channel, frozenset([yamux.PROTOCOL]))
             connection = self._register(
-                Connection(channel, is_client=is_client, remote=remote, relay=relay, events=self)
+                PeerConnection(channel, is_client=is_client, remote=remote, relay=relay, events=self)
             )
         except TimeoutError:
             raise NetworkError(f"it did not finish its handshake within {HANDSHAKE_S:.0f} s") from None
@@ -189,7 +189,7 @@ class Host:
                 pipe.close()
         return connection
 
-    def _register(self, connection: Connection) -> Connection:
+    def _register(self, connection: PeerConnection) -> PeerConnection:
         if self._closed:
             raise NetworkError("this peer is closing")
         if connection.peer_id == self.peer_id:
@@ -237,7 +237,7 @@ class Host:
         _logger.debug("%s: %s", who, what)
         self.faults.append(Fault(who, what))
 
-    def opened(self, stream: Stream) -> None:
+    def opened(self, stream: MuxedStream) -> None:
         """Serve a stream that a peer has opened (`Events`)."""
         if self._serving >= HANDLERS_MAX:
             stream.close()
@@ -246,7 +246,7 @@ class Host:
         self._serving += 1
         self.supervisor.spawn(f"libp2p stream of {stream.peer_id.short}", lambda: self._serve(stream))
 
-    def received(self, connection: Connection) -> None:
+    def received(self, connection: PeerConnection) -> None:
         """Close the connection that holds most when all hold too much (`Events`)."""
         if connection.held < _HELD_BYTES_CHECKED:
             return
@@ -255,7 +255,7 @@ class Host:
             self.fault(str(most.peer_id), f"it made this peer hold {most.held} bytes")
             most.close("this peer holds too many bytes that nobody takes")
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: MuxedStream) -> None:
         try:
             async with asyncio.timeout(NEGOTIATION_S):
                 stream.protocol = await answer(stream, self.protocols(stream.connection))

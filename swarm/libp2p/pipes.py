@@ -1,4 +1,4 @@
-"""What a secured connection runs over: a TCP connection, or a stream through a relay."""
+"""Pipes, over which secured connections run: TCP connections, and streams through relays."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
-from swarm.libp2p.connection import Connection, Stream
+from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.messages import (
     HOP_PROTOCOL,
@@ -31,7 +31,7 @@ from swarm.libp2p.logic.messages import (
     encode_hop,
     encode_stop,
 )
-from swarm.libp2p.logic.relaying import Circuit, Decision, Relay, RelayLimits
+from swarm.libp2p.logic.relaying import Circuit, RelayAnswer, RelayLimits, RelayState
 
 MESSAGE_S = 10.0  # for a message to come after its stream was opened
 OPEN_S = 10.0  # for the target of a circuit to accept it
@@ -42,13 +42,13 @@ class RelayService:
     """Relays for others on this host, until the host closes."""
 
     def __init__(self, host: Host, limits: RelayLimits, standing: PeerStanding, clock: Clock) -> None:
-        self._host, self._clock = host, clock
-        self.relay = Relay(limits, standing)
-        self._kept: dict[PeerId, Connection] = {}
+        self.host, self._clock = host, clock
+        self.relay = RelayState(limits, standing)
+        self._kept: dict[PeerId, PeerConnection] = {}
         host.handle(HOP_PROTOCOL, self._serve, direct_only=True)
         host.at_ended.append(self._ended)
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: MuxedStream) -> None:
         try:
             async with asyncio.timeout(MESSAGE_S):
                 message = decode_hop(await stream.read_message(MESSAGE_BYTES_MAX))
@@ -65,7 +65,7 @@ class RelayService:
         else:
             await self._refuse(stream, Status.UNEXPECTED_MESSAGE, "it sent a relay an answer")
 
-    async def _reserve(self, stream: Stream, now_s: float) -> None:
+    async def _reserve(self, stream: MuxedStream, now_s: float) -> None:
         # of the peer at the other end, whomever the message names
         decision = self.relay.reserve(stream.peer_id, stream.connection.host, now_s)
         if decision.status is not Status.OK:
@@ -76,12 +76,12 @@ class RelayService:
             HopKind.STATUS,
             status=Status.OK,
             expires_s=int(self._clock.swarm_s() + self.relay.limits.reservation_s),
-            addresses=tuple(encode_address(one, self._host.peer_id) for one in self._host.announced),
+            addresses=tuple(encode_address(one, self.host.peer_id) for one in self.host.announced),
             limit=self._limit,
         )
         await stream.write_message(encode_hop(answer))
 
-    async def _connect(self, stream: Stream, decision: Decision) -> None:
+    async def _connect(self, stream: MuxedStream, decision: RelayAnswer) -> None:
         circuit = decision.circuit
         if circuit is None:
             await self._refuse(stream, decision.status, f"a circuit was refused: {decision.reason}")
@@ -90,7 +90,7 @@ class RelayService:
         try:
             try:
                 async with asyncio.timeout(OPEN_S):
-                    there = await self._open(circuit)
+                    there = await self.open_circuit(circuit)
             except (NetworkError, PeerError, TimeoutError) as error:
                 reason = f"{circuit.target.short} took no circuit: {error}"
                 await self._refuse(stream, Status.CONNECTION_FAILED, reason)
@@ -102,7 +102,10 @@ class RelayService:
             if there is not None:
                 there.close()
 
-    async def _open(self, circuit: Circuit) -> Stream:
+    async def open_circuit(self, circuit: Circuit) -> MuxedStream:
+        """Offer a circuit to its target, and return the stream to it. Raises PeerError when it refuses,
+        NetworkError when it is gone; the caller sets a time limit.
+        """
         connection = self._kept.get(circuit.target)
         if connection is None or connection.ended:
             raise NetworkError("it has no connection")
@@ -123,18 +126,18 @@ class RelayService:
     def _limit(self) -> Limit:
         return Limit(duration_s=int(self.relay.limits.circuit_s))
 
-    async def _answer(self, stream: Stream, status: Status) -> None:
+    async def _answer(self, stream: MuxedStream, status: Status) -> None:
         async with asyncio.timeout(MESSAGE_S):
             await stream.write_message(encode_hop(Hop(HopKind.STATUS, status=status, limit=self._limit)))
 
-    async def _refuse(self, stream: Stream, status: Status, reason: str) -> None:
-        self._host.fault(str(stream.peer_id), reason)
+    async def _refuse(self, stream: MuxedStream, status: Status, reason: str) -> None:
+        self.host.fault(str(stream.peer_id), reason)
         await self._answer(stream, status)
 
     def _pacer(self, circuit: Circuit) -> Callable[[int], float]:
         return lambda size: self.relay.pass_s(circuit, size, self._clock.monotonic_s())
 
-    def _keep(self, connection: Connection) -> None:
+    def _keep(self, connection: PeerConnection) -> None:
         before = self._kept.get(connection.peer_id)
         if before is not connection:
             if before is not None:
@@ -142,20 +145,22 @@ class RelayService:
             connection.kept += 1
             self._kept[connection.peer_id] = connection
 
-    def _ended(self, connection: Connection) -> None:
+    def _ended(self, connection: PeerConnection) -> None:
         # The next connection of the peer makes a reservation of its own.
         if self._kept.get(connection.peer_id) is connection:
             del self._kept[connection.peer_id]
             self.relay.leave(connection.peer_id)
 
 
-async def splice(one: Stream, other: Stream, timeout_s: float, pace: Callable[[int], float]) -> None:
+async def splice(
+    one: MuxedStream, other: MuxedStream, timeout_s: float, pace: Callable[[int], float]
+) -> None:
     """Carry bytes between two streams in both directions until both have finished, or `timeout_s` is over.
-    `pace(size)` returns how many seconds to wait before so many bytes are sent on. Raises NetworkError when a
-    stream is gone, or carries nothing for 120 s.
+    `pace(size)` returns how many seconds to wait with `size` bytes before they are sent on. Raises
+    NetworkError when a stream is gone, or carries nothing for 120 s.
     """
 
-    async def pump(source: Stream, sink: Stream) -> None:
+    async def pump(source: MuxedStream, sink: MuxedStream) -> None:
         source.grows = False
         while True:
             try:

@@ -10,7 +10,7 @@ import pytest
 from swarm.core.errors import NetworkError
 from swarm.core.identity import Identity
 from swarm.libp2p.agreement import answer
-from swarm.libp2p.connection import Connection, Stream
+from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.cures import Noise
 from swarm.libp2p.logic import yamux
 from tests.libp2p.memory_pipes import MemoryPipe, memory_pipes
@@ -21,26 +21,26 @@ class Listening:
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self.group = group
-        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self.streams: asyncio.Queue[MuxedStream] = asyncio.Queue()
 
-    def opened(self, stream: Stream, /) -> None:
+    def opened(self, stream: MuxedStream, /) -> None:
         self.group.create_task(self._agree(stream))
 
-    async def _agree(self, stream: Stream) -> None:
+    async def _agree(self, stream: MuxedStream) -> None:
         await answer(stream, frozenset(["/test"]))
         self.streams.put_nowait(stream)
 
-    def received(self, connection: Connection, /) -> None: ...
+    def received(self, connection: PeerConnection, /) -> None: ...
 
 
 class Scene:
     """Two connected ends, and the pipes between them."""
 
-    one: Connection
-    two: Connection
+    one: PeerConnection
+    two: PeerConnection
     one_pipe: MemoryPipe
     two_pipe: MemoryPipe
-    streams: asyncio.Queue[Stream]
+    streams: asyncio.Queue[MuxedStream]
 
 
 def run(test: Callable[[Scene], Awaitable[None]]) -> None:
@@ -53,8 +53,12 @@ def run(test: Callable[[Scene], Awaitable[None]]) -> None:
             server = group.create_task(two.handshake(scene.two_pipe, is_client=False, expected=None))
             listening = Listening(group)
             scene.streams = listening.streams
-            scene.one = Connection(await client, is_client=True, remote=None, relay=None, events=listening)
-            scene.two = Connection(await server, is_client=False, remote=None, relay=None, events=listening)
+            scene.one = PeerConnection(
+                await client, is_client=True, remote=None, relay=None, events=listening
+            )
+            scene.two = PeerConnection(
+                await server, is_client=False, remote=None, relay=None, events=listening
+            )
             running = [group.create_task(end.run()) for end in (scene.one, scene.two)]
             await test(scene)
             scene.one.close()

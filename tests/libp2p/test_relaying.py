@@ -15,10 +15,10 @@ from swarm.libp2p.logic.admission import (
     CONNECTIONS_PER_PREFIX_MAX,
     HANDSHAKES_MAX,
     HANDSHAKES_PER_PREFIX_MAX,
-    Admission,
+    ConnectionCounts,
 )
 from swarm.libp2p.logic.messages import Status
-from swarm.libp2p.logic.relaying import Relay, RelayLimits
+from swarm.libp2p.logic.relaying import RelayLimits, RelayState
 from swarm.libp2p.logic.reserving import LIFE_S_MIN, RELAYS_MAX, WANTED, Reservations
 
 PEERS = [PeerId(bytes([number]) * 32) for number in range(1, 250)]
@@ -28,8 +28,8 @@ def host(number: int) -> str:
     return f"198.51.{number}.1"
 
 
-def relay(**limits: float) -> Relay:
-    return Relay(RelayLimits(**limits), PeerStanding())
+def relay(**limits: float) -> RelayState:
+    return RelayState(RelayLimits(**limits), PeerStanding())
 
 
 def test_reservations_are_limited_in_all_and_of_one_network_and_expire() -> None:
@@ -47,7 +47,7 @@ def test_reservations_are_limited_in_all_and_of_one_network_and_expire() -> None
 def test_strangers_get_half_of_the_reservations_where_members_are_known() -> None:
     standing = PeerStanding()
     standing.add_members("run", PEERS[100:110])
-    one = Relay(RelayLimits(reservations_max=8), standing)
+    one = RelayState(RelayLimits(reservations_max=8), standing)
     given = [one.reserve(PEERS[number], host(number), 0.0).status is Status.OK for number in range(8)]
     assert given == [True] * 4 + [False] * 4
     assert [one.reserve(PEERS[100 + n], host(100 + n), 0.0).status for n in range(4)] == [Status.OK] * 4
@@ -201,7 +201,7 @@ def test_a_peer_is_callable_whenever_two_relays_have_lived_for_a_while(seed: int
 
 
 def test_connections_and_handshakes_are_limited_by_network_and_peer() -> None:
-    admission = Admission()
+    admission = ConnectionCounts()
     assert [admission.begin("192.0.2.1") for _ in range(HANDSHAKES_PER_PREFIX_MAX)] == [""] * 16
     assert "of 192.0.2.0/24" in admission.begin("192.0.2.77")
     for number in range((HANDSHAKES_MAX - 16) // 16):

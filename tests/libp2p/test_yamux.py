@@ -9,11 +9,13 @@ import struct
 from collections.abc import Callable
 
 import pytest
+import trio
+from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from swarm.core.errors import PeerError, UsageError
 from swarm.libp2p.cures import PLAINTEXT_BYTES_MAX
 from swarm.libp2p.logic import yamux
-from swarm.libp2p.logic.yamux import Ended, Opened, Received, Session, WasReset, Writable
+from swarm.libp2p.logic.yamux import Ended, Opened, Received, WasReset, Writable, YamuxSession
 
 SYN, ACK, FIN, RST = 1, 2, 4, 8
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
@@ -23,20 +25,20 @@ def frame(kind: int, flags: int, stream: int, length: int, data: bytes = b"", ve
     return struct.pack("!BBHII", version, kind, flags, stream, length) + data
 
 
-def everything(session: Session) -> bytes:
+def everything(session: YamuxSession) -> bytes:
     out = b""
     while data := session.output(1 << 20):
         out += data
     return out
 
 
-def carry(source: Session, sink: Session) -> list[yamux.Event]:
+def carry(source: YamuxSession, sink: YamuxSession) -> list[yamux.Event]:
     return sink.receive(everything(source))
 
 
-def pair() -> tuple[Session, Session, int]:
+def pair() -> tuple[YamuxSession, YamuxSession, int]:
     """Return two ends of a connection, and a stream that the first has opened."""
-    client, server = Session(is_client=True), Session(is_client=False)
+    client, server = YamuxSession(is_client=True), YamuxSession(is_client=False)
     stream = client.open()
     assert carry(client, server) == [Opened(stream)]
     carry(server, client)
@@ -46,7 +48,7 @@ def pair() -> tuple[Session, Session, int]:
 @pytest.mark.parametrize("seed", range(30))
 def test_every_byte_arrives_in_order_however_the_connection_cuts(seed: int) -> None:
     rng = random.Random(seed)
-    ends = [Session(is_client=True), Session(is_client=False)]
+    ends = [YamuxSession(is_client=True), YamuxSession(is_client=False)]
     wires = [bytearray(), bytearray()]
     sent: dict[tuple[int, int], bytes] = {}  # by end and stream
     arrived: dict[tuple[int, int], bytes] = {}
@@ -121,7 +123,7 @@ def test_a_window_grows_while_it_is_used_up_to_the_limit_and_not_where_it_must_n
 
 
 def test_windows_of_all_streams_together_stay_below_the_limit() -> None:
-    client, server = Session(is_client=True), Session(is_client=False)
+    client, server = YamuxSession(is_client=True), YamuxSession(is_client=False)
     streams = [client.open() for _ in range(yamux.STREAMS_MAX)]
     carry(client, server)
     for _ in range(10):
@@ -163,7 +165,7 @@ def test_streams_beyond_the_limit_are_reset_and_the_others_live() -> None:
 
 
 def test_this_side_opens_no_more_streams_than_it_would_take() -> None:
-    client = Session(is_client=True)
+    client = YamuxSession(is_client=True)
     for _ in range(yamux.STREAMS_MAX):
         client.open()
     with pytest.raises(UsageError):
@@ -242,87 +244,91 @@ def test_garbage_raises_nothing_but_peer_errors_and_is_not_stored(seed: int) -> 
         assert server.streams <= 2 * yamux.STREAMS_MAX
 
 
+class OurEnd:
+    """Our session as the other end of the secured connection of py-libp2p's yamux (on trio)."""
+
+    def __init__(self, *, is_client: bool) -> None:
+        self.session = YamuxSession(is_client=is_client)
+        self.is_initiator = not is_client  # theirs
+        self.events: list[yamux.Event] = []
+        self._arriving = bytearray()
+        self._changed = trio.Event()
+
+    def notify(self) -> None:
+        self._arriving += everything(self.session)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+    async def write(self, data: bytes) -> None:
+        self.events += self.session.receive(data)
+        self.notify()
+
+    async def read(self, size: int) -> bytes:
+        await self.until(lambda: len(self._arriving) >= size)
+        data = bytes(self._arriving[:size])
+        del self._arriving[:size]
+        return data
+
+    async def close(self) -> None: ...
+
+    async def send(self, number: int, left: bytes) -> None:
+        while left:
+            took = self.session.send(number, left)
+            left = left[took:]
+            changed = self._changed
+            self.notify()
+            if took:
+                await trio.lowlevel.checkpoint()
+            elif changed is self._changed:
+                await changed.wait()
+            else:
+                await self._changed.wait()
+        self.session.finish(number)
+        self.notify()
+
+    async def take(self, number: int, size: int) -> None:
+        while size:
+            await self.until(lambda: self.events)
+            for event in self.events:
+                if isinstance(event, Received):
+                    self.session.consumed(number, len(event.data))
+                    size -= len(event.data)
+            self.events.clear()
+            self.notify()
+
+
 @pytest.mark.parametrize("we_open", [True, False])
 def test_py_libp2ps_yamux_understands_this_one(we_open: bool) -> None:
-    import trio
-    from libp2p.stream_muxer.yamux.yamux import Yamux
-
-    ours = Session(is_client=we_open)
-    got: list[yamux.Event] = []
-    changed = [trio.Event()]
-
-    def notify() -> None:
-        changed[0].set()
-        changed[0] = trio.Event()
-
-    async def until(condition: Callable[[], object]) -> None:
-        while not condition():
-            await changed[0].wait()
-
-    class Secured:
-        """What py-libp2p's yamux runs over: our session is the other end."""
-
-        is_initiator = not we_open
-
-        async def write(self, data: bytes) -> None:
-            got.extend(ours.receive(data))
-            notify()
-
-        async def read(self, size: int) -> bytes:
-            await until(lambda: arriving.extend(everything(ours)) or len(arriving) >= size)
-            data = bytes(arriving[:size])
-            del arriving[:size]
-            return data
-
-        async def close(self) -> None: ...
-
-    arriving = bytearray()
-
-    async def send(number: int, left: bytes) -> None:
-        while left:
-            left = left[ours.send(number, left) :]
-            events = changed[0]
-            notify()
-            if left and not events.is_set():
-                await changed[0].wait()
-            await trio.lowlevel.checkpoint()
-        ours.finish(number)
-        notify()
-
-    async def take(number: int, size: int) -> None:
-        while size:
-            await until(lambda: any(isinstance(event, Received) for event in got))
-            for event in got:
-                if isinstance(event, Received):
-                    ours.consumed(number, len(event.data))
-                    size -= len(event.data)
-            got.clear()
-            notify()
+    ours = OurEnd(is_client=we_open)
 
     async def talk(nursery: trio.Nursery) -> None:
-        theirs = Yamux(Secured(), None, is_initiator=not we_open)
+        theirs = Yamux(ours, None, is_initiator=not we_open)
         nursery.start_soon(theirs.start)
         await theirs.event_started.wait()
         if we_open:
-            number = ours.open()
-            notify()
+            number = ours.session.open()
+            ours.notify()
             stream = await theirs.accept_stream()
         else:
             stream = await theirs.open_stream()
-            await until(lambda: got)
-            number = got[0].stream
-            assert got[0] == Opened(number)
+            await ours.until(lambda: ours.events)
+            number = ours.events[0].stream
+            assert ours.events[0] == Opened(number)
         # more than a window in each direction
-        nursery.start_soon(send, number, b"x" * 600_000)
+        nursery.start_soon(ours.send, number, b"x" * 600_000)
         size = 0
         while size < 600_000:
             size += len(await stream.read(100_000))
-        got.clear()
+        ours.events.clear()
         nursery.start_soon(stream.write, b"y" * 400_000)
-        await take(number, 400_000)
+        await ours.take(number, 400_000)
         await stream.close()
-        await until(lambda: Ended(number) in got)
-        assert ours.streams == 0
+        await ours.until(lambda: Ended(number) in ours.events)
+        assert ours.session.streams == 0
         nursery.cancel_scope.cancel()
 
     async def bounded() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from swarm.core.clock import SystemClock
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact
+from swarm.core.ids import Address, Contact
 from swarm.core.standing import PeerStanding
 from swarm.libp2p.basics import serve_basics
 from swarm.libp2p.circuits import Circuits
-from swarm.libp2p.connection import Connection, Stream
+from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.relaying import RelayLimits
 from swarm.libp2p.relay import RelayService
@@ -36,7 +37,7 @@ def run(test: Callable[[Scene], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-async def echo(stream: Stream) -> None:
+async def echo(stream: MuxedStream) -> None:
     """Send back what arrives, until the peer has finished."""
     while data := await stream.read():
         await stream.write(data)
@@ -48,7 +49,7 @@ class Hidden:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.peer_id = host.peer_id
-        self.ended: list[Connection] = []  # that have ended
+        self.ended: list[PeerConnection] = []  # that have ended
         host.at_ended.append(self.ended.append)
         self.changed = asyncio.Event()
         self.circuits = Circuits(host, SystemClock(), self.changed.set)
@@ -118,3 +119,31 @@ async def tcp_server(
         server.close()
         for writer in writers:
             writer.transport.abort()
+
+
+@asynccontextmanager
+async def frozen_on(relay: Contact) -> AsyncIterator[tuple[Contact, asyncio.Event]]:
+    """Yield another way to a relay, and an event that stops all bytes on it: its connections stay open."""
+    freeze = asyncio.Event()
+    forever = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            if freeze.is_set():
+                await forever.wait()
+            writer.write(data)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to_there = await asyncio.open_connection(relay.addresses[0].host, relay.addresses[0].port)
+        writers.append(to_there)
+        with contextlib.suppress(OSError):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(forward(reader, to_there))
+                group.create_task(forward(there, writer))
+
+    async with tcp_server(talk) as port:
+        yield Contact(relay.peer_id, (Address(HERE, port),)), freeze
+    forever.set()
+    for writer in writers:
+        writer.transport.abort()

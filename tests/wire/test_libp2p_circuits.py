@@ -17,7 +17,8 @@ from swarm.core.ids import Contact
 from swarm.libp2p import relay as relay_module
 from swarm.libp2p.basics import identify, ping
 from swarm.libp2p.circuits import RELAY_PING_S, RELAY_SILENT_S, Circuits
-from swarm.libp2p.connection import Connection, Stream
+from swarm.libp2p.connection import MuxedStream, PeerConnection
+from swarm.libp2p.host import Host
 from swarm.libp2p.logic.messages import (
     HOP_PROTOCOL,
     STOP_PROTOCOL,
@@ -31,11 +32,12 @@ from swarm.libp2p.logic.messages import (
     encode_stop,
 )
 from swarm.libp2p.logic.negotiation import MULTISTREAM, encode_line
+from swarm.libp2p.logic.relaying import Circuit
 from swarm.libp2p.pipes import TcpPipe
-from tests.wire.libp2p_hosts import HERE, Hidden, Scene, run
+from tests.wire.libp2p_hosts import HERE, Hidden, Scene, frozen_on, run
 
 
-async def echoed(connection: Connection, data: bytes) -> bytes:
+async def echoed(connection: PeerConnection, data: bytes) -> bytes:
     """Send bytes to `/echo`, and return what comes back."""
     stream = await connection.open("/echo")
     back = bytearray()
@@ -85,7 +87,7 @@ def test_closing_one_circuit_of_a_peer_leaves_its_others() -> None:
     run(test)
 
 
-async def until_ended(host) -> None:
+async def until_ended(host: Host) -> None:
     """Wait until the connections of a host through relays have ended."""
     for connection in host.connections:
         if connection.relay is not None:
@@ -109,7 +111,7 @@ def test_a_relay_calls_its_own_client_over_the_connection_that_is_open() -> None
     async def test(scene: Scene) -> None:  # trap 17
         relay, service = await scene.relay()
         hidden = await scene.hidden(relay)
-        circuits = Circuits(service._host, SystemClock())
+        circuits = Circuits(service.host, SystemClock())
         connection = await circuits.connect(hidden.peer_id, [relay])
         assert connection.relay is None
         assert await echoed(connection, b"hello") == b"hello"
@@ -125,7 +127,7 @@ def test_a_relay_that_dies_fails_calls_at_once_and_is_replaced() -> None:
         stream = await connection.open("/echo")
         hidden.circuits.offer([third])
         begun_s = time.monotonic()
-        await dying._host.close()
+        await dying.host.close()
         with pytest.raises(NetworkError, match="has ended"):
             await stream.read()
         assert time.monotonic() - begun_s < 5.0
@@ -139,13 +141,14 @@ def test_a_relay_that_dies_fails_calls_at_once_and_is_replaced() -> None:
 
 def test_a_relay_that_freezes_is_noticed_within_five_seconds() -> None:
     async def test(scene: Scene) -> None:
-        relay, service = await scene.relay()
-        hidden, caller = await scene.hidden(relay), await scene.caller()
-        connection = await caller.connect(hidden.peer_id, [relay])
-        for one in service._host.connections:
-            # it takes no more bytes, and sends none, but its sockets are open
-            one._session.receive = lambda data: []  # type: ignore[method-assign]
-            one._session.output = lambda bytes_max: b""  # type: ignore[method-assign]
+        relay, _ = await scene.relay()
+        async with frozen_on(relay) as (behind, freeze):
+            hidden, caller = await scene.hidden(behind), await scene.caller()
+            connection = await caller.connect(hidden.peer_id, [behind])
+            freeze.set()
+            await noticed(connection, hidden)
+
+    async def noticed(connection: PeerConnection, hidden: Hidden) -> None:
         begun_s = time.monotonic()
         await connection.wait_ended()
         assert time.monotonic() - begun_s < RELAY_PING_S + RELAY_SILENT_S + 3.0
@@ -166,8 +169,8 @@ def test_the_limits_of_a_relay_hold_and_are_said() -> None:
             await callers[2].connect(two.peer_id, [relay])
         refused = await scene.host(listens=False)
         with pytest.raises(PeerError, match=r"RESERVATION_REFUSED \(200\)"):
-            await Circuits(refused, SystemClock())._reserve(relay)
-        assert any("a reservation was refused: 2 peers" in one.what for one in service._host.faults)
+            await Circuits(refused, SystemClock()).reserve(relay)
+        assert any("a reservation was refused: 2 peers" in one.what for one in service.host.faults)
         held.close()
         await until_ended(two.host)
         assert await echoed(await callers[2].connect(two.peer_id, [relay]), b"now") == b"now"
@@ -195,13 +198,13 @@ def test_a_circuit_ends_at_its_time_limit_and_one_that_carries_nothing_before(
         hidden, caller = await scene.hidden(relay), await scene.caller()
         connection = await caller.connect(hidden.peer_id, [relay])
         await connection.wait_ended()
-        assert any("time limit" in one.what for one in service._host.faults)
+        assert any("time limit" in one.what for one in service.host.faults)
         monkeypatch.setattr(relay_module, "CIRCUIT_IDLE_S", 0.3)
         relay, service = await scene.relay()
         hidden = await scene.hidden(relay)
         connection = await caller.connect(hidden.peer_id, [relay])
         await connection.wait_ended()
-        assert any("carried nothing" in one.what for one in service._host.faults)
+        assert any("carried nothing" in one.what for one in service.host.faults)
 
     run(test)
 
@@ -231,7 +234,7 @@ def test_a_reservation_is_that_of_the_peer_that_asks_whomever_it_names() -> None
     run(test)
 
 
-async def asked(connection: Connection, message: bytes) -> Hop:
+async def asked(connection: PeerConnection, message: bytes) -> Hop:
     """Send a relay bytes, and return its answer."""
     stream = await connection.open(HOP_PROTOCOL)
     await stream.write_message(message)
@@ -251,7 +254,7 @@ def test_circuits_over_circuits_are_refused() -> None:
         connection = await caller.connect(inner.peer_id, [outer])
         assert connection.relay == outer.peer_id
         with pytest.raises(PeerError, match=f"does not speak {HOP_PROTOCOL}"):
-            await caller._exchange(connection, Hop(HopKind.CONNECT, peer=hidden.peer_id))
+            await caller.question(connection, Hop(HopKind.CONNECT, peer=hidden.peer_id))
         with pytest.raises(PeerError, match=f"does not speak {STOP_PROTOCOL}"):
             await connection.open(STOP_PROTOCOL)
         assert HOP_PROTOCOL not in (await identify(connection)).protocols
@@ -262,7 +265,7 @@ def test_circuits_over_circuits_are_refused() -> None:
 def test_a_circuit_that_nobody_reserved_is_refused_by_its_target() -> None:
     async def test(scene: Scene) -> None:
         stranger, hidden = await scene.host(), await scene.hidden((await scene.relay())[0])
-        connection = await hidden.host.connect(stranger.peer_id, [stranger.listening])
+        connection = await hidden.host.connect(stranger.peer_id, stranger.announced)
         await ping(connection)
         offered = await stranger.connection(hidden.peer_id).open(STOP_PROTOCOL)
         await offered.write_message(encode_stop(Stop(StopKind.CONNECT, peer=stranger.peer_id)))
@@ -278,13 +281,13 @@ def test_a_relay_that_names_another_caller_than_the_one_it_brings_is_found_out()
         relay, service = await scene.relay()
         hidden, caller = await scene.hidden(relay), await scene.caller()
         liar = Identity.generate().peer_id
-        honest = service._open
+        honest = service.open_circuit
 
-        async def lying(circuit):
+        async def lying(circuit: Circuit) -> MuxedStream:
             circuit.caller = liar
             return await honest(circuit)
 
-        service._open = lying
+        service.open_circuit = lying
         with pytest.raises(NetworkError):
             await caller.connect(hidden.peer_id, [relay])
         assert any("another peer is there" in one.what for one in hidden.host.faults)
@@ -297,28 +300,28 @@ def test_a_relay_that_brings_another_target_or_changes_bytes_is_found_out() -> N
         relay, service = await scene.relay()
         hidden, other = await scene.hidden(relay), await scene.hidden(relay)
         caller = await scene.caller()
-        honest = service._open
+        honest = service.open_circuit
 
-        async def swapped(circuit):
+        async def swapped(circuit: Circuit) -> MuxedStream:
             circuit.target = other.peer_id
             return await honest(circuit)
 
-        service._open = swapped
+        service.open_circuit = swapped
         service.relay.end = lambda circuit: None
         with pytest.raises(NetworkError, match="another peer is there"):
             await caller.connect(hidden.peer_id, [relay])
-        service._open = honest
+        service.open_circuit = honest
         connection = await caller.connect(hidden.peer_id, [relay])
         stream = await connection.open("/echo")
-        writes = Stream.write
+        writes = MuxedStream.write
 
-        async def corrupt(self: Stream, data: bytes) -> None:
+        async def corrupt(self: MuxedStream, data: bytes) -> None:
             if self.protocol == STOP_PROTOCOL:
                 data = data[:-1] + bytes([data[-1] ^ 1])
             await writes(self, data)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Stream, "write", corrupt)
+            patch.setattr(MuxedStream, "write", corrupt)
             await stream.write(b"secret")
             with pytest.raises(NetworkError):
                 await stream.read()
@@ -360,8 +363,8 @@ def test_garbage_on_the_port_and_on_every_stream_is_refused_and_the_relay_serves
         assert await echoed(await caller.connect(hidden.peer_id, [relay]), b"on") == b"on"
         for pipe in pipes:
             pipe.close()
-        assert service._host.faults
-        assert all(one.who and one.what for one in service._host.faults)
+        assert service.host.faults
+        assert all(one.who and one.what for one in service.host.faults)
 
     run(test)
 
@@ -382,7 +385,7 @@ def test_half_open_streams_and_handshakes_end_at_their_time_limits(monkeypatch: 
         with pytest.raises(NetworkError):
             await silent.read_exactly(100)
         silent.close()
-        said = {one.what for one in service._host.faults}
+        said = {one.what for one in service.host.faults}
         assert f"{HOP_PROTOCOL}: it asked for nothing on a stream to the relay" in said
         assert "it did not finish its handshake within 0 s" in said
 
@@ -398,7 +401,7 @@ def test_a_target_that_takes_circuits_and_says_nothing_costs_a_bounded_time(
         relay, service = await scene.relay()
         hidden, caller = await scene.hidden(relay), await scene.caller()
 
-        async def say_nothing(stream: Stream) -> None:
+        async def say_nothing(stream: MuxedStream) -> None:
             await stream.connection.wait_ended()
 
         hidden.host.handle(STOP_PROTOCOL, say_nothing)

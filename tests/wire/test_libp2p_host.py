@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address
 from swarm.libp2p.agreement import propose
 from swarm.libp2p.basics import identify, ping
-from swarm.libp2p.connection import Stream
+from swarm.libp2p.connection import MuxedStream
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import CONNECTIONS_PER_PEER_MAX, HANDSHAKES_PER_PREFIX_MAX
 from swarm.libp2p.pipes import TcpPipe
@@ -28,7 +29,7 @@ from tests.wire.libp2p_hosts import HERE, Scene, contact_of, run, tcp_server
 def test_two_hosts_identify_and_ping_each_other_and_carry_bytes() -> None:
     async def test(scene: Scene) -> None:
         one, two = await scene.host(), await scene.host()
-        connection = await one.connect(two.peer_id, [two.listening])
+        connection = await one.connect(two.peer_id, two.announced)
         stream = await connection.open("/echo")
         await stream.write(b"hello")
         assert await stream.read() == b"hello"
@@ -37,7 +38,7 @@ def test_two_hosts_identify_and_ping_each_other_and_carry_bytes() -> None:
         assert 0.0 < await ping(connection) < 10.0
         back = two.connection(one.peer_id)
         assert (await identify(back)).agent == "test/1"
-        assert await one.connect(two.peer_id, [two.listening]) is connection
+        assert await one.connect(two.peer_id, two.announced) is connection
 
     run(test)
 
@@ -46,11 +47,11 @@ def test_a_handler_that_fails_ends_its_stream_and_nothing_else(caplog: pytest.Lo
     async def test(scene: Scene) -> None:  # trap 2
         one, two = await scene.host(), await scene.host()
 
-        async def fail(stream: Stream) -> None:
+        async def fail(stream: MuxedStream) -> None:
             raise ZeroDivisionError("a bug")
 
         two.handle("/bug", fail)
-        connection = await one.connect(two.peer_id, [two.listening])
+        connection = await one.connect(two.peer_id, two.announced)
         stream = await connection.open("/bug")
         with pytest.raises(NetworkError, match="reset"):
             await stream.read()
@@ -72,7 +73,7 @@ def test_a_black_hole_costs_no_more_than_the_time_limit() -> None:
             with pytest.raises(DeadlineExceeded, match=r"within 0\.3 s"):
                 await one.connect(two.peer_id, [Address(HERE, port)], timeout_s=0.3)
             # trap 4: the next address is tried while this one hangs, and nobody is refused afterwards
-            connection = await one.connect(two.peer_id, [Address(HERE, port), two.listening])
+            connection = await one.connect(two.peer_id, [Address(HERE, port), *two.announced])
             assert connection.peer_id == two.peer_id
 
     run(test)
@@ -82,18 +83,18 @@ def test_an_address_that_fails_does_not_hold_up_the_next_and_a_corrected_one_wor
     async def test(scene: Scene) -> None:  # traps 4 and 5
         one, two, third = await scene.host(), await scene.host(), await scene.host()
         gone = await scene.host()
-        nobody = gone.listening
+        nobody = gone.announced
         await gone.close()
         with pytest.raises(NetworkError, match=r"cannot reach .*does not answer"):
-            await one.connect(two.peer_id, [nobody])
+            await one.connect(two.peer_id, nobody)
         with pytest.raises(NetworkError, match="another peer is there"):
-            await one.connect(two.peer_id, [third.listening])
+            await one.connect(two.peer_id, third.announced)
         begun_s = time.process_time()
-        connection = await one.connect(two.peer_id, [nobody] * 8 + [two.listening], timeout_s=30.0)
+        connection = await one.connect(two.peer_id, [*nobody * 8, *two.announced], timeout_s=30.0)
         assert connection.peer_id == two.peer_id
         assert time.process_time() - begun_s < 2.0
         with pytest.raises(UsageError, match="this peer itself"):
-            await one.connect(one.peer_id, [one.listening])
+            await one.connect(one.peer_id, one.announced)
 
     run(test)
 
@@ -113,9 +114,9 @@ def test_no_security_but_noise_is_agreed_on(protocol: str) -> None:
 def test_a_host_dials_nobody_by_itself() -> None:
     async def test(scene: Scene) -> None:  # trap 7
         one, two, third = await scene.host(), await scene.host(), await scene.host()
-        connection = await one.connect(two.peer_id, [two.listening])
+        connection = await one.connect(two.peer_id, two.announced)
         await identify(connection)
-        await third.connect(two.peer_id, [two.listening])
+        await third.connect(two.peer_id, two.announced)
         await asyncio.sleep(0.3)
         assert [len(host.connections) for host in (one, two, third)] == [1, 2, 1]
 
@@ -129,7 +130,7 @@ def test_places_of_connections_that_have_ended_are_free_again() -> None:
         for host in (one, two):
             host.at_ended.append(ended.put_nowait)
         for _ in range(3 * max(HANDSHAKES_PER_PREFIX_MAX, CONNECTIONS_PER_PEER_MAX)):
-            connection = await one.connect(two.peer_id, [two.listening])
+            connection = await one.connect(two.peer_id, two.announced)
             await ping(connection)
             connection.close()
             assert {await ended.get(), await ended.get()} > {connection}
@@ -141,7 +142,7 @@ def test_places_of_connections_that_have_ended_are_free_again() -> None:
 def test_a_stream_that_is_opened_and_left_is_named_and_freed() -> None:
     async def test(scene: Scene) -> None:
         one, two = await scene.host(), await scene.host()
-        connection = await one.connect(two.peer_id, [two.listening])
+        connection = await one.connect(two.peer_id, two.announced)
         for _ in range(3 * yamux.STREAMS_MAX):
             stream = await connection.open("/echo")
             stream.close()
@@ -157,7 +158,7 @@ def test_an_identity_that_is_used_twice_is_refused() -> None:
         copy = type(one)(one.identity)
         scene.hosts.append(copy)
         await copy.start()
-        connection = await copy.connect(two.peer_id, [two.listening])
+        connection = await copy.connect(two.peer_id, two.announced)
         assert connection.peer_id == two.peer_id
         pipe = await TcpPipe.connect(HERE, one.listening.port)
         with pytest.raises(PeerError, match="copy of its identity"):
@@ -176,7 +177,7 @@ def test_a_port_that_is_taken_is_said() -> None:
 
 
 def test_py_libp2ps_own_host_dials_this_one_and_is_dialed() -> None:
-    """Its default host has other transports and muxers, too: it agrees on Noise and yamux."""
+    # its default host has other transports and muxers, too, and agrees on Noise and yamux
     import trio
     from libp2p import new_host
     from libp2p.custom_types import TProtocol
@@ -192,7 +193,7 @@ def test_py_libp2ps_own_host_dials_this_one_and_is_dialed() -> None:
         async def main() -> None:
             host = new_host()
 
-            async def echo(stream: object) -> None:
+            async def echo(stream: Any) -> None:
                 await stream.write(await stream.read(5))
                 await stream.close()
 

@@ -17,7 +17,7 @@ HANDSHAKES_PER_PREFIX_MAX = 16
 T = TypeVar("T", str, PeerId)
 
 
-class Admission:
+class ConnectionCounts:
     """The counts. Every method that takes something returns why it must not be, or an empty text."""
 
     def __init__(self) -> None:

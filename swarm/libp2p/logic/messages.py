@@ -4,7 +4,7 @@ They are protobuf on the wire. Their few fields are read here by hand, because t
 must be written even where it is 0, which py-libp2p's generated classes leave out (js-libp2p refuses it then),
 and because nothing is kept of what is not needed.
 
-Sources: libp2p specifications "Circuit Relay v2", "Identify" and "Addressing".
+Sources: libp2p specifications "Circuit RelayState v2", "Identify" and "Addressing".
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Status(IntEnum):
 
 
 class HopKind(IntEnum):
-    """What a peer asks a relay for, and STATUS, the relay's answer."""
+    """The requests to a relay, and STATUS, its answer."""
 
     RESERVE = 0
     CONNECT = 1
@@ -52,7 +52,7 @@ class HopKind(IntEnum):
 
 
 class StopKind(IntEnum):
-    """What a relay asks the target of a circuit for, and STATUS, the answer."""
+    """The request of a relay to the target of a circuit, and STATUS, the answer."""
 
     CONNECT = 0
     STATUS = 1
@@ -60,7 +60,7 @@ class StopKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a relay carries for one circuit: seconds, and bytes in each direction; 0: no limit."""
+    """The limits of one circuit: seconds, and bytes in each direction; 0: no limit."""
 
     duration_s: int = 0
     data_bytes: int = 0
@@ -90,7 +90,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Identify:
-    """What a peer says about itself."""
+    """A peer's description of itself."""
 
     agent: str
     protocols: tuple[str, ...]

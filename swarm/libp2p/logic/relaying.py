@@ -1,4 +1,4 @@
-"""What a relay grants: reservations, circuits, bytes per second. Circuit relay v2 without I/O; times are
+"""The state of a relay: reservations, circuits, bytes per second. Circuit relay v2 without I/O; times are
 seconds of a clock that never jumps.
 
 A peer that nobody can call keeps a reservation at a relay; others ask the relay for a circuit to it. The
@@ -21,7 +21,7 @@ from swarm.net.scope import prefix_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """What the owner of a relay gives."""
+    """The limits within which the owner of a relay lets it work."""
 
     reservations_max: int = 128  # strangers get half of these and of the circuits, where members are known
     reservations_per_prefix_max: int = 32  # of one /24 (IPv6: /48)
@@ -45,7 +45,7 @@ class Circuit:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RelayAnswer:
     """A relay's answer. `reason`: why it is not OK."""
 
     status: Status
@@ -60,7 +60,7 @@ class _Reservation:
     is_member: bool
 
 
-class Relay:
+class RelayState:
     """The state of a relay."""
 
     def __init__(self, limits: RelayLimits, standing: PeerStanding) -> None:
@@ -84,7 +84,7 @@ class Relay:
         self._expire(now_s)
         return list(self._reservations)
 
-    def reserve(self, peer_id: PeerId, host: str, now_s: float) -> Decision:
+    def reserve(self, peer_id: PeerId, host: str, now_s: float) -> RelayAnswer:
         """Grant or renew the reservation of the peer that asks, whose connection comes from this host."""
         self._expire(now_s)
         held = self._reservations.get(peer_id)
@@ -100,13 +100,13 @@ class Relay:
                 return self._refuse(Status.RESERVATION_REFUSED, f"{of_prefix} of {prefix} have a reservation")
         until_s = now_s + self.limits.reservation_s
         self._reservations[peer_id] = _Reservation(prefix, until_s, is_member)
-        return Decision(Status.OK)
+        return RelayAnswer(Status.OK)
 
     def leave(self, peer_id: PeerId) -> None:
         """Drop the reservation of a peer whose last direct connection has ended."""
         self._reservations.pop(peer_id, None)
 
-    def connect(self, caller: PeerId, target: PeerId | None, now_s: float) -> Decision:
+    def connect(self, caller: PeerId, target: PeerId | None, now_s: float) -> RelayAnswer:
         """Decide whether `caller` gets a circuit to `target`. It counts from now until `end`."""
         self._expire(now_s)
         if target is None:
@@ -127,7 +127,7 @@ class Relay:
         self._circuits.add(circuit)
         self._calls[caller] += 1
         self._called[target] += 1
-        return Decision(Status.OK, circuit=circuit)
+        return RelayAnswer(Status.OK, circuit=circuit)
 
     def end(self, circuit: Circuit) -> None:
         """Note that a circuit has ended, or was never opened. Idempotent."""
@@ -149,9 +149,9 @@ class Relay:
     def _share(self, limit: int, is_member: bool) -> int:
         return limit if is_member or not self._standing.has_members() else limit // 2
 
-    def _refuse(self, status: Status, reason: str) -> Decision:
+    def _refuse(self, status: Status, reason: str) -> RelayAnswer:
         self.refused[status] += 1
-        return Decision(status, reason)
+        return RelayAnswer(status, reason)
 
     def _expire(self, now_s: float) -> None:
         for peer_id in [one for one, held in self._reservations.items() if held.until_s <= now_s]:

@@ -94,7 +94,7 @@ class _StreamState:
     ended_there: bool = False
 
 
-class Session:
+class YamuxSession:
     """One end of a connection. `is_client`: this side has opened it; its streams have odd numbers.
 
     Every method that takes a stream's number ignores a stream that is gone: events and calls may cross.
