@@ -35,14 +35,40 @@ FLOODS = {
     "scattered_tls": "500 TLS connections from 20 networks that call nothing",
     "empty_streams": "256 empty streams on each of 13 connections",
 }
-MEMBERS = (2, 4)
-CROWDS = (1, 10, 1000)  # identities of one attacker
 LATE_S_MAX = 0.05
 MEMORY_BYTES_MAX = 64 << 20
-PACE_MIN = 0.95  # of the epochs without an attack
 _MODULE = "benchmarks.workers.attacked_node"
-_START_S, _ANSWER_S = 120.0, 60.0
+_START_S, _START_S_PER_MEMBER, _ANSWER_S = 120.0, 15.0, 60.0
 _PAUSE_S = 1.5  # after a flood, for connections to end
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """The identities of one attacker, and the networks (/24) that they call from."""
+
+    identities: int
+    networks: int = 1
+
+    @property
+    def pace_min(self) -> float:
+        """Return the part of the epochs without an attack that is aimed at."""
+        return 0.95 if self.networks == 1 else 0.9
+
+
+NOBODY = Crowd(0)
+CROWDS = (Crowd(1), Crowd(10), Crowd(1000), Crowd(1000, 20))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Company:
+    """A run beside crowds, each measured in every turn."""
+
+    members: int
+    crowds: tuple[Crowd, ...] = CROWDS
+    turns: int = 2
+
+
+COMPANIES = (Company(members=2), Company(members=4), Company(members=33, crowds=CROWDS[2:], turns=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +76,14 @@ class Plan:
     """How long, and how often, each attack is measured."""
 
     flood_s: float = 8.0
-    window_s: float = 15.0
+    window_s: float = 10.0
     passes: int = 1  # of each flood
-    turns: int = 2  # of each crowd
     floods: tuple[str, ...] = tuple(FLOODS)
-    members: tuple[int, ...] = MEMBERS
+    companies: tuple[Company, ...] = COMPANIES
     figures: frozenset[str] = frozenset()  # such as "silent_tcp" or "crowd-2"; empty: all
 
 
-QUICK = Plan(flood_s=2.0, floods=("nothing", "shared_finds", "half_sent", "forged_records"), members=())
+QUICK = Plan(flood_s=2.0, floods=("nothing", "shared_finds", "half_sent", "forged_records"), companies=())
 
 
 def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
@@ -66,19 +91,19 @@ def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:
     plan = plan or Plan()
     wanted = plan.figures or frozenset(figures(plan))
     found = [row for name in plan.floods if name in wanted for row in _flooded(say, plan, name)]
-    for members in plan.members:
-        if _crowd(members) in wanted:
-            found += _beside(say, plan, members)
+    for company in plan.companies:
+        if _crowd(company) in wanted:
+            found += _beside(say, plan, company)
     return found
 
 
 def figures(plan: Plan) -> list[str]:
     """Return the names of the figures that `rows` measures, for `Plan.figures`."""
-    return [*plan.floods, *(_crowd(members) for members in plan.members)]
+    return [*plan.floods, *(_crowd(company) for company in plan.companies)]
 
 
-def _crowd(members: int) -> str:
-    return f"crowd-{members}"
+def _crowd(company: Company) -> str:
+    return f"crowd-{company.members}"
 
 
 class Attack(Launch):
@@ -101,7 +126,7 @@ class Attack(Launch):
         return self
 
     def _begin(self) -> None:
-        answers = self.receive("ready", _START_S)
+        answers = self.receive("ready", _START_S + _START_S_PER_MEMBER * len(self.workers))
         self.members: Sequence[Worker] = list(self.workers)
         self.attacker = self.add({"address": answers[0]["address"]}, "benchmarks.workers.attacker")
         self.attacker.receive("ready", time.monotonic() + _START_S)
@@ -115,9 +140,10 @@ class Attack(Launch):
         found = [member.receive("measured", deadline_s) for member in self.members]
         return {**found[0], "processor_s": sum(one["processor_s"] for one in found)}
 
-    def flood(self, do: str, seconds: float, identities: int = 0) -> int:
+    def flood(self, do: str, seconds: float, crowd: Crowd = NOBODY) -> int:
         """Attack for a time; return how many requests or connections that were."""
-        self.attacker.send({"do": do, "seconds": seconds, "identities": identities})
+        identities, networks = crowd.identities, crowd.networks
+        self.attacker.send({"do": do, "seconds": seconds, "identities": identities, "networks": networks})
         answer = self.attacker.receive("flooded", time.monotonic() + seconds + _ANSWER_S)
         return int(answer["count"])
 
@@ -170,10 +196,10 @@ class Costs(Failures):
     paces: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)
 
-    def add(self, attack: Attack, plan: Plan, identities: int) -> None:
-        """Measure one window, beside a crowd of `identities`, or alone for 0."""
+    def add(self, attack: Attack, plan: Plan, crowd: Crowd) -> None:
+        """Measure one window beside a crowd."""
         before, began_s = attack.measured(), time.monotonic()
-        attack.flood("crowd" if identities else "nothing", plan.window_s, identities)
+        attack.flood("nothing", plan.window_s, crowd)
         after, took_s = attack.measured(), time.monotonic() - began_s
         epochs = after["epoch"] - before["epoch"]
         self.paces.append(60.0 * epochs / took_s)
@@ -181,47 +207,55 @@ class Costs(Failures):
         time.sleep(_PAUSE_S)
 
 
-def _beside(say: Callable[[str], None], plan: Plan, members: int) -> list[Row]:
-    """Measure a run beside each crowd, and without it in turn."""
-    beside = {identities: Costs() for identities in CROWDS}
-    alone = {identities: Costs() for identities in CROWDS}
+def _beside(say: Callable[[str], None], plan: Plan, company: Company) -> list[Row]:
+    """Measure a run beside each crowd, and without one before every second crowd."""
+    members = company.members
+    costs = {crowd: Costs() for crowd in (NOBODY, *company.crowds)}
+    windows = [
+        window
+        for number, crowd in enumerate(company.crowds)
+        for window in ((NOBODY, crowd) if number % 2 == 0 else (crowd,))
+    ]
     try:
         with Attack(members) as attack:
-            for _ in range(plan.turns):
-                for identities in CROWDS:
-                    for costs, count in ((alone[identities], 0), (beside[identities], identities)):
-                        costs.add(attack, plan, count)
-                        say(
-                            f"{members} members, {count} strangers: {costs.paces[-1]:.0f} epochs/min, "
-                            f"{1e3 * costs.processor_s[-1]:.0f} ms of processor time an epoch"
-                        )
+            for _ in range(company.turns):
+                for crowd in windows:
+                    one = costs[crowd]
+                    one.add(attack, plan, crowd)
+                    say(
+                        f"{members} members, {crowd.identities} strangers of {crowd.networks} networks: "
+                        f"{one.paces[-1]:.0f} epochs/min, "
+                        f"{1e3 * one.processor_s[-1]:.0f} ms of processor time an epoch"
+                    )
     except LaunchFailed as failure:
-        for costs in beside.values():
-            costs.launches_failed += 1
-            costs.fail(str(failure).partition("; its log ends")[0])
+        for one in costs.values():
+            one.launches_failed += 1
+            one.fail(str(failure).partition("; its log ends")[0])
+    return [row for crowd in company.crowds for row in _rows_beside(members, crowd, costs)]
 
-    def row(identities: int, kind: str, quantity: str, unit: str, aim: Aim | None) -> Row:
-        def series(costs: Costs, strangers: str) -> Series:
-            samples = costs.paces if kind == "pace" else costs.processor_s
-            return costs.series_of(f"swarm {strangers}: {kind}", samples, unit)
+
+def _rows_beside(members: int, crowd: Crowd, costs: dict[Crowd, Costs]) -> list[Row]:
+    strangers = f"{crowd.identities} identities of one stranger"
+    name = f"attacks-{members}-{crowd.identities}"
+    if crowd.networks > 1:
+        strangers += f", who calls from {crowd.networks} networks"
+        name += f"-{crowd.networks}"
+
+    def row(kind: str, quantity: str, unit: str, aim: Aim | None) -> Row:
+        def series(of: Crowd, beside: str) -> Series:
+            samples = costs[of].paces if kind == "pace" else costs[of].processor_s
+            return costs[of].series_of(f"swarm {beside}: {kind}", samples, unit)
 
         return Row(
-            identifier=f"attacks-{members}-{identities}-{kind}",
-            workload=f"a run of {members} members beside {identities} identities of one stranger",
+            identifier=f"{name}-{kind}",
+            workload=f"a run of {members} members beside {strangers}",
             quantity=quantity,
-            ours=series(beside[identities], f"beside {identities} strangers"),
-            peer=series(alone[identities], "without strangers"),
+            ours=series(crowd, f"beside {crowd.identities} strangers"),
+            peer=series(NOBODY, "without strangers"),
             aim=aim,
             shown="ours / peer",
         )
 
-    aim = Aim(of="ours / peer", sense="at least", value=PACE_MIN)
+    aim = Aim(of="ours / peer", sense="at least", value=crowd.pace_min)
     cost = "processor time of all members in an epoch"
-    return [
-        one
-        for identities in CROWDS
-        for one in (
-            row(identities, "pace", "epochs per minute", "epochs/min", aim),
-            row(identities, "processor", cost, "s", None),
-        )
-    ]
+    return [row("pace", "epochs per minute", "epochs/min", aim), row("processor", cost, "s", None)]

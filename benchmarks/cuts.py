@@ -1,5 +1,7 @@
-"""Network cuts of seconds to a minute: how soon afterwards all peers have one history and equal states, and
-how many epochs each side made meanwhile.
+"""Network cuts of seconds to a minute: how soon afterwards all peers have one history and equal states, how
+many epochs each side made meanwhile, and what the cut cost the side that had the quorum.
+
+Of every mode with a common state; peers in mode "gossip" have none.
 
 The nodes are in this process; calls and streams between the two sides fail while the cut lasts. A training
 step is a small model's with a pause, so that the machine's cores do not matter.
@@ -16,7 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from averaging.optim.modes.settings import ModeName
+from averaging.optim.modes import ModeSettings
+from averaging.optim.modes.settings import Diloco, Gradients, Local
 from averaging.optim.optimizer import Optimizer
 from averaging.optim.reports import StepReport
 from benchmarks.results import Aim, Row, Series
@@ -25,12 +28,19 @@ from swarm.testing.cuts import Cuts
 
 SIZES = ((1, 1), (1, 2), (2, 2))  # peers on the two sides
 CUTS_S = (3.0, 6.0, 15.0, 60.0)
-MODES: tuple[ModeName, ...] = ("gradients", "diloco", "local")
+MODES: dict[str, ModeSettings] = {
+    "gradients": Gradients(),
+    "gradients-delayed": Gradients(delayed=True),
+    "local": Local(),
+    "diloco": Diloco(),
+    "diloco-streaming": Diloco(streaming=2),
+}
 STEP_S = 0.05
 EPOCHS_BEFORE = 4
 EPOCHS_AFTER = 3
 TARGET, BATCH, FEATURES = 64, 4, 16
 HEAL_S_MAX = 60.0
+ROUNDS_LOST_MAX = 1.0  # by the side with the quorum
 _WAIT_S_MAX = 60.0
 _POLL_S = 0.02
 
@@ -40,7 +50,7 @@ class Trainer:
     """One peer that trains in a thread of its own, from `start` to `close`."""
 
     node: Node
-    mode: ModeName
+    mode: ModeSettings
     reports: list[StepReport] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -92,24 +102,30 @@ class Outcome:
     agreed_s: float | None  # from its end until all peers had one head and equal states; None: they never had
     epochs_during: int  # that were completed during the cut, on the side that completed more
     epochs_given_up: int  # by the peers of the other side, the most of any
+    rounds_lost: int  # that failed during the cut, of a peer on the side that completed more, the most of any
 
 
-def measure(mode: ModeName, sizes: tuple[int, int], cut_s: float, *, both_ways: bool = True) -> Outcome:
-    """Cut a swarm into two sides for `cut_s`. Raise the error of a trainer that failed."""
+def measure(mode: str, sizes: tuple[int, int], cut_s: float, *, both_ways: bool = True) -> Outcome:
+    """Cut a swarm into two sides for `cut_s`. `mode`: of `MODES`. Raise a trainer's error."""
     with ExitStack() as stack:
         nodes = [stack.enter_context(Node(listen="127.0.0.1:0"))]
         nodes += [
             stack.enter_context(Node(nodes[0].addresses, listen="127.0.0.1:0")) for _ in range(sum(sizes) - 1)
         ]
-        cuts, trainers = Cuts(nodes), [Trainer(node, mode) for node in nodes]
+        cuts, trainers = Cuts(nodes), [Trainer(node, MODES[mode]) for node in nodes]
         for trainer in trainers:
             trainer.start()
         try:
             _wait(lambda: all(trainer.optimizer.epoch >= EPOCHS_BEFORE for trainer in trainers))
             before = max(trainer.optimizer.epoch for trainer in trainers)
+            reported = [len(trainer.reports) for trainer in trainers]
             cuts.cut(nodes[: sizes[0]], nodes[sizes[0] :], both_ways=both_ways)
             time.sleep(cut_s)
-            during = max(trainer.optimizer.epoch for trainer in trainers) - before
+            epochs = [trainer.optimizer.epoch for trainer in trainers]
+            lost = [
+                sum(report.rounds_failed for report in trainer.reports[first:])
+                for trainer, first in zip(trainers, reported, strict=True)
+            ]
             cuts.heal()
             agreed_s = _agreed_s(trainers)
             reached = max(trainer.optimizer.epoch for trainer in trainers)
@@ -121,8 +137,13 @@ def measure(mode: ModeName, sizes: tuple[int, int], cut_s: float, *, both_ways: 
             for trainer in trainers:
                 trainer.close()
     given_up = max(report.epochs_given_up for trainer in trainers for report in trainer.reports)
+    sides = slice(sizes[0]), slice(sizes[0], None)
+    further = max(sides, key=lambda side: max(epochs[side]))
     return Outcome(
-        agreed_s=agreed_s if stays is not None else None, epochs_during=during, epochs_given_up=given_up
+        agreed_s=agreed_s if stays is not None else None,
+        epochs_during=max(epochs) - before,
+        epochs_given_up=given_up,
+        rounds_lost=max(lost[further]),
     )
 
 
@@ -142,33 +163,55 @@ def _wait(condition: Callable[[], bool], timeout_s: float = _WAIT_S_MAX) -> bool
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:
-    """Measure every mode with every cut, and return a row for each length of a cut and each mode."""
+    """Measure every mode with every cut, and return two rows for each length of a cut and each mode."""
     found = []
     for mode in MODES:
         for cut_s in CUTS_S:
             outcomes = {sizes: measure(mode, sizes, cut_s) for sizes in SIZES}
-            agreed = [outcome.agreed_s for outcome in outcomes.values() if outcome.agreed_s is not None]
             notes = [
                 f"{one} and {other} peers: {outcome.epochs_during} epochs during the cut, "
-                f"{outcome.epochs_given_up} given up after it"
+                f"{outcome.epochs_given_up} given up after it, {outcome.rounds_lost} rounds failed on the "
+                "side with the quorum"
                 for (one, other), outcome in outcomes.items()
             ]
-            found.append(
-                Row(
-                    identifier=f"cuts-{mode}-{cut_s:g}",
-                    workload=f"swarms of 2, 3 and 4 peers cut in two for {cut_s:g} s: {mode}",
-                    quantity="from the end of the cut until all have one history and equal parameters",
-                    ours=Series(
-                        name=f"swarm {mode}, cut of {cut_s:g} s",
-                        unit="s",
-                        samples=tuple(agreed),
-                        failed=len(outcomes) - len(agreed),
-                    ),
-                    peer=None,
-                    aim=Aim(of="ours", sense="at most", value=HEAL_S_MAX),
-                    limit="the next report of a peer on the other side, and the download of the state",
-                    notes=tuple(notes),
-                )
-            )
-            say(f"{mode}, {cut_s:g} s: {', '.join(f'{one:.1f} s' for one in agreed)}; {'; '.join(notes)}")
+            found += _rows(mode, cut_s, outcomes, tuple(notes))
+            agreed = ", ".join(f"{one.agreed_s} s" for one in outcomes.values())
+            say(f"{mode}, {cut_s:g} s: {agreed}; {'; '.join(notes)}")
     return found
+
+
+def _rows(
+    mode: str, cut_s: float, outcomes: dict[tuple[int, int], Outcome], notes: tuple[str, ...]
+) -> list[Row]:
+    agreed = [outcome.agreed_s for outcome in outcomes.values() if outcome.agreed_s is not None]
+    workload = f"swarms of 2, 3 and 4 peers cut in two for {cut_s:g} s: {mode}"
+    return [
+        Row(
+            identifier=f"cuts-{mode}-{cut_s:g}",
+            workload=workload,
+            quantity="from the end of the cut until all have one history and equal parameters",
+            ours=Series(
+                name=f"swarm {mode}, cut of {cut_s:g} s",
+                unit="s",
+                samples=tuple(agreed),
+                failed=len(outcomes) - len(agreed),
+            ),
+            peer=None,
+            aim=Aim(of="ours", sense="at most", value=HEAL_S_MAX),
+            limit="the next report of a peer on the other side, and the download of the state",
+            notes=notes,
+        ),
+        Row(
+            identifier=f"cuts-{mode}-{cut_s:g}-lost",
+            workload=workload,
+            quantity="rounds that failed during the cut, on the side with the quorum",
+            ours=Series(
+                name=f"swarm {mode}, rounds lost in a cut of {cut_s:g} s",
+                unit="rounds",
+                samples=(float(max(outcome.rounds_lost for outcome in outcomes.values())),),
+            ),
+            peer=None,
+            aim=Aim(of="ours", sense="at most", value=ROUNDS_LOST_MAX),
+            limit="the round that runs when the cut begins",
+        ),
+    ]

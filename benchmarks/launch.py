@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -106,7 +106,7 @@ class Launch:
         self.workers: list[Worker] = []
         self._ended: list[Worker] = []
 
-    def __enter__(self) -> Launch:
+    def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="swarm-benchmark-"))
         self._since_s = self._folder.stat().st_mtime - 1.0
         try:

@@ -51,7 +51,12 @@ TITLES = {
     ),
     "electors": ("Electors", "Free identities in an open run: how many become electors; virtual time."),
     "monitor": ("Monitor", "What watching a run costs."),
+    "membership": ("Membership", "Runs for invited peers beside open ones: costs, and joining by an invite."),
     "attacks": ("Attacks", "A node flooded by strangers, and a run beside crowds of them; real sockets."),
+    "small": (
+        "Small honest runs",
+        "Runs of two to ten peers that come and go, beside the code before membership.",
+    ),
     "hostile": ("Hostile peers", "Loss under attack, and the cost of robust aggregation."),
 }
 

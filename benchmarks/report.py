@@ -132,6 +132,8 @@ ORDER = (
         "electors",
         "monitor",
         "attacks",
+        "membership",
+        "small",
         "hostile",
     ),
 )

@@ -24,8 +24,10 @@ from benchmarks import (
     hostile,
     joining,
     links,
+    membership_costs,
     mixtures,
     peer_failures,
+    simulated_attacks,
     simulated_dht,
     simulated_groups,
     simulated_growth,
@@ -35,6 +37,7 @@ from benchmarks import (
     simulated_training,
     slow_peers,
     slowdown,
+    small_runs,
     trainer_costs,
     unequal_speeds,
 )
@@ -86,6 +89,8 @@ def _simulated(request: Request) -> Rows:
 
 
 def _attacks(request: Request) -> Rows:
+    if not request.figures:
+        yield from simulated_attacks.rows(request.setting.say)
     yield attacks.rows(request.setting.say, attacks.Plan(figures=request.figures))
 
 
@@ -120,6 +125,8 @@ SECTIONS = {
     "monitor": Section(rows=lambda request: simulated_monitoring.rows(request.setting.say)),
     "hostile": Section(rows=_once(lambda request: hostile.rows(request.setting.say))),
     "attacks": Section(rows=_attacks),
+    "membership": Section(rows=lambda request: membership_costs.rows(request.setting.say)),
+    "small-runs": Section(rows=lambda request: small_runs.rows(request.setting.say), check=small_runs.check),
     "codecs": Section(
         rows=_once(lambda request: codecs.rows(request.setting.say, request.setting.hivemind)), compared=True
     ),

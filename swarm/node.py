@@ -30,7 +30,7 @@ from swarm.net.channels import Channels, ConnectionLimits
 from swarm.net.dialback import DialBacks
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
-from swarm.net.listening import given_addresses, machine_addresses, parse_listen
+from swarm.net.listening import given_addresses, parse_listen
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
@@ -178,17 +178,14 @@ class Node:
             host, port = self._listen_address
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
-            own = replace(
-                own,
-                port=port,
-                of_machine=machine_addresses(host, port),
-                given=given_addresses(self.config.announce, port),
-            )
+            given = given_addresses(self.config.announce, port)
+            own = replace(own, listening=self._listen_address, given=given)
         self._announcing = Announcing(
             own, self.channels, self.book, self.standing, surroundings, self._announce
         )
         self.contact = self._announcing.contact
         self._introductions.on_introduced.append(self._announcing.on_introduced)
+        self.at_close(self._announcing.close)
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
@@ -206,7 +203,7 @@ class Node:
 
     @property
     def agent(self) -> str:
-        """The software of this peer, as it is announced to others."""
+        """Return the software of this peer, as it is announced to others."""
         return f"swarm/{swarm.__version__}"
 
     @property

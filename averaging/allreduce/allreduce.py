@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from averaging.allreduce import wire
-from averaging.allreduce.auditing import Auditor
+from averaging.allreduce.auditing import Auditor, sign
 from averaging.allreduce.config import (
     ACCOUNT,
     ENDORSE,
@@ -66,22 +66,7 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 from swarm.net.rpc import Handlers, Stream
 from swarm.runtime.supervise import Supervisor
-from swarm.wire.reduce_pb2 import (
-    AccountReply,
-    AccountRequest,
-    EndorseReply,
-    EndorseRequest,
-    FetchReply,
-    FetchRequest,
-    HeartbeatReply,
-    HeartbeatRequest,
-    InventoryReply,
-    InventoryRequest,
-    OfferReply,
-    OfferRequest,
-    VoteReply,
-    VoteRequest,
-)
+from swarm.wire import reduce_pb2
 
 _FINISHED_MAX = 16  # rounds whose end is remembered, for members that ask late
 _WAITING_MAX = 256  # streams and votes of rounds that have not begun here
@@ -191,9 +176,17 @@ class AllReduce:
         history = history if history is not None and history.extends else None
         memory = memory or RoundMemory()
         averages = Averages(setup.plan, setup.codec, memory.result_buffer)
-        kernels = ReductionKernels(setup.plan, setup.codec, setup.own, vector, averages, config.aggregation)
-        kernels.weights = setup.weights
-        kernels.begin_feedback = _feedback_of(memory.feedback, group, kernels)
+        kernels = ReductionKernels(
+            setup.plan,
+            setup.codec,
+            setup.own,
+            vector,
+            averages,
+            config.aggregation,
+            setup.weights,
+            _feedback_of(memory.feedback, setup),
+            sign=functools.partial(sign, self._notary.identity, group.group_id) if config.audit else None,
+        )
         driver = self._begin(setup, kernels, config, history)
         self._conducting.add(driver)
         self._background.spawn("averaging round", driver.conduct).add_done_callback(
@@ -343,7 +336,9 @@ class AllReduce:
         except TimeoutError:
             raise PeerError("this round is over") from None
 
-    async def _serve_heartbeat(self, caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
+    async def _serve_heartbeat(
+        self, caller: PeerId, request: reduce_pb2.HeartbeatRequest
+    ) -> reduce_pb2.HeartbeatReply:
         found = self._rounds.get(request.group_id)
         if found is None:
             return wire.state_to_wire(RoundState.UNKNOWN, "")
@@ -353,32 +348,38 @@ class AllReduce:
         finish = found.machine.finished
         return wire.state_to_wire(found.machine.state, (finish.failure or "") if finish is not None else "")
 
-    async def _serve_vote(self, caller: PeerId, request: VoteRequest) -> VoteReply:
+    async def _serve_vote(self, caller: PeerId, request: reduce_pb2.VoteRequest) -> reduce_pb2.VoteReply:
         found = await self._find(request.group_id, caller)
         place = _place(found, caller)
         statement = wire.statement_from_wire(request.statement, len(found.machine.setup.members))
-        return VoteReply(statement=wire.statement_to_wire(await found.answer_votes(place, statement)))
+        return reduce_pb2.VoteReply(
+            statement=wire.statement_to_wire(await found.answer_votes(place, statement))
+        )
 
-    async def _serve_inventory(self, caller: PeerId, request: InventoryRequest) -> InventoryReply:
+    async def _serve_inventory(
+        self, caller: PeerId, request: reduce_pb2.InventoryRequest
+    ) -> reduce_pb2.InventoryReply:
         found = await self._find_repairable(request.group_id, caller)
         return await found.answer_inventory(_place(found, caller), request)
 
-    async def _serve_fetch(self, caller: PeerId, request: FetchRequest) -> FetchReply:
+    async def _serve_fetch(self, caller: PeerId, request: reduce_pb2.FetchRequest) -> reduce_pb2.FetchReply:
         found = await self._find_repairable(request.group_id, caller)
         _place(found, caller)
         if request.chunk >= len(found.machine.setup.plan.chunks):
             raise PeerError(f"there is no chunk {request.chunk}")
         return await found.answer_fetch(request)
 
-    async def _serve_offer(self, caller: PeerId, request: OfferRequest) -> OfferReply:
+    async def _serve_offer(self, caller: PeerId, request: reduce_pb2.OfferRequest) -> reduce_pb2.OfferReply:
         found = await self._find_repairable(request.group_id, caller)
         place = _place(found, caller)
         if isinstance(found, FinishedRound):
             raise PeerError("this round is over")
         found.take_offer(place, request.chunk, request.payload, request.withdrawn)
-        return OfferReply()
+        return reduce_pb2.OfferReply()
 
-    async def _serve_account(self, caller: PeerId, request: AccountRequest) -> AccountReply:
+    async def _serve_account(
+        self, caller: PeerId, request: reduce_pb2.AccountRequest
+    ) -> reduce_pb2.AccountReply:
         found = self._rounds.get(request.group_id)
         if found is None or not found.machine.setup.audited:
             raise PeerError("this peer is in no round of that name that is audited")
@@ -389,7 +390,9 @@ class AllReduce:
             raise PeerError(f"this round failed here: {failure}" if failure else "this round is over")
         return found.auditor.answer(_place(found, caller), request)
 
-    async def _serve_endorse(self, caller: PeerId, request: EndorseRequest) -> EndorseReply:
+    async def _serve_endorse(
+        self, caller: PeerId, request: reduce_pb2.EndorseRequest
+    ) -> reduce_pb2.EndorseReply:
         endorser = self._endorsers.get(request.run)
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
@@ -397,8 +400,8 @@ class AllReduce:
         competes = any(driver.voter.competes_with(proposal) for driver in self.running)
         answer = IN_ANOTHER_ROUND if competes else await endorser(caller, proposal, result, votes)
         if isinstance(answer, Vote):
-            return EndorseReply(vote=wire.vote_to_wire(answer))
-        return EndorseReply(refusal=answer)
+            return reduce_pb2.EndorseReply(vote=wire.vote_to_wire(answer))
+        return reduce_pb2.EndorseReply(refusal=answer)
 
     async def _find_repairable(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
         """Return the round of this name. Raises PeerError where reducers are audited: a member that took a
@@ -465,14 +468,12 @@ def _forget_cancellation() -> None:
     task.uncancel()
 
 
-def _feedback_of(
-    feedback: Feedback | None, group: Group, kernels: ReductionKernels
-) -> Callable[[], FeedbackRound] | None:
+def _feedback_of(feedback: Feedback | None, setup: RoundSetup) -> Callable[[], FeedbackRound] | None:
     """Return the function that begins this round of error feedback; None without error feedback."""
     if feedback is None:
         return None
-    own = kernels.plan.shard(kernels.own)
-    members = b"".join(member.peer_id.public_key for member in group.members)
+    own = setup.plan.shard(setup.own)
+    members = b"".join(member.peer_id.public_key for member in setup.group.members)
     return functools.partial(
         feedback.begin, Shard(start=own[0].start, stop=own[-1].stop, members=members) if own else NO_SHARD
     )
@@ -481,10 +482,9 @@ def _feedback_of(
 def _keep_freed_memory() -> None:
     """Make glibc keep freed blocks of a megabyte, which this process uses again and again.
 
-    Its malloc maps such blocks for each allocation, until one of them has been freed: then it keeps blocks up
-    to that size, and twice that at the end of its heap. A round makes and drops a message for every megabyte;
-    mapping them each time took ten times the page faults and 5 to 10 % of the processor time. One block of
-    almost the largest size that counts, never touched, costs nothing; other allocators ignore this.
+    Its malloc maps such blocks for each allocation, until one of them has been freed. A round makes and drops
+    a message for every megabyte; mapping them each time took ten times the page faults and 5 to 10 % of the
+    processor time. One block of almost the largest size that counts, never touched, costs nothing.
     """
     bytes(31 << 20)
 

@@ -17,7 +17,7 @@ from averaging.reduction.audit import SIGNATURE_BYTES, Notary, Signed, chunks_ma
 from averaging.reduction.partition import Chunk
 from averaging.reduction.reduce import Contribution
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
-from swarm.core.identity import verify
+from swarm.core.identity import Signer, verify
 from swarm.net.rpc import Caller
 from swarm.wire.reduce_pb2 import AccountReply, AccountRequest
 
@@ -38,6 +38,11 @@ class Finding:
     accused: int | None
 
 
+def sign(identity: Signer, group_id: bytes, chunk: int, payload: bytes | memoryview) -> bytes:
+    """Sign an encoded contribution to a chunk of this round."""
+    return identity.sign(statement(group_id, chunk, digest_payload(payload)))
+
+
 class Auditor:
     """One member's part in the audits of one round: gives account of its own shard, and looks at others'."""
 
@@ -50,17 +55,15 @@ class Auditor:
         self._used: dict[int, dict[int, Contribution]] = {}  # chunk: place: what was reduced
         # place: (chunk, place) that it was given
         self._shown: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-        kernels.sign = self._sign
 
     # ---- as a sender and as a reducer
 
     def accept(self, place: int, chunk: int, payload: memoryview, signature: bytes) -> None:
-        """A contribution came. PeerError unless its sender signed it: what cannot be shown later cannot be
-        averaged.
+        """Accept a contribution that came. Raises PeerError unless its sender signed it: what cannot be shown
+        later cannot be averaged.
         """
-        if len(signature) != SIGNATURE_BYTES or not self._verify(
-            place, self._statement(chunk, payload), signature
-        ):
+        signed = statement(self._group.group_id, chunk, digest_payload(payload))
+        if len(signature) != SIGNATURE_BYTES or not self._verify(place, signed, signature):
             raise PeerError(f"a contribution to chunk {chunk} without its sender's signature over it")
         self._signatures.setdefault((chunk, place), signature)
 
@@ -71,7 +74,7 @@ class Auditor:
         return self._kernels.encoded(chunk)
 
     def keep(self, chunk: int, contributions: Sequence[Contribution]) -> None:
-        """This chunk was reduced from these."""
+        """Keep what a chunk was reduced from."""
         self._used[chunk] = {item.place: item for item in contributions}
 
     def answer(self, caller: int, request: AccountRequest) -> AccountReply:
@@ -91,7 +94,9 @@ class Auditor:
             raise PeerError("more is asked than audits need")
         shown.add((request.chunk, request.place))
         payload = bytes(item.values)  # encoded: `own` sees to that
-        signature = self._signatures.get((request.chunk, request.place)) or self._sign(request.chunk, payload)
+        signature = self._signatures.get((request.chunk, request.place))
+        if signature is None:
+            signature = sign(self._notary.identity, self._group.group_id, request.chunk, payload)
         return AccountReply(payload=payload, signature=signature)
 
     # ---- as an auditor
@@ -161,12 +166,6 @@ class Auditor:
         return None
 
     # ---- within
-
-    def _statement(self, chunk: int, payload: bytes | memoryview) -> bytes:
-        return statement(self._group.group_id, chunk, digest_payload(payload))
-
-    def _sign(self, chunk: int, payload: bytes | memoryview) -> bytes:
-        return self._notary.identity.sign(self._statement(chunk, payload))
 
     def _verify(self, place: int, message: bytes, signature: bytes) -> bool:
         return verify(self._group.members[place].peer_id, message, signature)

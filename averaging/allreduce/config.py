@@ -10,22 +10,7 @@ from averaging.reduction.robust import MEAN, Aggregation
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
 from swarm.net.rpc import UNARY_BYTES_MAX, Caller, Method, Stream, StreamMethod
-from swarm.wire.reduce_pb2 import (
-    AccountReply,
-    AccountRequest,
-    EndorseReply,
-    EndorseRequest,
-    FetchReply,
-    FetchRequest,
-    HeartbeatReply,
-    HeartbeatRequest,
-    InventoryReply,
-    InventoryRequest,
-    OfferReply,
-    OfferRequest,
-    VoteReply,
-    VoteRequest,
-)
+from swarm.wire import reduce_pb2
 
 MESSAGE_BYTES_MAX = 4 << 20
 CHUNK_BYTES_MAX = 3 << 19  # some codecs round a chunk up; one must fit into a unary message
@@ -33,50 +18,50 @@ CHUNK_BYTES_MAX = 3 << 19  # some codecs round a chunk up; one must fit into a u
 EXCHANGE = StreamMethod(name="/swarm.Reduce/Exchange", message_bytes_max=MESSAGE_BYTES_MAX)
 HEARTBEAT = Method(
     name="/swarm.Reduce/Heartbeat",
-    request=HeartbeatRequest,
-    reply=HeartbeatReply,
+    request=reduce_pb2.HeartbeatRequest,
+    reply=reduce_pb2.HeartbeatReply,
     request_bytes_max=256,
     reply_bytes_max=1 << 16,
 )
 VOTE = Method(
     name="/swarm.Reduce/Vote",
-    request=VoteRequest,
-    reply=VoteReply,
+    request=reduce_pb2.VoteRequest,
+    reply=reduce_pb2.VoteReply,
     request_bytes_max=1 << 18,
     reply_bytes_max=1 << 18,
 )
 ENDORSE = Method(
     name="/swarm.Reduce/Endorse",
-    request=EndorseRequest,
-    reply=EndorseReply,
+    request=reduce_pb2.EndorseRequest,
+    reply=reduce_pb2.EndorseReply,
     request_bytes_max=1 << 16,
     reply_bytes_max=1 << 12,
 )
 ACCOUNT = Method(
     name="/swarm.Reduce/Account",
-    request=AccountRequest,
-    reply=AccountReply,
+    request=reduce_pb2.AccountRequest,
+    reply=reduce_pb2.AccountReply,
     request_bytes_max=256,
     reply_bytes_max=UNARY_BYTES_MAX,
 )
 INVENTORY = Method(
     name="/swarm.Reduce/Inventory",
-    request=InventoryRequest,
-    reply=InventoryReply,
+    request=reduce_pb2.InventoryRequest,
+    reply=reduce_pb2.InventoryReply,
     request_bytes_max=256,
     reply_bytes_max=UNARY_BYTES_MAX,
 )
 FETCH = Method(
     name="/swarm.Reduce/Fetch",
-    request=FetchRequest,
-    reply=FetchReply,
+    request=reduce_pb2.FetchRequest,
+    reply=reduce_pb2.FetchReply,
     request_bytes_max=256,
     reply_bytes_max=UNARY_BYTES_MAX,
 )
 OFFER = Method(
     name="/swarm.Reduce/Offer",
-    request=OfferRequest,
-    reply=OfferReply,
+    request=reduce_pb2.OfferRequest,
+    reply=reduce_pb2.OfferReply,
     request_bytes_max=UNARY_BYTES_MAX,
     reply_bytes_max=256,
 )

@@ -31,19 +31,19 @@ _ANNOUNCEMENT_BYTES_MAX = 32
 
 @dataclass(slots=True)
 class FrameSize:
-    """How large the frames of one stream are. Pure."""
+    """The size of the frames of one stream. Pure."""
 
-    # at least so fast is the link; None: nobody knows, and what this stream sends shows it
+    # the link is at least this fast; None: not known, what this stream sends shows it
     bytes_per_s: float | None
     began_s: float
     _taken_bytes: int = 0
 
     def taken(self, size_bytes: int) -> None:
-        """The transport has taken so much."""
+        """Count bytes that the transport has taken."""
         self._taken_bytes += size_bytes
 
     def next_bytes(self, now_s: float) -> int:
-        """How large the next frame is."""
+        """Return the size of the next frame."""
         rate = self.bytes_per_s
         if rate is None:
             rate = max(self._taken_bytes - SEND_BUFFER_BYTES, 0) / max(now_s - self.began_s, 1e-6)
@@ -93,8 +93,8 @@ class FramedStream:
         self._went()
 
     async def receive(self) -> bytes | None:
-        """As `Stream.receive`. A stream that ends within a message has ended: what was there of it is
-        dropped. PeerError: the frames are not the message that was announced.
+        """Receive a message as `Stream.receive` does. A stream that ends within a message has ended: what was
+        there of it is dropped. Raises PeerError when the frames are not the message that was announced.
         """
         message = await self._stream.receive()
         if message is None:
@@ -128,7 +128,7 @@ class FramedStream:
 
 
 def _announced(message: bytes) -> int:
-    """The size of the message that follows in frames; 0: this is a message itself."""
+    """Return the size of the message that follows in frames; 0: this is a message itself."""
     if len(message) > _ANNOUNCEMENT_BYTES_MAX:
         return 0
     try:

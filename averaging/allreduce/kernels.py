@@ -24,7 +24,7 @@ from averaging.allreduce.logic.versions import (
     encode_places,
 )
 from averaging.reduction.averages import Averages
-from averaging.reduction.devices import Fetch, Queue, Queues
+from averaging.reduction.devices import Queue, Queues
 from averaging.reduction.feedback import FeedbackRound
 from averaging.reduction.framing import pack
 from averaging.reduction.partition import Chunk, Plan
@@ -32,6 +32,7 @@ from averaging.reduction.reduce import Contribution, ReductionJob, blocks, first
 from averaging.reduction.robust import MEAN, Aggregation, Rows, prepare
 from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import Codec, view_bytes, view_tensor
+from swarm.core.copies import Arrival
 from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeContribution, ExchangeHeader
 
 
@@ -91,7 +92,7 @@ class _Launched:
     """A chunk that is on its way from its device to the host: its values, or their encoding."""
 
     values: torch.Tensor  # on the device
-    fetch: Fetch
+    fetch: Arrival
     place: torch.Tensor  # where it arrives
 
     def arrive(self) -> torch.Tensor:
@@ -129,15 +130,15 @@ class ReductionKernels:
 
     @property
     def queues(self) -> Queues:
-        """The queues of the devices on which this member has its vector, or will have its averages; none: all
-        of it is on the host.
+        """Return the queues of the devices on which this member has its vector, or will have its averages;
+        none: all of it is on the host.
         """
         return self.vector.queues or self.averages.result_buffer.queues
 
     def prepare(self, receives: bool) -> None:
-        """Before everything else: have the memory that the round needs, and wait until the vector is there.
+        """Allocate the memory that the round needs, and wait until the vector is there. Called first.
 
-        `lands`: this member takes the averages. Afterwards, threads of the pool wait for this round's own
+        `receives`: this member takes the averages. Afterwards, threads of the pool wait for this round's own
         work only, not for the trainer's.
         """
         if self.begin_feedback is not None:
@@ -147,8 +148,8 @@ class ReductionKernels:
             self.vector.queues.finish()
 
     def encode(self, chunks: Sequence[Chunk]) -> list[bytes | int]:
-        """The messages that carry our values of `chunks`; an element of the vector that cannot be sent ends
-        the list with its index.
+        """Return the messages that carry our values of `chunks`; an element of the vector that cannot be sent
+        ends the list with its index.
         """
         started_s = time.perf_counter()
         messages: list[bytes | int] = []
@@ -196,7 +197,7 @@ class ReductionKernels:
         return digests
 
     def nothing(self, chunk: Chunk) -> Averaged:
-        """The average of a chunk to which nobody contributes."""
+        """Return the average of a chunk to which nobody contributes."""
         contributors = encode_places((), self.plan.members)
         message = pack(ExchangeHeader(average=ExchangeAverage(chunk=chunk.index, contributors=contributors)))
         self.averages.mark_empty(chunk)
@@ -234,12 +235,12 @@ class ReductionKernels:
         return found or "together they are too large"
 
     def encoded(self, chunk: Chunk) -> bytes:
-        """Our values of a chunk as they would travel."""
+        """Return our values of a chunk as they would travel."""
         with self._borrowed() as scratch, self._fetching([chunk], self._launch) as launched:
             return bytes(self._payload(chunk, scratch, launched.get(chunk.index))[1])
 
     def recompute(self, given: Recomputation) -> bytes:
-        """The digest that the average of a chunk must have if it was made of these contributions."""
+        """Return the digest that the average of a chunk must have if it was made of these contributions."""
         with self._borrowed() as scratch:
             computed = self._compute(given.chunk, given.contributions, scratch, None)
         if isinstance(computed, Spoiled):
@@ -290,7 +291,7 @@ class ReductionKernels:
         return values, encoded
 
     def _launch_own(self, chunk: Chunk, queue: Queue) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_launch`, for a chunk that we reduce: its values as they are."""
+        """Do as `_launch`, for a chunk that we reduce: its values stay as they are."""
         values = self._own(chunk)
         return values, values
 
@@ -330,8 +331,8 @@ class ReductionKernels:
         return values
 
     def conclude(self, held: Mapping[int, Version]) -> None:
-        """The round is committed, with these versions of the chunks: averages go to their devices, and error
-        feedback moves on.
+        """Take the versions of the chunks with which the round is committed: averages go to their devices,
+        and error feedback moves on.
 
         What went into no average is still to be sent. The vector's owner may write to it afterwards.
         """
@@ -340,7 +341,7 @@ class ReductionKernels:
         self.conclude_feedback(held)
 
     def conclude_feedback(self, held: Mapping[int, Version]) -> None:
-        """The members committed the round with these versions, so that what went into them is delivered, also
+        """Mark what went into these versions as delivered: the members committed the round with them, also
         when this member cannot have the averages.
         """
         feedback = self.feedback
@@ -379,7 +380,7 @@ class ReductionKernels:
         scratch: _Scratch,
         feedback: FeedbackRound | None,
     ) -> tuple[list[memoryview], bytes, bytes] | Spoiled:
-        """The encoded average in pieces, which lie in `scratch`, their digest, and who was clipped."""
+        """Return the encoded average in pieces, which lie in `scratch`, their digest, and who was clipped."""
         codec, cut = self.codec, blocks(chunk, self.codec)
         prepared = prepare(
             self.aggregation, contributions, codec, cut, scratch.total[: chunk.numel], scratch.rows

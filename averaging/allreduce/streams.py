@@ -89,6 +89,9 @@ class ReducerStream:
                 driver.feed(on.RefusalArrived(place, header.refusal.reason[:REASON_CHARACTERS_MAX]))
             elif header.HasField("waiting"):
                 driver.feed(on.WaitingArrived(place))
+            elif header.HasField("left_out"):
+                found = header.left_out
+                driver.feed(on.LeftOutTold(place, found.place, found.reason[:REASON_CHARACTERS_MAX]))
             else:
                 raise PeerError("it sent a message that only the opener of a stream sends")
 
@@ -151,13 +154,17 @@ class SenderStream:
     async def _give_averages(self, stream: Stream) -> None:
         driver, place = self._driver, self._sender
         given = 0  # averages looked at
-        told = False
+        told, named = False, set[int]()  # the latter: members that were left out, and are known to be
         said_s = driver.network.now_s  # when something was sent last
         while given < len(driver.own_chunks):
             if place in driver.refusals and not told:
                 told = True
                 await driver.send(stream, wire.refusal(driver.refusals[place]))
             elif given < len(driver.averages):
+                for other, reason in driver.machine.left_out.items():
+                    if other not in named:
+                        named.add(other)
+                        await driver.send(stream, wire.left_out(other, reason))
                 await driver.send(stream, driver.averages[given])
                 driver.given(given)
                 given += 1

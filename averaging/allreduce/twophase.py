@@ -53,8 +53,8 @@ class TwoPhase:
         self._pool, self._config, self._history = pool, config, history
 
     async def run(self, group: Group, deadline_s: float) -> RoundOutcome:
-        """One round with this group; the low-rank strategy's `take` came before. Its outcome is that of the
-        second all-reduce.
+        """Run one round with this group; the low-rank strategy's `take` came before. Its outcome is that of
+        the second all-reduce.
         """
         # between the all-reduces whole matrices are multiplied: never on the loop, unless it is all there is
         offload = ComputeOffload(self._pool, self._low_rank.queues, heavy=True)
@@ -108,11 +108,11 @@ class TwoPhase:
 
 
 def _first(group: Group) -> Group:
-    """The group of the first all-reduce: who does not start from where most contributors do would only blur
-    their directions, and listens.
+    """Return the group of the first all-reduce: a member that does not start from where most contributors do
+    would only blur their directions, and listens.
 
-    Who contributes tells in its metadata where it starts. Every member sees the same of it, and comes to the
-    same conclusion.
+    The metadata of each contributor say where it starts. Every member sees the same metadata, and comes to
+    the same conclusion.
     """
     starts = [gathered[:START_DIGEST_BYTES] for gathered in group.gathered]
     votes = Counter(start for start, member in zip(starts, group.members, strict=True) if member.weight > 0)
@@ -129,7 +129,7 @@ def _second(group: Group) -> Group:
 
 
 def _merged(first: RoundOutcome, second: RoundOutcome) -> RoundOutcome:
-    """The second's, with what the first cost and who fell out of it."""
+    """Return the second outcome, with what the first cost and who fell out of it."""
     seconds = {phase: first.seconds.get(phase, 0.0) + spent for phase, spent in second.seconds.items()}
     digest = (
         blake3(bytes.fromhex(first.digest) + bytes.fromhex(second.digest)).hexdigest()

@@ -68,6 +68,11 @@ def waiting(place: int) -> bytes:
     return pack(pb.ExchangeHeader(waiting=pb.ExchangeWaiting(place=place)))
 
 
+def left_out(place: int, reason: str) -> bytes:
+    """Return the message by which a reducer says why its next averages are without a member."""
+    return pack(pb.ExchangeHeader(left_out=pb.LeftOut(place=place, reason=reason[:REASON_CHARACTERS_MAX])))
+
+
 # ---- votes
 
 

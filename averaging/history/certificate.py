@@ -242,6 +242,10 @@ class Certificate:
     # The head after this round: the hash of what was decided, which includes the previous head. It does not
     # depend on which of the votes were collected. Made once: each report of another peer is compared with it.
     head: bytes = field(init=False, repr=False, compare=False)
+    # electors and register with which `check` found it valid: a newcomer is shown one history by many peers
+    _valid_after: list[tuple[Sequence[PeerId], Register]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head", blake3(_HEAD + self.proposal.digest() + self.result).digest())
@@ -266,6 +270,11 @@ class Certificate:
         """Raise PeerError unless this certificate is valid after a head with these electors and this
         register.
         """
+        if (electors, register) not in self._valid_after:
+            self._check(electors, register)
+            self._valid_after[:] = [(electors, register)]
+
+    def _check(self, electors: Sequence[PeerId], register: Register) -> None:
         proposal = self.proposal
         if len(self.votes) > CONTRIBUTORS_MAX + ELECTORS_MAX or len(self.goodbyes) > ELECTORS_MAX:
             raise PeerError("a certificate with more votes than there can be voters")

@@ -71,6 +71,16 @@ class Chain:
             head, electors = certificate.head, certificate.electors
             epoch, register = certificate.proposal.epoch, certificate.register
 
+    def valid_part(self, run: str) -> Chain:
+        """Return this chain if it is valid, else its end: of a checkpoint's chain that is damaged, or of
+        another run, whose state may begin this one.
+        """
+        try:
+            self.check(run)
+        except PeerError:
+            return self.end
+        return self
+
 
 def beginning(run: str, founding: Founding) -> Chain:
     """Return the empty chain at the beginning of a run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final
 
 import msgpack
@@ -27,6 +28,7 @@ from swarm.core.ids import PeerId
 CHAIN_BYTES_MAX: Final = (2 << 20) - (8 << 10)  # fits into a unary message
 # head, line, epoch, the keys of at most 64 electors, and of as many former ones and candidates
 ROOT_BYTES_MAX: Final = 8192
+_CHAINS_KEPT_MAX: Final = 4
 _ROOT_VALUES_MAX: Final = 9
 _RUN_CHARACTERS_MAX: Final = 256
 _KEY_BYTES: Final = 32
@@ -46,8 +48,12 @@ def encode_chain(chain: Chain) -> bytes:
     return packed
 
 
+@lru_cache(maxsize=_CHAINS_KEPT_MAX)
 def decode_chain(data: bytes) -> Chain:
-    """Parse a chain. Raise PeerError when it is malformed or too large. Signatures are not checked here."""
+    """Parse a chain. Raise PeerError when it is malformed or too large. Signatures are not checked here.
+
+    The last few results are kept: a newcomer hears the same history from many peers.
+    """
     if len(data) > CHAIN_BYTES_MAX:
         raise PeerError(f"a history has at most {CHAIN_BYTES_MAX} bytes, not {len(data)}")
     try:
@@ -85,8 +91,10 @@ def read_chain_text(text: object) -> Chain:
     """Return the chain of `chain_text`, or the empty one of a checkpoint of an older version. Raise PeerError
     when the text is malformed.
     """
+    if not isinstance(text, str) or len(text) > 2 * CHAIN_BYTES_MAX:
+        raise PeerError(f"a history in a checkpoint is a text of at most {2 * CHAIN_BYTES_MAX} characters")
     try:
-        data = bytes.fromhex(str(text))
+        data = bytes.fromhex(text)
         values = msgpack.unpackb(data)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise PeerError(f"not a history: {error}") from None

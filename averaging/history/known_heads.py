@@ -77,18 +77,29 @@ class KnownHeads:
         """Compare all heads again: this peer's own history has changed."""
         self._dismissed.clear()
 
-    def to_ask(self, needed: Collection[PeerId], is_open: Callable[[bytes], bool]) -> list[list[Contact]]:
+    def to_ask(
+        self,
+        needed: Collection[PeerId],
+        is_open: Callable[[bytes], bool],
+        counts: Callable[[PeerId], bool] = lambda peer: True,
+    ) -> tuple[list[list[Contact]], list[list[Contact]]]:
         """Return the peers to be asked for their histories: each one that is `needed`, alone, and for each
-        head that is open the last few that reported it, the latest first: a dead one does not answer.
+        head that is open the last few that reported it, the latest first: a dead one does not answer. Then
+        the same of heads that only peers report that do not count (`counts`): there may be any number of
+        them, and none of these heads need exist.
         """
         alone: list[list[Contact]] = []
-        holders: dict[bytes, list[Contact]] = {}
+        holders: tuple[dict[bytes, list[Contact]], ...] = {}, {}
         for peer, (head, contact) in reversed(self._heads.items()):
-            if contact.addresses and peer in needed:
+            if not contact.addresses:
+                continue
+            if peer in needed:
                 alone.append([contact])
-            elif contact.addresses and is_open(head) and len(holders.get(head, ())) < _ASKED_MAX:
-                holders.setdefault(head, []).append(contact)
-        return [*alone, *holders.values()]
+            elif is_open(head):
+                found = holders[not counts(peer)].setdefault(head, [])
+                found.extend([contact][: _ASKED_MAX - len(found)])
+        known, strange = holders
+        return [*alone, *known.values()], [found for head, found in strange.items() if head not in known]
 
     def reported(self, now_s: float) -> dict[PeerId, bytes]:
         """Return the head that each peer reports, without those whose hosts refuse connections and those that

@@ -23,7 +23,7 @@ from averaging.optim.modes import CapturedRound, Mode
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, hidden_reason
 from averaging.optim.state.donor import donors_key
-from averaging.optim.state.download import Download, DownloadedState
+from averaging.optim.state.download import Download, DownloadedState, OnProgress
 from averaging.optim.state.encoding import EXACT
 from averaging.optim.state.intake import PartialState
 from averaging.optim.state.snapshot import read_header
@@ -82,6 +82,7 @@ class _Attempt:
     started_s: float
     codec: str = EXACT
     among: frozenset[PeerId] = frozenset()  # as in `load`
+    on_progress: OnProgress | None = None
     failures: dict[PeerId, str] = field(default_factory=dict)
     partial: PartialState | None = None  # chunks of an incomplete download
     bytes_received: int = 0
@@ -113,8 +114,6 @@ class CatchUp:
         self._history = history
         self._node, self._run_id, self._mode, self._state = node, tracker.run_id, mode, mode.state
         self._tracker, self._averager = tracker, averager
-        # bytes so far and in total; called on the network thread
-        self.on_progress: Callable[[int, int], None] | None = None
         # donors of a state that does not fit, or of chunks that do not match their digests, with the reason:
         # this optimizer does not ask them again
         self.distrusted: dict[PeerId, str] = {}
@@ -123,7 +122,11 @@ class CatchUp:
         self._blocklist = blocklist
 
     def load(
-        self, timeout_s: float, among: frozenset[PeerId] = frozenset(), codec: str = EXACT
+        self,
+        timeout_s: float,
+        among: frozenset[PeerId] = frozenset(),
+        codec: str = EXACT,
+        on_progress: OnProgress | None = None,
     ) -> LoadResult:
         """Fetch the state until it is loaded, no other peer takes part in the run, or `timeout_s` is over.
         With `among`, these donors are asked and no others, as long as one of them declares the state.
@@ -134,7 +137,7 @@ class CatchUp:
         """
         retries = Backoff(_RETRY_S_FIRST, _RETRY_S_MAX, self._node.rng)
         now_s = self.clock.monotonic_s()
-        attempt = _Attempt(self.clock, retries, now_s + timeout_s, now_s, codec, among)
+        attempt = _Attempt(self.clock, retries, now_s + timeout_s, now_s, codec, among, on_progress)
         self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, timeout_s), first=True)
         while True:
             if self._blocklist.own_is_banned:
@@ -207,14 +210,10 @@ class CatchUp:
         """Describe a run in which no other peer is visible, including failed connections: perhaps this peer
         has reached no peer that could know of others.
         """
-        failures = self._node.join_failures
-        unreached = (
-            ", as far as this peer knows, which has reached nobody: "
-            f"{'; '.join(failures[:_FAILURES_SHOWN_MAX])}"
-            if failures
-            else ""
-        )
-        return f"nobody else takes part in this run{unreached}"
+        alone = "nobody else takes part in this run"
+        failures = "; ".join(self._node.join_failures[:_FAILURES_SHOWN_MAX])
+        unreached = f", as far as this peer knows, which has reached nobody: {failures}"
+        return alone + unreached if failures else alone
 
     def _not_loaded(self, attempt: _Attempt, reason: str, *, alone: bool = False) -> LoadResult:
         return LoadResult(
@@ -235,7 +234,7 @@ class CatchUp:
             bytes_max=self._state.bytes_max(),
             epoch_min=0,
             epoch_known=self._tracker.swarm_epoch,
-            on_progress=self.on_progress,
+            on_progress=attempt.on_progress,
             partial=attempt.partial,
             pool=self._node.network.pool,
             codec=attempt.codec,

@@ -69,6 +69,7 @@ class EpochCloser:
         self._traits = mode.traits
         self._epoch_began_s = self._clock.monotonic_s()
         self._sought_s = -math.inf  # when a quorum was looked for last during a round
+        self._lacks_quorum = False  # at that time
         self.round_is_break = False  # the latest attempt began after the grace
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
 
@@ -87,16 +88,23 @@ class EpochCloser:
         it searched for a group the quorum was lost for as long as the grace. Those that are left meet for a
         round with a break then, as soon as each has noticed it.
         """
-        history = self._history
         if self.is_behind():
             return True
-        if history is None or history.grid_rounds > 1 or not history.root.electors or self.round_is_break:
+        if self._history is None or not self._history.root.electors or self.round_is_break:
             return False
-        now_s = self._clock.monotonic_s()
-        if now_s - self._sought_s >= _QUORUM_POLL_S:
-            self._sought_s = now_s
-            history.seek_quorum(self._tracker.voters(), now_s, self._epoch_s)
-        return history.is_break
+        self._look_for_quorum()
+        return self._history.is_break and self._history.grid_rounds == 1
+
+    def _look_for_quorum(self) -> None:
+        """Look for a quorum from time to time while a round runs; the grace runs while there is none. In a
+        swarm larger than a group the electors decide after the others' rounds.
+        """
+        history, now_s = self._history, self._clock.monotonic_s()
+        if history is None or history.grid_rounds > 1 or now_s - self._sought_s < _QUORUM_POLL_S:
+            return
+        self._sought_s = now_s
+        found = history.seek_quorum(self._tracker.voters(), now_s, self._epoch_s)
+        self._lacks_quorum = not found or history.is_break
 
     def run_rounds(self, *, again: bool) -> CloseOutcome:
         """Run rounds until one is committed, this peer turns out to be alone, the swarm is ahead, or
@@ -243,7 +251,9 @@ class EpochCloser:
         if history is None:
             return any(other.epoch >= self._state.epoch for other in others.values())
         # heads that were not compared yet may turn out to be the same history, one round further
-        return bool(self._tracker.company()) or any(history.is_new(other.head) for other in others.values())
+        return bool(self._tracker.company()) or any(
+            history.is_new(peer, other.head) for peer, other in others.items()
+        )
 
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""
@@ -266,17 +276,17 @@ class EpochCloser:
                 self._state.agree_extras()
                 self._state.mark_changed(epoch, root=self._averager.root_of(epoch))
             return None
-        state_round = self._averager.average_state(self._others_went_on)
+        state_round = self._averager.average_state(self._state_round_is_obsolete)
         for _ in range(STATE_ROUNDS_MAX - 1):
             if (
                 not state_round.result.failed
                 or state_round.result.reason == "passed"
-                or self._others_went_on()
+                or self._state_round_is_obsolete()
             ):
                 break
             # by now a peer that opened its averager a moment later is known
             self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
-            state_round = self._averager.average_state(self._others_went_on)
+            state_round = self._averager.average_state(self._state_round_is_obsolete)
         if state_round.result.failed:
             _log.warning("the state of epoch %d was not averaged: %s", epoch, state_round.result.detail)
         else:
@@ -284,6 +294,17 @@ class EpochCloser:
             self._tracker.on_round(peer for peer in result.peers if peer not in result.left_out)
         self._donor.changed()
         return state_round
+
+    def _state_round_is_obsolete(self) -> bool:
+        """Return whether a round over the state leads nowhere: nobody will join it, or there is no quorum.
+        Then this peer trains on while the grace runs, and the state is averaged the next time.
+        """
+        if self._others_went_on():
+            return True
+        self._look_for_quorum()
+        # the vote of this very round may be what is lacking
+        free = not self._averager.in_state_round or (self._history is not None and self._history.is_bound)
+        return self._lacks_quorum and free
 
     def _others_went_on(self) -> bool:
         """Return whether all others are past averaging the state of this epoch, so that nobody will join

@@ -134,8 +134,12 @@ class EpochAverager:
         """Return whether a group has begun the round of an epoch with this peer, which others would have to
         go on without if it left now.
         """
-        averager = self._epoch_averager
-        return averager is not None and averager.runner is not None and averager.runner.in_round
+        return _is_in_round(self._epoch_averager)
+
+    @property
+    def in_state_round(self) -> bool:
+        """Return whether a group has begun a round over the state with this peer."""
+        return _is_in_round(self._state_averager)
 
     def open(self) -> None:
         """Open the epochs' averager: from now on the others expect this peer in their rounds."""
@@ -395,6 +399,10 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 62 for one in value
     )
+
+
+def _is_in_round(averager: Averager | None) -> bool:
+    return averager is not None and averager.runner is not None and averager.runner.in_round
 
 
 def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:

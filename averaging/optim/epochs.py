@@ -18,6 +18,7 @@ from averaging.optim.progress.logic.punctuality import longest_wait_s
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
+from averaging.optim.state.download import OnProgress
 from averaging.optim.state.encoding import EXACT
 from swarm.core.ids import PeerId
 
@@ -99,15 +100,13 @@ class EpochLoop:
                 )
             report = self._wait_for_round(report, samples)
         self._last_step_ended_s = self._clock.monotonic_s()
-        return replace(
-            report, progress=self._tracker.view().fraction, seconds=self._last_step_ended_s - began_s
-        )
+        return replace(report, progress=self._tracker.fraction(), seconds=self._last_step_ended_s - began_s)
 
-    def load(self, timeout_s: float, codec: str = EXACT) -> LoadResult:
+    def load(self, timeout_s: float, codec: str = EXACT, on_progress: OnProgress | None = None) -> LoadResult:
         """Download the state. Afterwards this peer serves it to others, too."""
         self._cancel_background_round()
         try:
-            result = self._catch_up.load(timeout_s, self._resync_donors, codec)
+            result = self._catch_up.load(timeout_s, self._resync_donors, codec, on_progress)
         finally:
             with self._state.lock:
                 history = self._tracker.history

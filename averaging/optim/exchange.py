@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +167,25 @@ async def fetch_chain(caller: Caller, run: str, contact: Contact, heads: Sequenc
     request = state_pb2.HistoryRequest(run=run, heads=heads)
     reply = await caller.call(contact, HISTORY, request, timeout_s=_HISTORY_TIMEOUT_S)
     return decode_chain(reply.chain)
+
+
+async def ask_holders(
+    holders: Iterable[Sequence[Contact]], at_once: int, ask: Callable[[Contact], Awaitable[bool]]
+) -> None:
+    """Ask the peers that have the same thing, one after the other until one has answered; `at_once` things
+    side by side. `ask` returns whether the peer has answered.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def ask_in_turn(contacts: Sequence[Contact]) -> None:
+        async with places:
+            for contact in contacts:
+                if await ask(contact):
+                    return
+
+    async with asyncio.TaskGroup() as tasks:
+        for contacts in holders:
+            tasks.create_task(ask_in_turn(contacts))
 
 
 async def peers_at_head(caller: Caller, run: str, contacts: Sequence[Contact], head: bytes) -> set[PeerId]:

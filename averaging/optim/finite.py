@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from averaging.optim.memory import rows_of
-from averaging.optim.offload import Arrival, OffloadLinks
+from averaging.optim.offload import OffloadLinks
+from swarm.core.copies import Arrival
 
 _NAMED_MAX = 3  # parameters named in a message
 # copied at a time where a flag decides: bounds the memory for it, unless one row is longer

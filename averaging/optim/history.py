@@ -31,7 +31,7 @@ from averaging.history.lineage import Lineage, Relation
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
 from averaging.history.tally import is_supported
-from averaging.optim.exchange import fetch_chain, peers_at_head
+from averaging.optim.exchange import ask_holders, fetch_chain, peers_at_head
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
 from averaging.run_ledger import RunLedger
@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0  # between two looks for missing electors
 _FETCHES_MAX = 8  # histories fetched at once
+_STRANGE_FETCHES_MAX = 4  # beside them, histories of strangers
 
 
 class RunHistory:
@@ -63,7 +64,7 @@ class RunHistory:
         self._node, self._run, self._own, self._sign = node, run, node.contact.peer_id, sign
         self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
         self.size = SwarmSize(self._own, group_size_max)
-        self._lock, self._wake = threading.Lock(), asyncio.Event()
+        self._lock, self._comparing, self._wake = threading.Lock(), asyncio.Lock(), asyncio.Event()
         self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
@@ -75,7 +76,7 @@ class RunHistory:
         self._probed_s, self._has_left = -1e9, False  # the latter: it said goodbye, and votes no more
         self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
-        self._comparing, self._fetches = asyncio.Lock(), asyncio.Semaphore(_FETCHES_MAX)
+        self._strange: list[list[Contact]] = []  # heads that strangers report, by those to be asked
 
     # ---- this peer's state
 
@@ -192,7 +193,7 @@ class RunHistory:
     def restore(self, past: Chain) -> None:
         """Continue from a checkpoint's chain, which tells where it parted from other histories."""
         with self._lock:
-            self._lineage.adopt(past)
+            self._lineage.adopt(past.valid_part(self._run))
             self._ahead = None
             self._heads.reconsider()
             self._moved()
@@ -271,10 +272,10 @@ class RunHistory:
         with self._lock:
             return self._ahead
 
-    def is_new(self, head: bytes) -> bool:
-        """Return whether this head was not compared with this peer's history yet."""
+    def is_new(self, peer: PeerId, head: bytes) -> bool:
+        """Return whether this head of a peer that counts was not compared with this peer's history yet."""
         with self._lock:
-            return bool(head) and self._is_open(head)
+            return bool(head) and self._is_open(head) and self._counts(peer)
 
     def follow(self, ahead: Ahead) -> None:
         """Continue the history of others from now on, because this peer is about to load a state of it."""
@@ -292,9 +293,7 @@ class RunHistory:
         if not self.knows(head):
             with self._lock:
                 contacts = self._heads.contacts(donors)
-            async with asyncio.TaskGroup() as tasks:
-                for contact in contacts:
-                    tasks.create_task(self._fetch(contact))
+            await ask_holders([[one] for one in contacts], _FETCHES_MAX, self._fetch)
             ahead = self.ahead
             if ahead is not None and (chain := ahead.chain.until(head)) is not None:
                 self.follow(replace(ahead, chain=chain))
@@ -338,7 +337,7 @@ class RunHistory:
             return self._lineage.knows(head)
 
     def settle(self) -> None:
-        """The state of the followed history was loaded."""
+        """Note that the state of the followed history was loaded."""
         with self._lock:
             self.has_parted = self._left is not None and not self._lineage.knows(self._left.head)
             self._left = None
@@ -369,12 +368,22 @@ class RunHistory:
             return False
         return self._lineage.is_waiting or not (self._heads.is_dismissed(head) or self._offers.has(head))
 
+    def _counts(self, peer: PeerId) -> bool:
+        """Return whether this peer waits for another one's history. The lock is held."""
+        named = (*self._lineage.electors, *self._offers.introducers)
+        return not self._lineage.has_begun or peer in named or self.ledger.has_standing(peer)
+
     async def run(self) -> None:
-        """Fetch and compare the histories of others, until cancelled."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            await self.compare()
+        """Fetch and compare the histories of others, until cancelled. Nothing waits for strangers'."""
+        async with asyncio.TaskGroup() as tasks:
+            comparing: asyncio.Task[None] | None = None
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                await self.compare()
+                if self._strange and (comparing is None or comparing.done()):
+                    asking = ask_holders(self._strange, _STRANGE_FETCHES_MAX, self._fetch)
+                    comparing = tasks.create_task(asking)
 
     async def compare(self) -> None:
         """Fetch the histories of peers that report unknown heads, and look for electors that are missing."""
@@ -384,12 +393,11 @@ class RunHistory:
     async def _compare(self) -> None:
         with self._lock:
             voices = self._heads.reported(self._node.clock.monotonic_s())
-            holders = self._heads.to_ask(self._offers.to_ask(self._lineage, voices), self._is_open)
+            needed = self._offers.to_ask(self._lineage, voices)
+            holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts)
             holders += [[one] for one in self._asked.values() if one.addresses]
             self._asked.clear()
-        async with asyncio.TaskGroup() as tasks:
-            for contacts in holders:
-                tasks.create_task(self._fetch_from_one(contacts))
+        await ask_holders(holders, _FETCHES_MAX, self._fetch)
         with self._lock:
             voices = self._heads.reported(self._node.clock.monotonic_s())
             chosen = self._offers.choose(self._lineage, voices)
@@ -397,30 +405,23 @@ class RunHistory:
                 self._ahead = chosen
                 _log.info("of %s this peer follows that in epoch %d", self._offers, chosen.chain.epoch)
 
-    async def _fetch_from_one(self, contacts: Iterable[Contact]) -> None:
-        """Fetch the history that all of these peers reported, from the first that answers."""
-        for contact in contacts:
-            if await self._fetch(contact):
-                return
-
     async def _fetch(self, contact: Contact) -> bool:
         """Fetch a peer's history and compare it. Return whether the peer has answered."""
-        async with self._fetches:
+        with self._lock:
+            heads = self._lineage.heads()
+        try:
+            chain = await fetch_chain(self._node.channels, self._run, contact, heads)
             with self._lock:
-                heads = self._lineage.heads()
-            try:
-                chain = await fetch_chain(self._node.channels, self._run, contact, heads)
-                with self._lock:
-                    self._heads.answered(contact.peer_id)
-                self._judge(contact, chain)
-                return True
-            except NetworkError as error:
-                refused = "connection refused" in str(error).lower()
-                with self._lock:
-                    self._heads.missed(contact.peer_id, self._node.clock.monotonic_s(), refused=refused)
-            except PeerError as error:
-                _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
-            return False
+                self._heads.answered(contact.peer_id)
+            self._judge(contact, chain)
+            return True
+        except NetworkError as error:
+            refused = "connection refused" in str(error).lower()
+            with self._lock:
+                self._heads.missed(contact.peer_id, self._node.clock.monotonic_s(), refused=refused)
+        except PeerError as error:
+            _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
+        return False
 
     def _judge(self, contact: Contact, chain: Chain) -> None:
         with self._lock:

@@ -17,22 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from averaging.optim.memory import Fragment, fragments_between
+from swarm.core.copies import Arrival, Copy, CopyStream, host_memory
 
 _BLOCK_ELEMENTS_MIN = 1 << 18
-
-Copy = tuple[torch.Tensor, torch.Tensor]  # source and target, with the same number of elements
-
-
-class Arrival(Protocol):
-    """Copies that were queued together."""
-
-    def ready(self) -> bool:
-        """Return whether the copies are done, without waiting."""
-        ...
-
-    def wait(self) -> None:
-        """Return when the copies are done."""
-        ...
 
 
 class HostLink(Protocol):
@@ -65,31 +52,19 @@ class HostLink(Protocol):
         ...
 
 
-class _CudaArrival:
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def ready(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class OffloadLink:
     """The link to one CUDA device."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         """Create the stream for copies. `cuda` is the module `torch.cuda`, or a simulated one in tests."""
-        self._cuda, self._device = cuda, device
-        self._copies = cuda.Stream(device=device)
+        self._device, self._copies = device, CopyStream(device, cuda)
 
     def fetch(self, copies: Sequence[Copy]) -> Arrival:
-        self._copies.wait_event(self._mark(self._cuda.current_stream(self._device)))
-        return self._copy(copies)
+        self._copies.follow()
+        return self._copies.copy(copies)
 
     def release(self) -> None:
-        self._cuda.current_stream(self._device).wait_event(self._mark(self._copies))
+        self._copies.precede()
 
     def upload(self, copies: Sequence[Copy]) -> Arrival:
         arrival = self.fetch(copies)
@@ -97,18 +72,7 @@ class OffloadLink:
         return arrival
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
-
-    def _copy(self, copies: Sequence[Copy]) -> Arrival:
-        with torch.no_grad(), self._cuda.stream(self._copies):
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
-        return _CudaArrival(self._mark(self._copies))
-
-    def _mark(self, stream: Any) -> Any:
-        event = self._cuda.Event(blocking=True)  # a waiting thread sleeps
-        event.record(stream)
-        return event
+        return host_memory(self._device, numel, dtype)
 
 
 def link_of(device: torch.device) -> HostLink | None:
@@ -187,13 +151,6 @@ class HostStaging:
             group = _Group([tensors[place].numel() for place in places], dtype, links.of(device))
             self._groups.append(group)
             self._groups_of |= {place: (group, nth) for nth, place in enumerate(places)}
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Return the size of the pinned memory: that of the tensors, and less than 2 MB more per device and
-        dtype.
-        """
-        return sum(block.nbytes for group in self._groups for block in group.blocks)
 
     def fetch(self, sources: Sequence[tuple[Fragment, torch.Tensor]]) -> None:
         """Queue copies of fragments of the tensors (flat, on their devices) into this memory. The host does

@@ -32,6 +32,8 @@ from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.encoding import EXACT, check_state_codec
 from averaging.optim.state.schedule import Scheduler
+from averaging.optim.state.snapshot import read_header
+from averaging.optim.state.training_state import past_of_header
 from averaging.optim.state.view import StateView
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.robust import Aggregation, AggregationRule, aggregation_of
@@ -283,8 +285,7 @@ class Optimizer(DelegatingOptimizer):
             )
         if not 0 < timeout_s < float("inf"):
             raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
-        self._catch_up.on_progress = on_progress
-        result = self._loop.load(timeout_s, codec)
+        result = self._loop.load(timeout_s, codec, on_progress)
         self._hyperparameters.record()
         self._meter.on_load(result)
         return result
@@ -352,16 +353,17 @@ class Optimizer(DelegatingOptimizer):
         """Return a view of the present state, to be written while training continues
         (`averaging.optim.state.checkpoint`). Close it afterwards.
         """
-        return self._state.view()
+        return self._state.view(past=self._history.past() if self._history is not None else None)
 
     def load_state(self, blob: bytearray) -> None:
         """Continue from the state of a checkpoint; what was accumulated is dropped. Raise PeerError, with
         nothing changed, when it does not fit.
         """
+        past = past_of_header(read_header(blob)[0])
         self._state.load(blob)
         with self._state.lock:
             self._mode.learner.loaded()
-        self._restore_history(self._state.root)
+        self._restore_history(past)
         self._hyperparameters.record()
         self._loop.resumed()
 
@@ -420,6 +422,7 @@ class Optimizer(DelegatingOptimizer):
         """
         plain = {key: value for key, value in state_dict.items() if key != "swarm"}
         swarm = state_dict.get("swarm")
+        past = read_chain_text(swarm["history"]) if swarm is not None and "history" in swarm else None
         self._loop.close()  # a round in the background belongs to another history
         with self._state.lock:
             self.inner.load_state_dict(plain)
@@ -430,7 +433,6 @@ class Optimizer(DelegatingOptimizer):
                 self._averager.load_feedback(swarm.get("feedback"))
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
-            past = read_chain_text(swarm["history"]) if swarm is not None and "history" in swarm else None
             self._state.mark_changed(
                 int(swarm["epoch"]) if swarm is not None else self._state.epoch,
                 root=past.end if past is not None else None,
@@ -442,8 +444,7 @@ class Optimizer(DelegatingOptimizer):
     def _restore_history(self, past: Chain | None) -> None:
         """Continue the history that a checkpoint names, where it names one."""
         if self._history is not None and past is not None:
-            is_own = all(one.proposal.run == self.run_id for one in past.certificates)
-            self._history.restore(past if is_own else past.end)  # the state may begin another run
+            self._history.restore(past)
 
     def register_reunion_hook(self, hook: Callable[[Optimizer], None]) -> RemovableHandle:
         """Call `hook(optimizer)` on the trainer's thread when this peer was cut off, went on by itself, and

@@ -8,8 +8,8 @@ one copies to the device (`upload`).
 
 Streams wait for each other through events, which block no thread. The round's work begins after the calls
 that the trainer had queued (`fork`); the trainer's stream waits for each upload before it reads it. Threads
-wait (`Fetch.wait`, `finish`, `finish_uploads`) only for the round's own streams, only on events that let the
-thread sleep, and never on the event loop.
+wait (`Arrival.wait`, `finish`, `finish_uploads`) only for the round's own streams, only on events that let
+the thread sleep, and never on the event loop.
 
 Not yet run on a GPU: tests check the order of calls, and use a queue whose copies arrive as late as possible.
 """
@@ -25,18 +25,12 @@ from typing import Any, Protocol
 
 import torch
 
+from swarm.core.copies import Arrival, CopiedAtOnce, CopyStream, host_memory
+
 # bytes: as CUDA's allocator aligns, so that payloads in slots are aligned as in memory of their own
 _SLOT_ALIGNMENT = 256
 _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 _GPU = re.compile(r"\bGPU (\d+)\b")
-
-
-class Fetch(Protocol):
-    """A copy to the host that has begun. It keeps its source alive."""
-
-    def wait(self) -> None:
-        """Wait until the bytes are there; a second call returns at once. Other threads run meanwhile."""
-        ...
 
 
 class Upload(Protocol):
@@ -64,7 +58,7 @@ class Queue(Protocol):
         """Send torch's calls within the context to this queue."""
         ...
 
-    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Fetch:
+    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
         """Begin to copy `source`, as `working` has made it, to `target` (`host_memory`). Do not touch
         `target` until the copy is done.
         """
@@ -97,14 +91,6 @@ class Queue(Protocol):
         thread.
         """
         ...
-
-
-class _CudaFetch:
-    def __init__(self, done: Any, source: torch.Tensor) -> None:
-        self._done, self._source = done, source
-
-    def wait(self) -> None:
-        self._done.synchronize()
 
 
 class _Slot:
@@ -144,30 +130,27 @@ class CudaQueue:
         """Create the streams. `cuda`: the module `torch.cuda`, or a stand-in in tests."""
         self._cuda, self._device = cuda, device
         self._work = cuda.Stream(device=device)
-        self._fetches = cuda.Stream(device=device)
-        self._uploads = cuda.Stream(device=device)
+        self._fetches, self._uploads = CopyStream(device, cuda), CopyStream(device, cuda)
         self._slots: list[_Slot] = []
         self._free: deque[_Slot] = deque()  # the slot that was given back first is taken first
 
     def fork(self) -> None:
-        self._work.wait_event(self._mark(self.current_stream()))
+        self._work.wait_event(self._fetches.mark(self.current_stream()))
 
     def working(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._cuda.stream(self._work)
         return context
 
-    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Fetch:
-        self._fetches.wait_event(self._mark(self._work))
-        with self._cuda.stream(self._fetches):
-            target.copy_(source, non_blocking=True)
-        return _CudaFetch(self._mark(self._fetches), source)
+    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        self._fetches.follow(self._work)
+        return self._fetches.copy([(source, target)], keep=source)
 
     def reserve(self, slot_bytes: int, slots: int) -> None:
         size = -(-slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
         if len(self._slots) < slots or self._slots[0].memory.numel() < size:
             self._free.clear()
             self._slots.clear()  # before the new ring is made: never both at a time
-            with self._cuda.stream(self._uploads):
+            with self._cuda.stream(self._uploads.stream):
                 ring = torch.empty(size * slots, dtype=torch.uint8, device=self._device)
             self._slots += [_Slot(ring[begin : begin + size]) for begin in range(0, size * slots, size)]
         self._free = deque(self._slots)
@@ -178,40 +161,28 @@ class CudaQueue:
         slot = self._free.popleft()
         payload = slot.memory[: source.numel()]
         if slot.read is not None:
-            self._uploads.wait_event(slot.read)
-        with self._cuda.stream(self._uploads):
-            payload.copy_(source, non_blocking=True)
-        return _CudaUpload(self, slot, payload, self._mark(self._uploads))
+            self._uploads.stream.wait_event(slot.read)
+        arrival = self._uploads.copy([(source, payload)])
+        return _CudaUpload(self, slot, payload, arrival.event)
 
     def give_back(self, slot: _Slot, reader: Any) -> None:
         """Free the slot for the next upload, after all calls made so far on the stream `reader`."""
-        slot.read = self._mark(reader)
+        slot.read = self._uploads.mark(reader)
         self._free.append(slot)
 
     def finish_uploads(self) -> None:
-        self._mark(self._uploads).synchronize()
+        self._uploads.mark().synchronize()
 
     def finish(self) -> None:
-        self._mark(self._work).synchronize()
-        self._mark(self._fetches).synchronize()
+        self._fetches.mark(self._work).synchronize()
+        self._fetches.mark().synchronize()
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+        return host_memory(self._device, numel, dtype)
 
     def current_stream(self) -> Any:
         """Return the stream to which this thread's calls go."""
         return self._cuda.current_stream(self._device)
-
-    def _mark(self, stream: Any) -> Any:
-        # A thread that waits for a blocking event sleeps, and leaves its core to the trainer.
-        event = self._cuda.Event(blocking=True)
-        event.record(stream)
-        return event
-
-
-class _Arrived:
-    def wait(self) -> None:
-        return
 
 
 class _PlainUpload:
@@ -238,9 +209,9 @@ class PlainQueue:
     def working(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Fetch:
+    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
         target.copy_(source)
-        return _Arrived()
+        return CopiedAtOnce()
 
     def reserve(self, slot_bytes: int, slots: int) -> None:
         return

@@ -88,7 +88,7 @@ class Training:
 
     @property
     def parameters(self) -> int:
-        """How many there are."""
+        """Return how many parameters the model has."""
         return sum(p.numel() for p in self.model.parameters())
 
     def backward(self) -> None:

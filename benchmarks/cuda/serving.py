@@ -44,7 +44,7 @@ class Served:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a step takes while the state is read; 1 when no step began in a read."""
+        """Return how many times as long a step takes while the state is read; 1: no step began in a read."""
         return statistics.median(self.busy_s) / statistics.median(self.quiet_s) if self.busy_s else 1.0
 
 

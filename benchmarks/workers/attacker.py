@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import ssl
 import struct
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 
 import grpc
@@ -53,8 +54,8 @@ class Target:
         self.host, self.port = self.contact.addresses[0].host, self.contact.addresses[0].port
 
     @contextlib.asynccontextmanager
-    async def channel(self, identity: Identity) -> AsyncIterator[grpc.aio.Channel]:
-        """Connect with the certificate of an identity."""
+    async def channel(self, identity: Identity, port: int | None = None) -> AsyncIterator[grpc.aio.Channel]:
+        """Connect with the certificate of an identity. `port`: of a server of `entrances`."""
         own = tls.client_certificate(identity)
         credentials = grpc.ssl_channel_credentials(
             tls.trust_anchor(self.contact.peer_id), own.key_pem, own.certificate_pem
@@ -64,7 +65,7 @@ class Target:
             ("grpc.use_local_subchannel_pool", 1),
         ]
         async with grpc.aio.secure_channel(
-            f"{self.host}:{self.port}", credentials, options=options
+            f"{self.host}:{port or self.port}", credentials, options=options
         ) as channel:
             async with asyncio.timeout(_CALL_S):
                 await channel.channel_ready()
@@ -82,6 +83,45 @@ class Target:
             asyncio.open_connection(self.host, self.port, ssl=context, local_addr=own), _CALL_S
         )
         return writer
+
+
+@contextlib.asynccontextmanager
+async def entrances(target: Target, networks: int) -> AsyncIterator[list[int]]:
+    """Listen on as many ports. What connects to one of them reaches the target from a /24 of its own, all of
+    them loopback: gRPC cannot choose the address that it connects from.
+    """
+    pumps: set[asyncio.Task[None]] = set()
+
+    async def enter(own_host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(
+            target.host, target.port, local_addr=(own_host, 0)
+        )
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            pumps.add(asyncio.create_task(_pump(source, sink)))
+
+    async with contextlib.AsyncExitStack() as stack:
+        ports = []
+        for number in range(networks):
+            entering = functools.partial(enter, f"127.0.{number}.1")
+            server = await stack.enter_async_context(await asyncio.start_server(entering, target.host, 0))
+            ports.append(server.sockets[0].getsockname()[1])
+        try:
+            yield ports
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Forward bytes until one end closes."""
+    try:
+        while data := await source.read(64 << 10):
+            sink.write(data)
+            await sink.drain()
+    except OSError:
+        pass
+    finally:
+        sink.close()
 
 
 Flood = Callable[
@@ -289,9 +329,15 @@ async def leases(target: Target, seconds: float) -> int:
     return await _repeat(seconds, one, CONNECTIONS)
 
 
-async def crowd(target: Target, seconds: float, identities: int) -> int:
-    """Take part in the run of the node as many identities: each reports a later epoch, stores records of
-    progress and of a state that it does not have, and takes a place for a download.
+async def crowd(target: Target, seconds: float, identities: int, networks: int) -> int:
+    """Take part in the run of the node as many identities, from addresses of as many networks."""
+    async with entrances(target, networks) as ports:
+        return await _crowd(target, seconds, identities, ports)
+
+
+async def _crowd(target: Target, seconds: float, identities: int, ports: Sequence[int]) -> int:
+    """Let each identity report a later epoch, store records of progress and of a state that it does not have,
+    and take a place for a download.
     """
     run_id, made, now_s = open_run_id(RUN), [Identity.generate() for _ in range(identities)], time.time()
     claim = ProgressReport(epoch=1 << 20, samples=1 << 20, rate=1e6, at_s=now_s, since_s=now_s - 1.0)
@@ -302,7 +348,8 @@ async def crowd(target: Target, seconds: float, identities: int) -> int:
     values = {"progress": {**claim.encode(), "addresses": at}, "donors": state}
 
     async def one(_number: int) -> int:
-        identity = random.choice(made)
+        place = random.randrange(identities)
+        identity, port = made[place], ports[place % len(ports)]
         records = []
         for name, value in values.items():
             record = made_record(
@@ -315,7 +362,7 @@ async def crowd(target: Target, seconds: float, identities: int) -> int:
             )
             records.append(record_to_wire(signed(record, identity)))
         store = DhtStoreRequest(sender=_sender(identity), records=records).SerializeToString()
-        async with target.channel(identity) as channel:
+        async with target.channel(identity, port) as channel:
             for method, request in ((STORE, store), (REPORT, report), (OPEN, lease)):
                 with contextlib.suppress(grpc.aio.AioRpcError):  # a refusal ends only this call
                     await channel.unary_unary(method.name)(request, timeout=_CALL_S)
@@ -397,8 +444,12 @@ def main() -> None:
     target = Target(channel.configuration["address"])
     while True:
         order = channel.receive()
-        seconds, identities = order["seconds"], order.get("identities", 0)
-        flood = crowd(target, seconds, identities) if identities else FLOODS[order["do"]](target, seconds)
+        seconds, identities = order["seconds"], order["identities"]
+        flood = (
+            crowd(target, seconds, identities, order["networks"])
+            if identities
+            else FLOODS[order["do"]](target, seconds)
+        )
         count = asyncio.run(flood)
         channel.send("flooded", count=count)
 

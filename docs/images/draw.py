@@ -138,7 +138,7 @@ def overview() -> None:
     picture.box(412, 34, 174, 52, "volunteer\nowns the run, may leave")
     picture.box(412, 204, 174, 52, "volunteer\nat night, within limits")
     picture.box(640, 118, 174, 52, "volunteer\nin another country")
-    picture.box(126, 204, 174, 52, "newcomer\nswarm join ADDRESS", GREEN)
+    picture.box(126, 204, 174, 52, "newcomer\nswarm join INVITE", GREEN)
     picture.arrow(213, 204, 213, 130, dashed=True)
     picture.text(222, 172, "address of any peer", size=12, colour=GREY)
     picture.text(

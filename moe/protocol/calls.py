@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from moe.protocol import methods
 from moe.protocol.declarations import ExpertReplica, ServerLoad
 from moe.protocol.errors import (
     ExpertApplied,
@@ -27,19 +28,6 @@ from moe.protocol.errors import (
     ExpertMissing,
     ExpertOverloaded,
     ExpertRefused,
-)
-from moe.protocol.methods import (
-    CALL,
-    DESCRIBE,
-    EXCHANGE,
-    INLINE_BYTES_MAX,
-    PAYLOAD_BYTES_MAX,
-    REQUEST_ID_BYTES,
-    UIDS_PER_DESCRIBE_MAX,
-    read_headers,
-    receive_payload,
-    send_payload,
-    wire_headers,
 )
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Leaf, check
@@ -177,15 +165,15 @@ class ExpertCalls:
         """Return a server's descriptions of some of its experts, in the order of `uids`; None for an expert
         that it does not host.
 
-        Raises UsageError for no uids or more than UIDS_PER_DESCRIBE_MAX, and PeerError for a reply of the
+        Raises UsageError for no uids or more than `UIDS_PER_DESCRIBE_MAX`, and PeerError for a reply of the
         wrong length.
         """
-        if not 0 < len(uids) <= UIDS_PER_DESCRIBE_MAX:
+        if not 0 < len(uids) <= methods.UIDS_PER_DESCRIBE_MAX:
             raise UsageError(
-                f"describe takes 1 to {UIDS_PER_DESCRIBE_MAX} experts at a time, not {len(uids)}"
+                f"describe takes 1 to {methods.UIDS_PER_DESCRIBE_MAX} experts at a time, not {len(uids)}"
             )
         request = DescribeRequest(uids=map(str, uids))
-        reply = await self._channels.call(replica.contact, DESCRIBE, request, timeout_s=timeout_s)
+        reply = await self._channels.call(replica.contact, methods.DESCRIBE, request, timeout_s=timeout_s)
         if len(reply.experts) != len(uids):
             raise PeerError(
                 f"peer {replica.peer_id} described {len(reply.experts)} experts when asked for {len(uids)}"
@@ -248,7 +236,7 @@ class ExpertCalls:
         request.kind, request.keep, request.request_id = (
             expert_pb2.EXPERT_FORWARD,
             keep,
-            os.urandom(REQUEST_ID_BYTES),
+            os.urandom(methods.REQUEST_ID_BYTES),
         )
         payloads = await self._encode(inputs, codecs.inputs)
         expected = _ExpectedReply(schema.output_leaves, batch, codec, may_be_absent=False)
@@ -344,17 +332,18 @@ class ExpertCalls:
         deadline_s: float,
     ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
         """Send a request, receive the reply and decode its tensors."""
-        request.tensors.extend(wire_headers(payloads))
+        request.tensors.extend(methods.wire_headers(payloads))
         size = payload_bytes(payloads)
-        if max(size, expected.size_bytes) > PAYLOAD_BYTES_MAX:
+        if max(size, expected.size_bytes) > methods.PAYLOAD_BYTES_MAX:
             raise UsageError(
-                f"a call of an expert carries at most {PAYLOAD_BYTES_MAX >> 20} MiB each way: split the batch"
+                f"a call of an expert carries at most {methods.PAYLOAD_BYTES_MAX >> 20} MiB each way: "
+                "split the batch"
             )
         timeout_s = deadline_s - asyncio.get_running_loop().time()
         payload: Buffer | torch.Tensor
-        if size <= INLINE_BYTES_MAX and expected.size_bytes <= INLINE_BYTES_MAX:
+        if size <= methods.INLINE_BYTES_MAX and expected.size_bytes <= methods.INLINE_BYTES_MAX:
             request.payload = join_payloads(payloads)
-            reply = await self._channels.call(replica.contact, CALL, request, timeout_s=timeout_s)
+            reply = await self._channels.call(replica.contact, methods.CALL, request, timeout_s=timeout_s)
             _raise_unless_ok(replica, request, reply)
             payload = reply.payload
         else:
@@ -378,14 +367,14 @@ class ExpertCalls:
         everything, so the reply is awaited while the request is still being sent.
         """
         stream_of = self._channels.open_stream(
-            replica.contact, EXCHANGE, timeout_s=timeout_s, connection=_TENSOR_CONNECTION
+            replica.contact, methods.EXCHANGE, timeout_s=timeout_s, connection=_TENSOR_CONNECTION
         )
         async with stream_of as stream:
 
             async def send() -> None:
                 try:
                     await stream.send(request.SerializeToString())
-                    await send_payload(stream, payloads)
+                    await methods.send_payload(stream, payloads)
                     await stream.finish()
                 except NetworkError:
                     return  # the reply says why
@@ -403,7 +392,7 @@ class ExpertCalls:
                         sending.cancel()
                     else:
                         expected.check(replica, reply)
-                        payload = await receive_payload(stream, reply.payload_bytes)
+                        payload = await methods.receive_payload(stream, reply.payload_bytes)
             except* (PeerError, NetworkError) as errors:
                 failed = errors.exceptions[0]
             if failed is not None:
@@ -436,7 +425,7 @@ class _ExpectedReply:
         absent_from = 0 if self.may_be_absent else len(self.leaves)
         try:
             expected = check_headers(
-                read_headers(reply.tensors), self.leaves, self.batch, absent_from=absent_from
+                methods.read_headers(reply.tensors), self.leaves, self.batch, absent_from=absent_from
             )
         except PeerError as error:
             raise ExpertFailed(
@@ -456,7 +445,7 @@ class _ExpectedReply:
         """
         self.check(replica, reply)
         try:
-            return decode(read_headers(reply.tensors), self.leaves, self.batch, payload)
+            return decode(methods.read_headers(reply.tensors), self.leaves, self.batch, payload)
         except PeerError as error:
             raise ExpertFailed(f"peer {replica.peer_id} answered with {error}") from None
 

@@ -147,13 +147,11 @@ class Directory:
             raise DeadlineExceeded(f"the experts below {prefixes[0]} cannot be read from the DHT: {reason}")
         return {keys[Key.parse(name)]: _branch(answer) for name, answer in found.answers.items()}
 
-    async def live(
-        self, prefix: ExpertUid, *, timeout_s: float, max_age_s: float | None = None
-    ) -> Mapping[int, tuple[ExpertReplica, ...]]:
+    async def live(self, prefix: ExpertUid, *, timeout_s: float) -> Mapping[int, tuple[ExpertReplica, ...]]:
         """Return the replicas of the experts directly below a prefix, by last coordinate, the replica with
         the shortest wait first.
         """
-        return (await self.branches([prefix], timeout_s=timeout_s, max_age_s=max_age_s))[prefix].experts
+        return (await self.branches([prefix], timeout_s=timeout_s))[prefix].experts
 
     async def replicas(
         self, uids: Sequence[ExpertUid], *, timeout_s: float, max_age_s: float | None = None

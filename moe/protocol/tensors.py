@@ -128,9 +128,7 @@ def expected_bytes(leaves: Sequence[Leaf], batch: int, codec: Codec | None) -> i
     return total
 
 
-def check_headers(
-    headers: Sequence[Header], leaves: Sequence[Leaf], batch: int, *, absent_from: int, what: str = "tensor"
-) -> int:
+def check_headers(headers: Sequence[Header], leaves: Sequence[Leaf], batch: int, *, absent_from: int) -> int:
     """Return the number of payload bytes that must follow these headers. Raises PeerError, which says which
     header is wrong; it is known before the payload is received.
 
@@ -143,23 +141,23 @@ def check_headers(
         wanted = batch * leaf.sample_bytes
         if header.absent:
             if number < absent_from:
-                raise PeerError(f"{what} {number} is missing")
+                raise PeerError(f"tensor {number} is missing")
             wanted = 0
         elif header.codec:
             codec = find_wire_id(header.codec, header.version)
             if codec is None:
                 raise PeerError(
-                    f"{what} {number} came in codec {header.codec}, version {header.version}, "
+                    f"tensor {number} came in codec {header.codec}, version {header.version}, "
                     "which this peer does not have"
                 )
             if not leaf.is_floating:
                 raise PeerError(
-                    f"{what} {number} is {leaf}: only floating-point tensors are sent through a codec"
+                    f"tensor {number} is {leaf}: only floating-point tensors are sent through a codec"
                 )
             wanted = codec.encoded_bytes(batch * leaf.elements)
         if header.size_bytes != wanted:
             raise PeerError(
-                f"{what} {number}, {leaf} with a batch of {batch}, has {wanted} bytes, "
+                f"tensor {number}, {leaf} with a batch of {batch}, has {wanted} bytes, "
                 f"not {header.size_bytes}"
             )
         total += wanted + -wanted % ALIGNMENT
@@ -171,8 +169,6 @@ def decode(
     leaves: Sequence[Leaf],
     batch: int,
     payload: Buffer | torch.Tensor,
-    *,
-    what: str = "tensor",
 ) -> list[torch.Tensor | None]:
     """Decode a payload into tensors on the host; these are views of the payload where it has the elements as
     they are. `headers` must have passed `check_headers`.
@@ -181,8 +177,7 @@ def decode(
     NaN or infinity.
     """
     return [
-        None if one is None else one.decode(one.raw)
-        for one in check_payload(headers, leaves, batch, payload, what=what)
+        None if one is None else one.decode(one.raw) for one in check_payload(headers, leaves, batch, payload)
     ]
 
 
@@ -191,8 +186,6 @@ def check_payload(
     leaves: Sequence[Leaf],
     batch: int,
     payload: Buffer | torch.Tensor,
-    *,
-    what: str = "tensor",
 ) -> list[Encoded | None]:
     """Check a payload as `decode` does, with the same errors, without decoding it. The result can be decoded
     later and on another device.
@@ -203,11 +196,11 @@ def check_payload(
     for number, (header, leaf) in enumerate(zip(headers, leaves, strict=True)):
         end = start + header.size_bytes
         if end > raw.numel():
-            raise PeerError(f"the payload ends within {what} {number}")
+            raise PeerError(f"the payload ends within tensor {number}")
         if header.absent:
             found.append(None)
             continue
-        found.append(_check_tensor(header, leaf, batch, raw[start:end], f"{what} {number}"))
+        found.append(_check_tensor(header, leaf, batch, raw[start:end], f"tensor {number}"))
         start = end + -end % ALIGNMENT
     if start != raw.numel():
         raise PeerError(f"the payload has {raw.numel()} bytes, not {start}")

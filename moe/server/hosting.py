@@ -16,19 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from google.protobuf.message import DecodeError
 
-from moe.protocol.methods import (
-    CALL,
-    DESCRIBE,
-    EXCHANGE,
-    INLINE_BYTES_MAX,
-    PAYLOAD_BYTES_MAX,
-    REQUEST_ID_BYTES,
-    UIDS_PER_DESCRIBE_MAX,
-    read_headers,
-    receive_payload,
-    send_payload,
-    wire_headers,
-)
+from moe.protocol import methods
 from moe.protocol.tensors import (
     check_headers,
     check_payload,
@@ -85,9 +73,9 @@ class HostingService:
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
         self._receiving: Counter[PeerId] = Counter()  # bytes by caller
-        node.handlers.direct(DESCRIBE, self._describe)
-        node.handlers.unary(CALL, self._call)
-        node.handlers.stream(EXCHANGE, self._exchange)
+        node.handlers.direct(methods.DESCRIBE, self._describe)
+        node.handlers.unary(methods.CALL, self._call)
+        node.handlers.stream(methods.EXCHANGE, self._exchange)
 
     def open(self, hosted: Sequence[HostedExpert]) -> None:
         """Answer calls for these experts, too. Raises ValueError, which names one that is open already."""
@@ -137,8 +125,8 @@ class HostingService:
     # --- handlers
 
     def _describe(self, caller: PeerId, request: DescribeRequest) -> DescribeReply:
-        if len(request.uids) > UIDS_PER_DESCRIBE_MAX:
-            raise PeerError(f"at most {UIDS_PER_DESCRIBE_MAX} experts are described at a time")
+        if len(request.uids) > methods.UIDS_PER_DESCRIBE_MAX:
+            raise PeerError(f"at most {methods.UIDS_PER_DESCRIBE_MAX} experts are described at a time")
         reply = DescribeReply()
         for uid in request.uids:
             hosted = self._hosted.get(uid)
@@ -160,7 +148,7 @@ class HostingService:
 
     async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
         try:
-            admitted = self._admit(caller, request, INLINE_BYTES_MAX)
+            admitted = self._admit(caller, request, methods.INLINE_BYTES_MAX)
             outcome = await self._outcome(admitted, request.payload)
         except RequestRefused as refusal:
             return self._refusal(request, refusal)
@@ -177,7 +165,7 @@ class HostingService:
         except DecodeError:
             raise PeerError("the first message of a call is not a swarm.wire.ExpertRequest") from None
         try:
-            admitted = self._admit(stream.peer_id, request, PAYLOAD_BYTES_MAX)
+            admitted = self._admit(stream.peer_id, request, methods.PAYLOAD_BYTES_MAX)
             if request.payload_bytes != admitted.size_bytes:
                 raise request_refused(
                     f"{admitted.size_bytes} bytes of tensors should follow, not {request.payload_bytes}"
@@ -190,7 +178,7 @@ class HostingService:
         reply = self._reply(admitted, outcome)
         reply.payload_bytes = payload_bytes(outcome.payloads)
         await stream.send(reply.SerializeToString())
-        await send_payload(stream, outcome.payloads)
+        await methods.send_payload(stream, outcome.payloads)
 
     async def _receive(self, stream: Stream, admitted: AdmittedRequest) -> torch.Tensor:
         """Receive the payload of a request. Bytes count from when they have come: an announcement costs
@@ -207,7 +195,7 @@ class HostingService:
             self._receiving[caller] += size_bytes
 
         try:
-            return await receive_payload(stream, admitted.size_bytes, count)
+            return await methods.receive_payload(stream, admitted.size_bytes, count)
         finally:
             self._receiving[caller] -= received_bytes
             if not self._receiving[caller]:
@@ -226,8 +214,10 @@ class HostingService:
         if not 1 <= batch <= hosted.batch_size_max:
             raise request_refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
         backward = request.kind == expert_pb2.EXPERT_BACKWARD
-        if (backward or request.keep) and len(request.request_id) != REQUEST_ID_BYTES:
-            raise request_refused(f"a request id has {REQUEST_ID_BYTES} bytes, not {len(request.request_id)}")
+        if (backward or request.keep) and len(request.request_id) != methods.REQUEST_ID_BYTES:
+            raise request_refused(
+                f"a request id has {methods.REQUEST_ID_BYTES} bytes, not {len(request.request_id)}"
+            )
         codec = None
         if request.reply_codec:
             codec = find_wire_id(request.reply_codec, request.reply_codec_version)
@@ -242,7 +232,7 @@ class HostingService:
         )
         inputs = () if backward and request.inputs_kept else schema.input_leaves
         leaves = (*inputs, *(schema.gradient_leaves if backward else ()))
-        headers = read_headers(request.tensors)
+        headers = methods.read_headers(request.tensors)
         try:
             size = check_headers(headers, leaves, batch, absent_from=len(inputs))
         except PeerError as error:
@@ -252,7 +242,7 @@ class HostingService:
             raise request_refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
         if not repeated:
             busy = hosted.compute.refusal(caller, size)
-            if not busy and bytes_max > INLINE_BYTES_MAX:
+            if not busy and bytes_max > methods.INLINE_BYTES_MAX:
                 busy = self._receiving_refusal(caller, size)
             if busy:
                 raise request_overloaded(hosted, busy)
@@ -398,7 +388,7 @@ class HostingService:
         return ExpertReply(
             status=expert_pb2.EXPERT_OK,
             version=outcome.version,
-            tensors=wire_headers(outcome.payloads),
+            tensors=methods.wire_headers(outcome.payloads),
             wait_s=admitted.hosted.compute.wait_s,
             kept=request.keep
             and self.input_cache.get(admitted.caller, (request.request_id, request.uid)) is not None,

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from moe.server.devices import using
+from swarm.core.copies import Arrival, CopyStream, CudaArrival, host_memory
 
 
 class CopyToDevice(Protocol):
@@ -70,49 +71,41 @@ class ExpertDeviceLink:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         """Create the streams. `cuda` is the torch module, or its stand-in in tests."""
         self._device, self._cuda = device, cuda
-        self._upload_stream = cuda.Stream(device=device)
-        self._download_stream = cuda.Stream(device=device)
+        self._uploads, self._downloads = CopyStream(device, cuda), CopyStream(device, cuda)
 
     def using(self) -> AbstractContextManager[None]:
         return using(self._device, self._cuda)
 
     def host_memory(self, numel: int) -> torch.Tensor:
         # torch reuses freed pinned memory when the copies that used it are over
-        return torch.empty(numel, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
+        return host_memory(self._device, numel)
 
     def send(self, source: torch.Tensor) -> CopyToDevice:
         # allocated on the copies' stream: memory of the default stream may be in use until computation ends
-        with self._cuda.stream(self._upload_stream):
+        with self._cuda.stream(self._uploads.stream):
             device_copy = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
-            device_copy.copy_(source, non_blocking=True)
-        return _CudaCopyToDevice(self._cuda, device_copy, self._record_event(self._upload_stream), source)
+        return _CudaCopyToDevice(
+            self._cuda, device_copy, self._uploads.copy([(source, device_copy)], keep=source)
+        )
 
     def fetch(self, source: torch.Tensor) -> CopyToHost:
         target = self.host_memory(source.numel())
-        self._download_stream.wait_event(self._record_event(self._cuda.current_stream(self._device)))
-        with self._cuda.stream(self._download_stream):
-            target.copy_(source, non_blocking=True)
-        return _CudaCopyToHost(target, self._record_event(self._download_stream), source)
+        self._downloads.follow()
+        return _CudaCopyToHost(target, self._downloads.copy([(source, target)], keep=source))
 
     def empty_cache(self) -> None:
         self._cuda.empty_cache()
-
-    def _record_event(self, stream: Any) -> Any:
-        event = self._cuda.Event(blocking=True)  # blocking: a waiting thread sleeps
-        event.record(stream)
-        return event
 
 
 @dataclass(slots=True)
 class _CudaCopyToDevice:
     cuda: Any
     device_copy: torch.Tensor
-    event: Any
-    source: torch.Tensor  # alive until the copy is over
+    arrival: CudaArrival
 
     def use(self) -> torch.Tensor:
         current = self.cuda.current_stream(self.device_copy.device)
-        current.wait_event(self.event)
+        current.wait_event(self.arrival.event)
         if self.device_copy.is_cuda:  # its memory must not be reused while it is being read
             self.device_copy.record_stream(current)
         return self.device_copy
@@ -121,11 +114,10 @@ class _CudaCopyToDevice:
 @dataclass(slots=True)
 class _CudaCopyToHost:
     target: torch.Tensor
-    event: Any
-    source: torch.Tensor  # alive until the copy is over
+    arrival: Arrival
 
     def wait(self) -> torch.Tensor:
-        self.event.synchronize()
+        self.arrival.wait()
         return self.target
 
 

@@ -171,7 +171,7 @@ def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecificatio
 
     node.network.run(directory.publish(signed), 30.0)
     node.network.run(directory.save(signed), 10.0)
-    contacts = node.network.run(read_members(node.dht.service, signed.run_id), 10.0)
+    contacts = node.network.run(read_members(node.dht.service, signed.run_id, node.clock), 12.0)
     versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
     return len(contacts), sum(version >= signed.version for version in versions.values())
 

@@ -40,7 +40,6 @@ _HOST_SEGMENTS = 8  # on the host: as much as one core's cache holds
 # take milliseconds where peers and trainers share the cores. A segment is half of that.
 _TEAM_ELEMENTS = 1 << 15
 _ROUNDER = 1.5 * 2.0**23  # a float32 of this size has no fraction
-_HIGHEST_LEVEL = 127
 
 
 class Quantizer(Protocol):

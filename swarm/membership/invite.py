@@ -58,12 +58,12 @@ class RunIdentity:
 
     @property
     def owner(self) -> PeerId:
-        """The present owner, as far as is known."""
+        """Return the present owner, as far as is known."""
         return self.handover.owner if self.handover is not None else self.founder
 
     @property
     def owners(self) -> tuple[PeerId, ...]:
-        """The owners with whose signature a capability may begin, the present one first."""
+        """Return the owners with whose signature a capability may begin, the present one first."""
         return tuple(dict.fromkeys((self.owner, self.founder)))
 
 
@@ -78,7 +78,7 @@ class Invite:
 
     @property
     def owner(self) -> PeerId:
-        """The owner of the run, as far as the invite's issuer knew."""
+        """Return the owner of the run, as far as the invite's issuer knew."""
         return self.run.owner
 
     @property
@@ -91,7 +91,7 @@ class Invite:
 
     @property
     def subject(self) -> PeerId:
-        """The PeerID that the invite is for, or its public key: the name by which an owner revokes it."""
+        """Return the PeerID that the invite is for, or its public key: an owner revokes it by this name."""
         return self.grants[-1].subject
 
     def capability_of(self, holder: PeerId, now_s: float) -> Grants:

@@ -280,6 +280,5 @@ def run_view(signed: SignedSpecification) -> RunView:
         version=signed.version,
         target=specification.target_batch_size,
         parameters=parameters,
-        end_epochs=specification.end.epochs,
         created_s=signed.created_s,
     )

@@ -16,8 +16,10 @@ from swarm.core.standing import PeerStanding
 from swarm.net.channels import Channels
 from swarm.net.dialback import DIAL_BACK, DIAL_S
 from swarm.net.hello import Introduction
+from swarm.net.listening import WILDCARDS, machine_addresses
 from swarm.net.logic.reachability import DialedBack, Reach, Reachability
 from swarm.net.peerbook import PeerBook
+from swarm.net.port_mapping import PortMapping
 from swarm.net.scope import Scope, Surroundings, ip_of, prefix_of, scope_of
 from swarm.wire import peer_pb2
 
@@ -26,6 +28,7 @@ _logger = logging.getLogger(__name__)
 _ASK_S = DIAL_S + 2.0  # to connect to the asked peer, and for its answer
 _CANDIDATES_MAX = 64
 _NAMES_MAX = 3  # of peers, in a sentence
+_INTERFACES_S = 15.0  # between two looks at the machine's addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +36,7 @@ class OwnAddresses:
     """The facts about a node's addresses that are known when it starts."""
 
     peer_id: PeerId
-    port: int | None = None  # None: it does not listen
-    # addresses of this machine's interfaces, or the one that the node listens on
-    of_machine: tuple[Address, ...] = ()
+    listening: tuple[str, int] | None = None  # host and port; None: it does not listen
     given: tuple[Address, ...] = ()  # by the user, who knows that they work; then nobody is asked
     named: tuple[Contact, ...] = ()  # peers that the user, or an invite, gave
 
@@ -58,6 +59,10 @@ class Announcing:
         self._peer_id, self._own = own.peer_id, own
         self._channels, self._book, self._standing = channels, book, standing
         self._surroundings, self._on_changed = surroundings, on_changed
+        # addresses of this machine's interfaces, or the one that the node listens on
+        self._of_machine = machine_addresses(*own.listening) if own.listening is not None else ()
+        port = own.listening[1] if own.listening is not None else 0
+        self._mapping = PortMapping(port)
         hosts = [address.host for one in own.named for address in one.addresses]
         # names that the user gave may turn out to be in the internet
         self._is_unresolved = any(scope_of(host) is None for host in hosts) and surroundings.is_open
@@ -65,11 +70,13 @@ class Announcing:
         presumed: list[Address] = []
         if not self._is_unresolved and surroundings.own < Scope.INTERNET:
             # Nobody in the internet was named, and so nobody there can be asked yet.
-            surroundings.widen(address.host for address in own.of_machine)
-            presumed = [one for one in own.of_machine if scope_of(one.host) is Scope.INTERNET]
-        self._machine = Reachability(own.port or 0, asyncio.get_running_loop().time(), presumed)
+            surroundings.widen(address.host for address in self._of_machine)
+            presumed = self._public()
+        self._machine = Reachability(port, asyncio.get_running_loop().time(), presumed)
         self._changed = ChangeEvent()
-        self._was_asked = False  # others, once
+        self._is_seen = False  # a peer of the internet has answered a Hello
+        self._has_waited = False  # for that, in vain
+        self._was_asked = False  # others were asked, or it has waited again
         self._told = ""
         self._listeners: list[Callable[[str], None]] = []
         self.contact = Contact(own.peer_id, self._addresses())
@@ -79,7 +86,7 @@ class Announcing:
         """Return "direct" when others can call this peer, as far as it knows; "hidden" when others have tried
         in vain; "none" when it does not listen; else "unknown".
         """
-        if self._own.port is None:
+        if self._own.listening is None:
             return "none"
         return self._machine.reach.verdict if self._asks() else "direct" if self.contact.addresses else "none"
 
@@ -89,7 +96,13 @@ class Announcing:
         loopback, and where the user has said it.
         """
         if self._asks():
-            return _sentence(self._machine.reach, was_asked=self._was_asked)
+            said = _sentence(self._machine.reach, was_asked=self._was_asked)
+            is_lent = self._mapping.is_open and self._machine.reach.verdict == "direct"
+            return (
+                f"{said}. Its router forwards the port, because this program asked for it by UPnP"
+                if is_lent
+                else said
+            )
         if self._own.given or not self.contact.addresses or self._surroundings.own is not Scope.SITE:
             return ""
         first = self.contact.addresses[0]
@@ -115,36 +128,65 @@ class Announcing:
         if observed and Scope.INTERNET in map(scope_of, hosts):  # a near peer's word would not do
             self._surroundings.widen([observed])
             self._machine.on_observed(peer, observed, asyncio.get_running_loop().time())
+            self._machine.on_candidate(asyncio.get_running_loop().time())
+            self._is_seen = True
         self._update()
         self._changed.notify()
 
     async def run(self) -> None:
-        """Ask others whenever that is due, until cancelled."""
+        """Ask others whenever that is due, and follow the machine's addresses, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()
+            self._look_at_interfaces()
             candidates = self._candidates() if self._asks() else []
             if candidates and self._machine.due_s <= loop.time():
                 await self._check(candidates)
             self._update()
             # without candidates the next introduction brings one
-            wait_s = self._machine.due_s - loop.time() if candidates else None
-            await self._changed.wait(None if wait_s is None else max(wait_s, 0.0))
+            wait_s = self._machine.due_s - loop.time() if candidates else _INTERFACES_S
+            await self._changed.wait(min(max(wait_s, 0.0), _INTERFACES_S))
+
+    async def close(self) -> None:
+        """Give back what a router has lent."""
+        await self._mapping.close()
 
     def _asks(self) -> bool:
         """Return whether this node is in the internet, listens, and was given no addresses."""
         return (
-            self._own.port is not None
+            self._own.listening is not None
             and not self._own.given
             and (self._is_unresolved or self._surroundings.own is Scope.INTERNET)
         )
 
+    def _public(self) -> list[Address]:
+        return [one for one in self._of_machine if scope_of(one.host) is Scope.INTERNET]
+
+    def _is_behind_router(self) -> bool:
+        """Return whether this machine has private IPv4 addresses only, as behind a router that translates."""
+        versions = {ip.version for one in self._public() if (ip := ip_of(one.host)) is not None}
+        return 4 not in versions and any(scope_of(one.host) is Scope.SITE for one in self._of_machine)
+
+    def _look_at_interfaces(self) -> None:
+        listening = self._own.listening
+        if listening is None or listening[0] not in WILDCARDS or self._own.given:
+            return
+        now, before = machine_addresses(*listening), self._of_machine
+        if now == before:
+            return
+        self._of_machine = now
+        if not self._asks():
+            self._surroundings.widen(one.host for one in now)
+        hosts = {one.host for one in now}
+        gone = [one.host for one in before if one.host not in hosts]
+        self._machine.on_interfaces(self._public(), gone, asyncio.get_running_loop().time())
+
     def _addresses(self) -> tuple[Address, ...]:
-        if self._own.port is None or self._own.given:
+        if self._own.listening is None or self._own.given:
             return self._own.given
         if self._asks():
             return self._machine.reach.addresses
-        return self._surroundings.announceable(self._own.of_machine)
+        return self._surroundings.announceable(self._of_machine)
 
     def _update(self) -> None:
         contact = Contact(self._peer_id, self._addresses())
@@ -171,6 +213,13 @@ class Announcing:
         return sorted(found.values(), key=lambda one: not self._standing.is_member(one.peer_id))
 
     async def _check(self, candidates: Sequence[Contact]) -> None:
+        now_s = asyncio.get_running_loop().time
+        if not self._is_seen:  # before anybody in the internet has answered, there is nobody to ask
+            self._was_asked, self._has_waited = self._has_waited, True
+            self._machine.on_answers([], len(candidates), now_s())
+            return
+        if self._is_behind_router():
+            self._machine.port = await self._mapping.open()
         asked = self._machine.choose(candidates)
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(self._ask(contact)) for contact in asked]
@@ -179,13 +228,13 @@ class Announcing:
         # A peer of one's own network may be on one's own side of its firewall.
         outside = [answer for answer, source in found if prefix_of(source) != prefix_of(answer.observed)]
         answers = outside or [answer for answer, _ in found]
-        self._machine.on_answers(answers, len(candidates), asyncio.get_running_loop().time())
+        self._machine.on_answers(answers, len(candidates), now_s())
 
     async def _ask(self, contact: Contact) -> tuple[DialedBack, str] | None:
         """Return a peer's answer, and the IP address that it called from; None when there is no answer, or it
         says that it has called, and did not.
         """
-        request = peer_pb2.DialBackRequest(port=self._own.port)
+        request = peer_pb2.DialBackRequest(port=self._machine.port)
         with self._surroundings.awaiting(contact.peer_id) as source:
             try:
                 reply = await self._channels.call(contact, DIAL_BACK, request, timeout_s=_ASK_S)
@@ -205,8 +254,8 @@ def _sentence(reach: Reach, *, was_asked: bool) -> str:
     if reach.verdict == "hidden":
         return (
             f"others cannot call this machine ({names} tried in vain), so it takes part over connections "
-            "that it opens itself. To change that, forward a TCP port of the router to it, or open one in "
-            "the firewall, and listen there with --listen 0.0.0.0:PORT"
+            "that it opens itself. To change that, switch UPnP on in the router, or forward a TCP port of it "
+            "to this machine, or open one in the firewall, and listen there with --listen 0.0.0.0:PORT"
         )
     if reach.verdict == "unknown" and was_asked:
         return (

@@ -21,6 +21,7 @@ CONNECTIONS_MAX = 1024  # no more are accepted; strangers get half of them where
 # of callers that have not made a call: 86 KiB each once they have proven their PeerID by TLS, 47 KiB before
 UNKNOWN_MAX = 96
 UNKNOWN_PER_PREFIX_MAX = 64
+UNKNOWN_AT_ONCE_MAX = 512  # 43 MiB, also of those that came a moment ago
 UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine could not serve in time
 _INTERVAL_S = 1.0
 _PER_TURN = 64  # connections that are looked up or closed in a turn of the event loop: about 2 ms
@@ -42,20 +43,24 @@ class Held:
 def surplus(held: Iterable[Held], standing: PeerStanding, now_s: float) -> list[Held]:
     """Return the connections to close, so that limits hold again.
 
-    Callers that are not known after `UNKNOWN_GRACE_S` lose the oldest first: who wanted to call has. Of known
-    strangers those that came last go, from the address prefixes that hold most. Members keep all.
+    Callers that are not known after `UNKNOWN_GRACE_S` lose the oldest first: who wanted to call has. Above
+    `UNKNOWN_AT_ONCE_MAX` of them there is no such grace. Of known strangers those that came last go, from the
+    address prefixes that hold most. Members keep all.
     """
     unknown, strangers = [], []
     for one in sorted(held, key=lambda one: one.since_s):
         if one.peer_id is None:
-            if now_s - one.since_s >= UNKNOWN_GRACE_S:
-                unknown.append(one)
+            unknown.append(one)
         elif not standing.is_member(one.peer_id):
             strangers.append(one)
     strangers_max = CONNECTIONS_MAX // 2 if standing.has_members() else CONNECTIONS_MAX
     unknown.reverse()  # `_beyond` keeps the first ones
+    at_once = _beyond(unknown, UNKNOWN_AT_ONCE_MAX, UNKNOWN_AT_ONCE_MAX)
+    closed = set(at_once)
+    old = [one for one in unknown if now_s - one.since_s >= UNKNOWN_GRACE_S and one not in closed]
     return [
-        *_beyond(unknown, UNKNOWN_PER_PREFIX_MAX, UNKNOWN_MAX),
+        *at_once,
+        *_beyond(old, UNKNOWN_PER_PREFIX_MAX, UNKNOWN_MAX),
         *_beyond(strangers, strangers_max // 2, strangers_max),
     ]
 

@@ -1,6 +1,4 @@
-"""Introductions: two peers that connect exchange their addresses and measure the difference of their
-clocks.
-"""
+"""Introductions: two peers that connect exchange their addresses."""
 
 from __future__ import annotations
 
@@ -32,15 +30,13 @@ HELLO = Method(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
-    """The result of a Hello. `clock_ahead_s`: how far the other's uncorrected clock is ahead of this one,
-    measured at the round trip's midpoint. `observed`: the IP address that this peer called from, as the other
-    one says; empty if it does not.
+    """The result of a Hello. `observed`: the IP address that this peer called from, as the other one says;
+    empty if it does not.
     """
 
     contact: Contact
     agent: str
     round_trip_s: float
-    clock_ahead_s: float
     observed: str = ""
 
 
@@ -69,7 +65,7 @@ class Introductions:
         PeerError when that fails.
         """
         self._note(contact.peer_id)
-        reply, sent_s, round_trip_s = await self._exchange(contact, timeout_s, connected)
+        reply, round_trip_s = await self._exchange(contact, timeout_s, connected)
         theirs = sender_from_wire(reply.contact, contact.peer_id)
         # The dialed addresses work, even if the peer does not know them: behind a router it may not know its
         # public address.
@@ -78,7 +74,6 @@ class Introductions:
             contact=Contact(contact.peer_id, addresses),
             agent=_readable(reply.agent),
             round_trip_s=round_trip_s,
-            clock_ahead_s=reply.unix_s - (sent_s + round_trip_s / 2),
             observed=reply.observed if ip_of(reply.observed) is not None else "",
         )
         self._book.record_seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
@@ -88,18 +83,18 @@ class Introductions:
 
     async def _exchange(
         self, contact: Contact, timeout_s: float, connected: bool
-    ) -> tuple[peer_pb2.Hello, float, float]:
-        """Return the answer, the time when the question was sent, and the round-trip time. The connection is
-        made before, so that it does not count.
+    ) -> tuple[peer_pb2.Hello, float]:
+        """Return the answer and the round-trip time. The connection is made before, so that it does not
+        count.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         if not connected:
             await self._caller.call(contact, HELLO, self._message(), timeout_s=timeout_s)
         remaining_s = max(deadline_s - loop.time(), 0.001)
-        sent_s, started_s = time.time(), time.perf_counter()  # the loop's own clock counts whole milliseconds
+        started_s = time.perf_counter()  # the loop's own clock counts whole milliseconds
         reply = await self._caller.call(contact, HELLO, self._message(), timeout_s=remaining_s)
-        return reply, sent_s, time.perf_counter() - started_s
+        return reply, time.perf_counter() - started_s
 
     def _note(self, peer_id: PeerId) -> None:
         """Record that this peer and another one have exchanged their addresses now."""
@@ -115,7 +110,7 @@ class Introductions:
 
     def _message(self, observed: str = "") -> peer_pb2.Hello:
         contact = contact_to_wire(self._own())
-        return peer_pb2.Hello(contact=contact, agent=self._agent, unix_s=time.time(), observed=observed)
+        return peer_pb2.Hello(contact=contact, agent=self._agent, observed=observed)
 
 
 def _readable(agent: str) -> str:

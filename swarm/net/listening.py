@@ -11,6 +11,7 @@ import psutil
 from swarm.core.errors import UsageError
 from swarm.core.ids import Address
 
+WILDCARDS = ("0.0.0.0", "::")  # to listen on every address of this machine
 _ANNOUNCED_MAX = 8
 
 
@@ -36,7 +37,7 @@ def machine_addresses(host: str, port: int) -> tuple[Address, ...]:
     """Return the addresses of a server on `host:port` of this machine. A wildcard stands for every address of
     it: public ones first, then those of private networks, loopback last.
     """
-    if host not in ("0.0.0.0", "::"):
+    if host not in WILDCARDS:
         return (Address(host, port),)
     return tuple(
         Address(str(one), port) for one in best_addresses(_interface_hosts(), ipv4_only=host == "0.0.0.0")

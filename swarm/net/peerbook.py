@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ _ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean
 
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
-    """An entry of the book. `last_seen_s` is Unix time, None for a peer that was only reported by others;
-    `round_trip_s` is a running mean, None when never measured.
+    """An entry of the book. `last_seen_s` is Unix time; `round_trip_s` is a running mean, None when never
+    measured.
     """
 
     contact: Contact
-    last_seen_s: float | None = None
+    last_seen_s: float
     round_trip_s: float | None = None
     agent: str = ""
 
@@ -42,8 +42,8 @@ class KnownPeer:
 
 
 class PeerBook:
-    """A bounded table of known peers, usable from any thread. Beyond `entries_max`, peers that were only
-    reported by others are forgotten first, then those seen longest ago.
+    """A bounded table of known peers, usable from any thread. Beyond `entries_max`, the peer seen longest ago
+    is forgotten.
     """
 
     def __init__(
@@ -58,12 +58,6 @@ class PeerBook:
         self._changed = False
         if path is not None:
             read_json_copy(path, "peer book", _FILE_BYTES_MAX, self._take)
-
-    def add_reported(self, contact: Contact) -> None:
-        """Add addresses that another peer reported. They come after those that are known already."""
-        self._update(
-            contact.peer_id, lambda old: replace(old, contact=_merged(old.contact.addresses, contact))
-        )
 
     def record_seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
         """Record the addresses that the peer itself, authenticated, announced. They replace the known
@@ -83,7 +77,8 @@ class PeerBook:
         """Record that a connection to the peer was made at this address: it is listed first."""
 
         def update(old: KnownPeer) -> KnownPeer:
-            return replace(old, contact=_merged((address,), old.contact), last_seen_s=self._now_s())
+            addresses = tuple(dict.fromkeys((address, *old.contact.addresses)))[:ADDRESSES_MAX]
+            return replace(old, contact=Contact(peer_id, addresses), last_seen_s=self._now_s())
 
         self._update(peer_id, update)
 
@@ -99,10 +94,10 @@ class PeerBook:
         return known.contact if known is not None else None
 
     def known(self) -> list[KnownPeer]:
-        """Return all entries, the peer seen last first, peers that were only reported at the end."""
+        """Return all entries, the peer seen last first."""
         with self._lock:
             peers = list(self._peers.values())
-        return sorted(peers, key=_freshness, reverse=True)
+        return sorted(peers, key=_last_seen, reverse=True)
 
     def save(self) -> None:
         """Write the copy on disk, if there is one and something changed. Blocks. OSError is logged: a full
@@ -117,7 +112,7 @@ class PeerBook:
             "format": _FORMAT,
             "peers": [
                 _to_json(peer)
-                for peer in sorted(peers, key=_freshness, reverse=True)
+                for peer in sorted(peers, key=_last_seen, reverse=True)
                 if peer.contact.addresses
             ],
         }
@@ -130,18 +125,12 @@ class PeerBook:
         if peer_id == self._own:
             return
         with self._lock:
-            old = self._peers.get(peer_id) or KnownPeer(Contact(peer_id))
+            old = self._peers.get(peer_id) or KnownPeer(Contact(peer_id), 0.0)
             new = change(old)
             self._changed |= new != self._peers.get(peer_id)
             self._peers[peer_id] = new
             if len(self._peers) > self._entries_max:
-                # The newcomer stays even when it was only reported, or a full book would never learn of new
-                # peers.
-                del self._peers[
-                    min(
-                        (peer for peer in self._peers.values() if peer.peer_id != peer_id), key=_freshness
-                    ).peer_id
-                ]
+                del self._peers[min(self._peers.values(), key=_last_seen).peer_id]
 
     def _take(self, document: Any) -> None:
         """Take over the entries of the copy on disk."""
@@ -151,12 +140,8 @@ class PeerBook:
                 self._peers[peer.peer_id] = peer
 
 
-def _freshness(peer: KnownPeer) -> float:
-    return peer.last_seen_s if peer.last_seen_s is not None else float("-inf")
-
-
-def _merged(first: Iterable[Address], contact: Contact) -> Contact:
-    return Contact(contact.peer_id, tuple(dict.fromkeys((*first, *contact.addresses)))[:ADDRESSES_MAX])
+def _last_seen(peer: KnownPeer) -> float:
+    return peer.last_seen_s
 
 
 def _checked(document: Any) -> list[Any]:
@@ -182,10 +167,10 @@ def _to_json(peer: KnownPeer) -> dict[str, Any]:
 
 def _from_json(item: dict[str, Any]) -> KnownPeer:
     addresses = tuple(Address.parse(text) for text in item["addresses"][:ADDRESSES_MAX])
-    last_seen_s, round_trip_s = item.get("last_seen_s"), item.get("round_trip_s")
+    round_trip_s = item.get("round_trip_s")
     return KnownPeer(
         Contact(PeerId.parse(item["peer_id"]), addresses),
-        float(last_seen_s) if last_seen_s is not None else None,
+        float(item["last_seen_s"]),
         float(round_trip_s) if round_trip_s is not None else None,
         str(item.get("agent", "")),
     )

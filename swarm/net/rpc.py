@@ -76,7 +76,7 @@ class Stream(Protocol):
 
     @property
     def peer_id(self) -> PeerId:
-        """The authenticated other end."""
+        """Return the authenticated other end."""
         ...
 
     async def send(self, message: bytes) -> None:

@@ -136,14 +136,14 @@ class CheckpointWriter:
         view = optimizer.state_view()
         self._epoch = view.epoch
         self._writing = threading.Thread(
-            target=self._write, args=(view, optimizer.line), name="writes a checkpoint", daemon=True
+            target=self._write, args=(view,), name="writes a checkpoint", daemon=True
         )
         self._writing.start()
 
-    def _write(self, view: StateView, line: str) -> None:
+    def _write(self, view: StateView) -> None:
         began_s = time.monotonic()
         try:
-            path = self._checkpoints.save(view, self._parameters, self._about, line)
+            path = self._checkpoints.save(view, self._parameters, self._about)
         except SwarmError as error:
             self._emit(Notice(text=f"{error}; training goes on"))
         except (RuntimeError, MemoryError) as error:

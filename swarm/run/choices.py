@@ -55,7 +55,7 @@ class ModeChoice(BaseModel):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that the specification sets."""
+        """Return the settings that the specification sets."""
         return {key: value for key, value in self.model_dump(exclude={"name"}).items() if value is not None}
 
     def build(self) -> ModeSettings:
@@ -68,7 +68,7 @@ class ModeChoice(BaseModel):
 
     @property
     def role(self) -> Role:
-        """The kind of values that a round averages, by which codec "adaptive" chooses."""
+        """Return the kind of values that a round averages, by which codec "adaptive" chooses."""
         roles: dict[str, Role] = {"gradients": "gradient", "gossip": "parameter"}
         return roles.get(self.name, "pseudo_gradient")
 

@@ -5,10 +5,12 @@ report.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from averaging.optim.progress.logic.reports import ProgressReport
+from averaging.optim.progress.logic.reports import ProgressReport, ProgressTotal
+from averaging.optim.progress.logic.shards import AGGREGATORS, TreeNode, median_of
 from averaging.reduction.lowrank import Factoring
 from swarm.compression import resolve
 from swarm.core.clock import Clock
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from swarm.dht.service.dht_service import DhtService
 
 
+_READ_S = 5.0
+_WHOLE = TreeNode(0, 0, 0)  # of a small run: all of it; of a large one: the notices of how it is divided
+
+
 @dataclass(frozen=True, slots=True)
 class RunEstimate:
     """Size and throughput of a run, as its volunteers report them now."""
@@ -31,18 +37,18 @@ class RunEstimate:
     epoch: int
 
 
-async def estimate_run(
-    dht: DhtService, run_id: str, own: PeerId, clock: Clock, *, timeout_s: float = 5.0
-) -> RunEstimate:
-    """Sum up the progress reports of a run without this peer's own. Malformed reports are ignored."""
-    found = await dht.get(Key(f"run.{run_id}", "progress"), latest=True, timeout_s=timeout_s)
+async def estimate_run(dht: DhtService, run_id: str, own: PeerId, clock: Clock) -> RunEstimate:
+    """Sum up the progress reports of a run without this peer's own. Of a run whose reports are spread over
+    shards, return the median of its aggregators' totals. Malformed reports are ignored.
+    """
+    entries = [one for one in await _progress(dht, run_id, _WHOLE) if one.writer != own]
     reports = []
-    for entry in found.values() if isinstance(found, dict) else ():
-        if isinstance(entry, Entry) and entry.writer != own:
-            try:
-                reports.append(ProgressReport.decode(entry.value, clock.swarm_s()))
-            except PeerError:
-                continue
+    for entry in entries:
+        with contextlib.suppress(PeerError):
+            reports.append(ProgressReport.decode(entry.value, clock.swarm_s()))
+    total = _total(entries, clock)
+    if total is not None and total.peers > len(reports):
+        return RunEstimate(total.peers, total.rate, total.epoch)
     return RunEstimate(
         len(reports),
         sum(report.rate for report in reports),
@@ -50,15 +56,36 @@ async def estimate_run(
     )
 
 
-async def read_members(dht: DhtService, run_id: str, *, timeout_s: float = 5.0) -> list[Contact]:
-    """Return the contacts of peers that train a run and accept calls."""
-    found = await dht.get(Key(f"run.{run_id}", "progress"), latest=True, timeout_s=timeout_s)
+async def read_members(dht: DhtService, run_id: str, clock: Clock) -> list[Contact]:
+    """Return the contacts of peers that train a run and accept calls: all of a small run, those of one shard
+    of a run whose reports are spread over shards.
+    """
+    entries = await _progress(dht, run_id, _WHOLE)
+    total = _total(entries, clock)
+    if total is not None:
+        entries += await _progress(dht, run_id, TreeNode(total.bits, 0, 0))
     contacts = []
-    for entry in found.values() if isinstance(found, dict) else ():
+    for entry in entries:
         if isinstance(entry.value, dict):
             with contextlib.suppress(PeerError):
                 contacts.append(Contact.from_record(entry.writer, entry.value.get("addresses")))
     return [contact for contact in contacts if contact.addresses]
+
+
+async def _progress(dht: DhtService, run_id: str, node: TreeNode) -> list[Entry]:
+    found = await dht.get(Key(f"run.{run_id}", node.name), latest=True, timeout_s=_READ_S)
+    return list(found.values()) if isinstance(found, dict) else []
+
+
+def _total(entries: Iterable[Entry], clock: Clock) -> ProgressTotal | None:
+    """Return the median of the totals of a large run; None for a run with reports in one dictionary."""
+    totals = []
+    for entry in entries:
+        if isinstance(entry.value, dict) and "total" in entry.value:
+            with contextlib.suppress(PeerError):
+                totals.append(ProgressTotal.decode(entry.value["total"], clock.swarm_s()))
+    total = median_of(totals[:AGGREGATORS])
+    return total if total is not None and total.bits else None
 
 
 def round_bytes(specification: RunSpecification, description: TaskDescription, peers: int) -> int:

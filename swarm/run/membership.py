@@ -100,7 +100,7 @@ async def first_subjects(node: Node) -> frozenset[PeerId]:
     membership = node.membership
     if membership is None:
         return frozenset()
-    contacts = await read_members(node.dht.service, membership.run_id)
+    contacts = await read_members(node.dht.service, membership.run_id, node.clock)
     async with asyncio.TaskGroup() as group:
         for contact in contacts:
             group.create_task(node.dht.service.ping(contact))

@@ -217,7 +217,7 @@ class RunSpecification(_Table):
 
     @property
     def wire_format(self) -> str:
-        """The encoding of averaged values, as a text for users."""
+        """Return the encoding of averaged values, as a text for users."""
         return (
             self.codec
             if self.strategy is None
@@ -226,22 +226,22 @@ class RunSpecification(_Table):
 
     @property
     def recovery_peer(self) -> PeerId | None:
-        """The identity that can give the run a new owner, or None."""
+        """Return the identity that can give the run a new owner, or None."""
         return PeerId.parse(self.recovery_key) if self.recovery_key is not None else None
 
     @property
     def banned_peers(self) -> frozenset[PeerId]:
-        """The peers that the owner has banned."""
+        """Return the peers that the owner has banned."""
         return frozenset(PeerId.parse(text) for text in self.banned)
 
     @property
     def revoked_peers(self) -> frozenset[PeerId]:
-        """The holders, issuers and keys of invites that the owner has revoked."""
+        """Return the holders, issuers and keys of invites that the owner has revoked."""
         return frozenset(PeerId.parse(text) for text in self.revoked)
 
     @property
     def confirmed_peers(self) -> frozenset[PeerId]:
-        """The peers and invites of the founder whose capabilities the present owner has confirmed."""
+        """Return the peers and invites of the founder whose capabilities the present owner has confirmed."""
         return frozenset(PeerId.parse(text) for text in self.confirmed)
 
     @classmethod
@@ -331,7 +331,7 @@ class SignedSpecification:
 
     @property
     def founder(self) -> PeerId:
-        """The owner that signed version 1."""
+        """Return the owner that signed version 1."""
         return self.handover.founder if self.handover is not None else self.owner
 
     @property

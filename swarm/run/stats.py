@@ -36,7 +36,7 @@ class EpochStats:
 
     @property
     def loss(self) -> float:
-        """The mean loss per sample; nan before the first sample. Reading it waits for the device."""
+        """Return the mean loss per sample; nan before the first sample. Reading it waits for the device."""
         self._read()
         return self.loss_sum / self.samples if self.samples else float("nan")
 

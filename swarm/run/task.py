@@ -62,7 +62,7 @@ class Draw:
 
     @property
     def seed(self) -> int:
-        """63 bits of a SHA-256 hash of the three fields, for a random generator."""
+        """Return 63 bits of a SHA-256 hash of the three fields, for a random generator."""
         text = f"{self.run_id}\0{self.epoch}\0".encode() + self.peer_id.to_bytes()
         return int.from_bytes(hashlib.sha256(_DRAW_CONTEXT + text).digest()[:8], "big") >> 1
 

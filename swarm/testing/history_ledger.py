@@ -69,7 +69,7 @@ class VoteLedger:
         known[made.head] = made
 
     def _fork(self, one: Certificate, other: Certificate) -> None:
-        """Two certificates for one head: only a liar can do that, and it can be proved."""
+        """Record two certificates for one head: only a liar can do that, and it can be proved."""
         if self.liar is None:
             raise BrokenPromiseError("two certificates without a break extend one head")
         if self.liar in one.votes and self.liar in other.votes:

@@ -359,7 +359,7 @@ class _AttackRun:
             self._ledger.read(one, asyncio.get_running_loop().time())
 
     def _turn_bad(self) -> None:
-        """The most senior member but one turns bad."""
+        """Turn the most senior member but one bad."""
         elector = list(self._swarm.live.values())[1]
         self._bad = elector.peer.peer_id
         Saboteur(elector, self._attack.misdeed).begin()

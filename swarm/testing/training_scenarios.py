@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import multiprocessing
+import os
 import time
 import traceback
 from collections import Counter
@@ -136,11 +137,16 @@ def run_trainings(scenarios: Sequence[TrainingScenario]) -> Iterator[tuple[Train
     """Run scenarios side by side, on all cores. Return each, as it ends, with the text of its failure, or ""
     when it has broken no promise.
     """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_tasks_per_child=_SEEDS_PER_PROCESS, mp_context=context) as pool:
-        running = {pool.submit(_failure_of, scenario): scenario for scenario in scenarios}
-        for ended in as_completed(running):
-            yield running[ended], ended.result()
+    context, processes = multiprocessing.get_context("spawn"), os.cpu_count() or 1
+    # not `max_tasks_per_child`: Python 3.11 then hangs when a process has ended
+    count = processes * _SEEDS_PER_PROCESS
+    for first in range(0, len(scenarios), count):
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            running = {
+                pool.submit(_failure_of, scenario): scenario for scenario in scenarios[first : first + count]
+            }
+            for ended in as_completed(running):
+                yield running[ended], ended.result()
 
 
 def _failure_of(scenario: TrainingScenario) -> str:

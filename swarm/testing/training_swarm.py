@@ -8,9 +8,11 @@ parameters stay bounded and no two rounds have the same average.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ import torch
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.optimizer import Optimizer
 from averaging.optim.reports import StepReport
+from averaging.optim.state.checkpoint import read, write
 from swarm.core.ids import Contact, PeerId, open_run_id
 from swarm.core.presets import WAN, Timings
 from swarm.core.standing import PeerStanding
@@ -126,7 +129,7 @@ class TrainingPeer:
     batch: int  # samples of one step
     compute_s: float  # of one step
     on_step: Callable[[TrainingPeer, StepReport, float], None]  # with the duration of the call
-    checkpoint: dict[str, Any] | None = None  # to begin with
+    checkpoint: dict[str, Any] | bytearray | None = None  # to begin with: of `save`, or of `save_state`
     parameters: list[torch.Tensor] = field(default_factory=list)
     optimizer: Optimizer | None = None
     stepping_since_s: float | None = None  # None: it computes
@@ -159,7 +162,9 @@ class TrainingPeer:
                 publish_metrics=False,
             ),
         )
-        if self.checkpoint is not None:
+        if isinstance(self.checkpoint, bytearray):
+            optimizer.load_state(self.checkpoint)
+        elif self.checkpoint is not None:
             with torch.no_grad():
                 weights.copy_(self.checkpoint["weights"])
             optimizer.load_state_dict(self.checkpoint["optimizer"])
@@ -203,6 +208,13 @@ class TrainingPeer:
             "optimizer": self.optimizer.state_dict(),
         }
 
+    def save_state(self, path: Path) -> bytearray:
+        """Write a checkpoint as volunteers do, and return what is read from it."""
+        assert self.optimizer is not None
+        with contextlib.closing(self.optimizer.state_view()) as view:
+            write(view, path, ["weights"])
+        return read(path).blob
+
 
 class TrainingSwarm:
     """All peers of a simulated training, those that have ended included."""
@@ -228,7 +240,7 @@ class TrainingSwarm:
         batch: int = 4,
         compute_s: float = 1.0,
         peer: SimulatedPeer | None = None,
-        checkpoint: dict[str, Any] | None = None,
+        checkpoint: dict[str, Any] | bytearray | None = None,
         lies: bool = False,
     ) -> TrainingPeer:
         """Start a process: of a new peer, or again of one that has ended."""

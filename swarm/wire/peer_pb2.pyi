@@ -15,16 +15,14 @@ class Contact(_message.Message):
     def __init__(self, peer_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("contact", "agent", "unix_s", "observed")
+    __slots__ = ("contact", "agent", "observed")
     CONTACT_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
-    UNIX_S_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
     contact: Contact
     agent: str
-    unix_s: float
     observed: str
-    def __init__(self, contact: _Optional[_Union[Contact, _Mapping]] = ..., agent: _Optional[str] = ..., unix_s: _Optional[float] = ..., observed: _Optional[str] = ...) -> None: ...
+    def __init__(self, contact: _Optional[_Union[Contact, _Mapping]] = ..., agent: _Optional[str] = ..., observed: _Optional[str] = ...) -> None: ...
 
 class DialBackRequest(_message.Message):
     __slots__ = ("port",)

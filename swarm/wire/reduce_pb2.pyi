@@ -8,13 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeHeader(_message.Message):
-    __slots__ = ("open", "contribution", "withdrawal", "average", "refusal", "waiting", "frames", "padding")
+    __slots__ = ("open", "contribution", "withdrawal", "average", "refusal", "waiting", "left_out", "frames", "padding")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     open: ExchangeOpen
@@ -23,9 +24,10 @@ class ExchangeHeader(_message.Message):
     average: ExchangeAverage
     refusal: ExchangeRefusal
     waiting: ExchangeWaiting
+    left_out: LeftOut
     frames: ExchangeFrames
     padding: bytes
-    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., contribution: _Optional[_Union[ExchangeContribution, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., waiting: _Optional[_Union[ExchangeWaiting, _Mapping]] = ..., frames: _Optional[_Union[ExchangeFrames, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., contribution: _Optional[_Union[ExchangeContribution, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., waiting: _Optional[_Union[ExchangeWaiting, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ..., frames: _Optional[_Union[ExchangeFrames, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeOpen(_message.Message):
     __slots__ = ("group_id", "codec", "codec_version", "plan_digest")

@@ -37,6 +37,26 @@ table ip nat {
   }
 }
 """
+# The chains that miniupnpd writes the forwarded ports to.
+_UPNP_CHAINS = """
+table inet filter {
+  chain miniupnpd {}
+  chain prerouting_miniupnpd {}
+  chain postrouting_miniupnpd {}
+  chain forward { type filter hook forward priority 0; jump miniupnpd; }
+  chain prerouting { type nat hook prerouting priority -100; jump prerouting_miniupnpd; }
+  chain postrouting { type nat hook postrouting priority 101; jump postrouting_miniupnpd; }
+}
+"""
+_UPNP_DAEMON = """
+ext_ifname=out
+listening_ip=in
+http_port=0
+enable_upnp=yes
+secure_mode=yes
+uuid=00000000-0000-0000-0000-000000000001
+allow 1024-65535 0.0.0.0/0 1024-65535
+"""
 
 
 def missing() -> str:
@@ -68,6 +88,7 @@ class Internet:
         self._namespaces: list[str] = []
         self._networks = itertools.count(1)
         self._processes: list[Process] = []
+        self._daemons: list[subprocess.Popen[bytes]] = []
         self._core = self._namespace("core")
 
     def __enter__(self) -> Internet:
@@ -81,6 +102,9 @@ class Internet:
     ) -> None:
         for process in self._processes:
             process.kill()
+        for daemon in self._daemons:
+            daemon.kill()
+            daemon.wait(5.0)
         for name in reversed(self._namespaces):
             subprocess.run(["ip", "netns", "del", name], check=False)
 
@@ -88,13 +112,22 @@ class Internet:
         """Add a host with a public address, and return the address."""
         return self._attach(self._namespace(name))
 
+    def public_ipv6(self, name: str) -> str:
+        """Add a host that has a public IPv6 address and no other one, and return the address."""
+        number, namespace = next(self._networks), self._namespace(name)
+        self._connect(
+            self._core, f"to{number}", f"2600:{number}::1/64", namespace, "out", f"2600:{number}::2/64"
+        )
+        _run("ip", "-n", namespace, "-6", "route", "add", "default", "via", f"2600:{number}::1")
+        return f"2600:{number}::2"
+
     def behind_router(self, name: str) -> str:
         """Add a host with a private address behind a router that translates it. Return the router's public
         address. All such hosts have the same private address, as those of many homes do.
         """
         router, host = self._namespace(f"{name}nat"), self._namespace(name)
         public = self._attach(router)
-        self._connect(router, "in", "192.168.1.1", host, "eth0", "192.168.1.2")
+        self._connect(router, "in", "192.168.1.1/24", host, "eth0", "192.168.1.2/24")
         _run("ip", "-n", host, "route", "add", "default", "via", "192.168.1.1")
         subprocess.run(
             ["ip", "netns", "exec", router, "nft", "-f", "-"], input=_MASQUERADE.encode(), check=True
@@ -114,6 +147,37 @@ class Internet:
         """Undo `forward`."""
         router = f"{self._prefix}{name}nat"
         _run("ip", "netns", "exec", router, "nft", "delete", "table", "ip", "forwarded")
+
+    def forward_on_request(self, name: str, folder: Path) -> None:
+        """Let the router of a host forward ports for programs that ask by UPnP. `folder` is for its files."""
+        router = f"{self._prefix}{name}nat"
+        inside = ["ip", "netns", "exec", router]
+        subprocess.run([*inside, "nft", "-f", "-"], input=_UPNP_CHAINS.encode(), check=True)
+        settings = folder / "miniupnpd.conf"
+        settings.write_text(_UPNP_DAEMON)
+        daemon = ["miniupnpd", "-d", "-f", str(settings), "-P", str(folder / "miniupnpd.pid")]
+        written = folder / "miniupnpd.log"
+        with written.open("wb") as log:
+            self._daemons.append(subprocess.Popen([*inside, *daemon], stdout=log, stderr=log))
+        while b"HTTP listening" not in written.read_bytes():
+            assert self._daemons[-1].poll() is None, written.read_text()
+            time.sleep(0.01)
+
+    def forwarded_on_request(self, name: str) -> bool:
+        """Return whether the router of a host forwards a port for a program that has asked."""
+        router = f"{self._prefix}{name}nat"
+        command = ["ip", "netns", "exec", router, "nft", "list", "chain", "inet", "filter"]
+        listed = subprocess.run([*command, "prerouting_miniupnpd"], capture_output=True, check=True)
+        return b"dnat" in listed.stdout
+
+    def readdress(self, name: str, host: str) -> str:
+        """Give a host with a public address another one, as some providers do every night. Return it."""
+        network, _, number = host.rpartition(".")
+        namespace, now = f"{self._prefix}{name}", f"{network}.{int(number) + 1}"
+        _run("ip", "-n", namespace, "addr", "del", f"{host}/24", "dev", "out")
+        _run("ip", "-n", namespace, "addr", "add", f"{now}/24", "dev", "out")
+        _run("ip", "-n", namespace, "route", "add", "default", "via", f"{network}.1")
+        return now
 
     def cut(self) -> None:
         """Let no host reach another one, until `restore`: each learns that the network is unreachable."""
@@ -136,19 +200,23 @@ class Internet:
         _run("ip", "netns", "add", full)
         self._namespaces.append(full)
         _run("ip", "-n", full, "link", "set", "lo", "up")
-        _run("ip", "netns", "exec", full, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
+        for setting in ("net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1"):
+            _run("ip", "netns", "exec", full, "sysctl", "-q", "-w", setting)
         return full
 
     def _attach(self, namespace: str) -> str:
         number = next(self._networks)
-        self._connect(self._core, f"to{number}", f"44.{number}.0.1", namespace, "out", f"44.{number}.0.2")
+        self._connect(
+            self._core, f"to{number}", f"44.{number}.0.1/24", namespace, "out", f"44.{number}.0.2/24"
+        )
         _run("ip", "-n", namespace, "route", "add", "default", "via", f"44.{number}.0.1")
         return f"44.{number}.0.2"
 
     def _connect(self, one: str, first: str, at_one: str, two: str, second: str, at_two: str) -> None:
         _run("ip", "link", "add", first, "netns", one, "type", "veth", "peer", "name", second, "netns", two)
         for namespace, device, address in ((one, first, at_one), (two, second, at_two)):
-            _run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", device)
+            ready = ("nodad",) if ":" in address else ()  # without the second that an IPv6 address waits
+            _run("ip", "-n", namespace, "addr", "add", address, "dev", device, *ready)
             _run("ip", "-n", namespace, "link", "set", device, "up")
 
 
@@ -203,6 +271,11 @@ class Process:
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
+
+    def end_input(self) -> None:
+        """Close the standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def kill(self) -> None:
         """End the process at once, and read the rest of its output."""

@@ -4,6 +4,7 @@ reduce.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
         contacts = [one.contact for one in node.peers()]
         known = {str(one.peer_id): [address.host for address in one.addresses] for one in contacts}
         show(event="known", peers=known)
+show(event="closed")
 """
 
 
@@ -97,6 +99,16 @@ def test_peers_behind_routers_average_with_a_public_one(internet: Internet) -> N
         assert [(one["failed"], one["peers"], one["value"]) for one in rounds] == [(False, 3, 6.0)] * ROUNDS
 
 
+def wait_until_known(process: Process, peer_id: str, host: str) -> None:
+    """Wait until a node knows that this peer is at this host, and nowhere else."""
+    while True:
+        process.tell("")
+        known = process.wait("peers", lambda event: event["event"] == "known" and not event.get("seen"))
+        known["seen"] = True
+        if known["peers"].get(peer_id) == [host]:
+            return
+
+
 def test_peers_whose_port_is_open_or_forwarded_announce_the_address_that_others_called(
     internet: Internet,
 ) -> None:
@@ -120,13 +132,49 @@ def test_peers_whose_port_is_open_or_forwarded_announce_the_address_that_others_
         assert reach["verdict"] == "direct"
         (announced,) = reach["addresses"]
         assert announced.startswith(f"/ip4/{host}/tcp/4000/")
-        own = announced.rpartition("/")[2]
-        while True:
-            first.tell("")
-            known = first.wait("peers", lambda event: event["event"] == "known" and not event.get("seen"))
-            known["seen"] = True
-            if known["peers"].get(own) == [host]:
-                break
+        wait_until_known(first, announced.rpartition("/")[2], host)
+
+
+@pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd not installed")
+def test_a_router_that_forwards_ports_on_request_makes_its_peer_callable(
+    internet: Internet, tmp_path: Path
+) -> None:
+    internet.public("r")
+    host = internet.behind_router("home")
+    internet.forward_on_request("home", tmp_path)
+    address = address_of(internet.start("r", "-c", NODE, "0.0.0.0:4000"))
+    peer = internet.start("home", "-c", NODE, "0.0.0.0:4000", address)
+    reach = peer.wait("verdict", lambda event: event["event"] == "reach")
+    assert reach["verdict"] == "direct"
+    (announced,) = reach["addresses"]
+    assert announced.startswith(f"/ip4/{host}/tcp/4000/")
+    assert internet.forwarded_on_request("home")
+    peer.end_input()
+    peer.wait("end", lambda event: event["event"] == "closed")
+    assert not internet.forwarded_on_request("home")
+
+
+def test_peers_with_ipv6_alone_announce_the_address_that_others_called(internet: Internet) -> None:
+    hosts = {name: internet.public_ipv6(name) for name in ("r", "peer")}
+    first = internet.start("r", "-c", NODE, "[::]:4000")
+    address = address_of(first)
+    assert address.startswith(f"/ip6/{hosts['r']}/tcp/4000/")
+    peer = internet.start("peer", "-c", NODE, "[::]:4000", address)
+    (announced,) = peer.wait("verdict", lambda event: event["event"] == "reach")["addresses"]
+    assert announced.startswith(f"/ip6/{hosts['peer']}/tcp/4000/")
+    wait_until_known(first, announced.rpartition("/")[2], hosts["peer"])
+
+
+def test_a_peer_whose_address_changes_announces_the_new_one(internet: Internet) -> None:
+    internet.public("r")
+    host = internet.public("moving")
+    first = internet.start("r", "-c", NODE, "0.0.0.0:4000")
+    peer = internet.start("moving", "-c", NODE, "0.0.0.0:4000", address_of(first))
+    (before,) = peer.wait("verdict", lambda event: event["event"] == "reach")["addresses"]
+    assert before.startswith(f"/ip4/{host}/tcp/4000/")
+    now = internet.readdress("moving", host)
+    peer.wait("new address", lambda event: any(f"/ip4/{now}/tcp/4000/" in one for one in event["addresses"]))
+    wait_until_known(first, before.rpartition("/")[2], now)
 
 
 def command(internet: Internet, host: str, *arguments: str) -> Process:

@@ -18,7 +18,7 @@ from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.records import Record, Value, encode_value
 from swarm.dht.logic.rules import NamespaceRules
 from swarm.dht.logic.run_rules import RUN_RULES
-from swarm.dht.logic.schema import Anything, Binary, Flag, Many, Number, RecordSchema, Table, Text
+from swarm.dht.logic.schema import Binary, Flag, Many, Number, RecordSchema, Table, Text
 
 ANN, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
 
@@ -40,7 +40,6 @@ def record(key: str, value: Value, writer: PeerId = ANN, ttl_s: float = 60.0, **
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
-        (Anything(), [None, 1, "x", [{}]], []),
         (Flag(), [True, False], [0, 1, None, "true"]),
         (Number(0, 10), [0, 10, 2.5], [-1, 11, float("nan"), float("inf"), True, "1", None]),
         (Number(0, 10, whole=True), [0, 10], [2.0, 2.5, True]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import base58
 import msgpack
 import torch
 
@@ -29,11 +31,14 @@ from swarm.dht.logic.blobs import blob_key, blob_of
 from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.records import Record, RecordValidator, decode_value, encode_value
 from swarm.dht.logic.summary import missing_entries
+from swarm.membership.capability import decode as decode_capability
+from swarm.membership.invite import PREFIX, Invite
 from swarm.metrics.record import Metrics, RoundReport
 from swarm.run.recovery import recover
 from swarm.run.specification import RunSpecification, sign, verified
 from tests.averaging.history.peers import PEERS, RUN, certificate, identity, proposal
 from tests.fuzz.making import PEER, Maker
+from tests.fuzz.messages import CAPABILITIES, INVITES
 
 _NOW_S = 1.8e9
 _OWNER, _RECOVERY, _NEXT = (identity(number) for number in (101, 102, 103))
@@ -47,6 +52,7 @@ _TABLE = {
 _SIGNED = sign(RunSpecification.from_table(_TABLE, "fuzz"), _OWNER, version=1, created_s=1.0)
 _RECOVERED = recover(_SIGNED, _RECOVERY, _NEXT)
 _NAMESPACES = Namespaces()
+_RECORDS = ("specification", "progress", "donors", "metrics", "holders.epochs", "presence", "experts")
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,19 @@ def _signed_body(function: Callable[[bytes], object]) -> Callable[[bytes], objec
         return function(msgpack.packb([body, _OWNER.sign(b"swarm run specification 1\0" + body)]))
 
     return run
+
+
+_CHECKSUM_BYTES = 4
+
+
+def _invite_body(invite: Invite) -> bytes:
+    return base58.b58decode(invite.text().removeprefix(PREFIX))[:-_CHECKSUM_BYTES]
+
+
+def _parse_invite_of(body: bytes) -> object:
+    """Parse an invite of a hostile issuer, whose checksum is right."""
+    checksum = hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
+    return Invite.parse(PREFIX + base58.b58encode(body + checksum).decode())
 
 
 def _record(name: str) -> Callable[[bytes], object]:
@@ -188,6 +207,21 @@ def _codec_decoders() -> list[Decoder]:
     return decoders
 
 
+def _name_decoders() -> list[Decoder]:
+    return [
+        Decoder("name of an expert", _of_text(ExpertUid.parse), [b"ffn.0.1"]),
+        Decoder("grid of experts", _of_text(ExpertGrid.parse), [b"ffn.[0:4].[0:4]"]),
+        Decoder("PeerID", PeerId.from_bytes, [PEER.to_bytes()]),
+        Decoder("PeerID in text", _of_text(PeerId.parse), [str(PEER).encode()]),
+        Decoder("address", _of_text(Address.parse), [b"/ip4/127.0.0.1/tcp/9/tls/http"]),
+        Decoder("contact", _of_text(Contact.parse), [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}".encode()]),
+        Decoder("key", _of_text(Key.parse), [b"public/runs"]),
+        Decoder("capability", decode_capability, CAPABILITIES),
+        Decoder("invite", _of_text(Invite.parse), [one.text().encode() for one in INVITES]),
+        Decoder("body of an invite", _parse_invite_of, [_invite_body(one) for one in INVITES]),
+    ]
+
+
 def all_decoders() -> list[Decoder]:
     """Return every decoder."""
     bodies = [msgpack.unpackb(one.blob)[0] for one in (_SIGNED, _RECOVERED)]
@@ -223,7 +257,15 @@ def all_decoders() -> list[Decoder]:
         Decoder("DHT value", decode_value, values),
         *(
             Decoder(f"record {name}", _record(name), [*values, *progress, encode_value(metrics.encode())])
-            for name in ("specification", "progress", "donors", "metrics", "holders.epochs", "experts")
+            for name in (
+                "specification",
+                "progress",
+                "donors",
+                "metrics",
+                "holders.epochs",
+                "presence",
+                "experts",
+            )
         ),
         Decoder("summary", lambda raw: missing_entries(key, raw, {}), [bytes(32)]),
         Decoder("metrics", _of_value(Metrics.decode), [encode_value(metrics.encode())]),
@@ -241,13 +283,7 @@ def all_decoders() -> list[Decoder]:
         Decoder("places", lambda raw: decode_places(raw, 9), [b"\xff\x01"]),
         Decoder("clipped places", lambda raw: check_clipped(raw, b"\xff\x01", 9), [b"\xff\x01"]),
         Decoder("schema of an expert", ExpertSchema.unpack, [schema.packed]),
-        Decoder("name of an expert", _of_text(ExpertUid.parse), [b"ffn.0.1"]),
-        Decoder("grid of experts", _of_text(ExpertGrid.parse), [b"ffn.[0:4].[0:4]"]),
-        Decoder("PeerID", PeerId.from_bytes, [PEER.to_bytes()]),
-        Decoder("PeerID in text", _of_text(PeerId.parse), [str(PEER).encode()]),
-        Decoder("address", _of_text(Address.parse), [b"/ip4/127.0.0.1/tcp/9/tls/http"]),
-        Decoder("contact", _of_text(Contact.parse), [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}".encode()]),
-        Decoder("key", _of_text(Key.parse), [b"public/runs"]),
+        *_name_decoders(),
         *_codec_decoders(),
     ]
 

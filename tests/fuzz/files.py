@@ -9,20 +9,30 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from nacl.pwhash import argon2id
+from nacl.secret import SecretBox
 
+import swarm
 from averaging.optim.state import checkpoint
 from averaging.optim.state.training_state import TrainingState
+from moe.protocol.names import ExpertUid
+from moe.server.checkpoints import ExpertCheckpoints
 from swarm.cli.control import Control
+from swarm.core.files import read_json_copy
 from swarm.core.identity import Identity
 from swarm.core.passphrase import decrypt
+from swarm.membership.ledger import MemberLedger
 from swarm.monitor.history import ChartHistory
 from swarm.net.peerbook import PeerBook
+from swarm.run.membership import load_capability
 from swarm.run.specification import RunSpecification, sign
 from swarm.run.specification_store import SpecificationStore
 from tests.averaging.history.peers import PEERS, identity
 from tests.fuzz.making import Maker
+from tests.fuzz.messages import CAPABILITIES, INVITES
 
 FileCase = Callable[[Maker], object]
 _FOLDER = tempfile.TemporaryDirectory(prefix="swarm-fuzz-")
@@ -38,8 +48,8 @@ def _identity(maker: Maker) -> object:
 
 
 def _exported(maker: Maker) -> object:
-    # a text in the right form costs half a second of Argon2, so its length is what is made here
-    return decrypt(b"swarm-secret-1 " + maker.raw([b"AAAA", b"QUJD" * 5]), "a passphrase")
+    with mock.patch.object(argon2id, "kdf", return_value=bytes(SecretBox.KEY_SIZE)):  # half a second and more
+        return decrypt(b"swarm-secret-1 " + maker.raw([b"AAAA", b"QUJD" * 24]), "a passphrase")
 
 
 def _peer_book(maker: Maker) -> object:
@@ -51,6 +61,38 @@ def _peer_book(maker: Maker) -> object:
         "agent": "x",
     }
     return PeerBook(PEERS[0], lambda: 1.0, _json_file(maker, {"format": 1, "peers": [item]}))
+
+
+def _ledger(maker: Maker) -> object:
+    peers = [[one.to_bytes().hex(), 3, 24.0, 1, 1e9, 2] for one in PEERS[1:3]]
+    ledger = MemberLedger(PEERS[0])
+    read_json_copy(
+        _json_file(maker, {"format": 1, "rounds": 3, "peers": peers}), "ledger", 1 << 20, ledger.load
+    )
+    return ledger.encode()
+
+
+def _capability(maker: Maker) -> object:
+    folder = _ROOT / "runs"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{INVITES[0].run_id}-{PEERS[1]}.capability").write_bytes(maker.raw(CAPABILITIES))
+    return load_capability(folder, INVITES[0].run_id, PEERS[1])
+
+
+@functools.cache
+def _expert() -> swarm.Expert:
+    return swarm.Expert(torch.nn.Linear(4, 4), (torch.zeros(1, 4),))
+
+
+def _expert_checkpoint(maker: Maker) -> object:
+    folder, uid = _ROOT / "experts", ExpertUid.parse("ffn.0")
+    ExpertCheckpoints(folder, {uid: _expert()}).save()
+    file = folder / "ffn.0.expert.pt"
+    file.write_bytes(maker.mutated(file.read_bytes()))
+    try:
+        return ExpertCheckpoints(folder, {uid: _expert()}).load()
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _control(maker: Maker) -> object:
@@ -151,6 +193,9 @@ FILES: dict[str, FileCase] = {
     "identity file": _identity,
     "exported identity": _exported,
     "peer book": _peer_book,
+    "ledger": _ledger,
+    "kept capability": _capability,
+    "checkpoint of an expert": _expert_checkpoint,
     "file of a running command": _control,
     "kept specification": _specification,
     "checkpoint": _checkpoint,

@@ -1,9 +1,9 @@
 """Nodes on loopback that train together while one of them answers nonsense and strangers call all handlers.
 
 Two honest nodes and a liar train a run, hold experts and follow a specification. The liar's answers are
-mutated before they leave it, so the honest nodes' callers read nonsense. Their own handlers are called with
-messages that are made from real ones. Whatever comes out of a handler but a refusal is a failure, and so are
-an exception in a training loop, a stalled event loop and much more memory.
+mutated before they leave it, one service's at a time, so the honest nodes' callers read nonsense. Their own
+handlers are called with messages that are made from real ones. Whatever comes out of a handler but a refusal
+is a failure, and so are an exception in a training loop, a stalled event loop and much more memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import resource
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ _CALLS_AT_ONCE = 64
 _CALL_S = 0.25  # some handlers hold an answer back on purpose
 _ADMISSIBLE = 0.85  # share of calls that are not refused for who calls, or about what
 _LIES = 0.4  # share of the liar's answers that are mutated
+_LIES_S = 5.0  # about one service, and then about the next one
 _RECORDED_MAX = 60  # of one method
 _NAMES = {"run": ["fuzz"], "averager": ["epoch"], "uid": ["ffn.0"]}
 _TABLE = {"name": "fuzz", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
@@ -130,39 +131,63 @@ class MadeStream:
         self._messages.clear()
 
 
-def tap(handlers: Handlers, recorder: Recorder, maker: Maker | None) -> None:
-    """Record what handlers get. With a `maker` they belong to the liar: some of their answers are mutated."""
+class Liar:
+    """When a node lies. It lies about one service at a time: a peer that lies about everything gets into no
+    round, and its answers there are asked for by nobody.
+    """
+
+    def __init__(self, maker: Maker, names: Iterable[str]) -> None:
+        self.maker = maker
+        self.told: Counter[str] = Counter()  # lies by method
+        self._services = sorted({_service(name) for name in names})
+        self._began_s = time.monotonic()
+
+    def lies(self, name: str) -> bool:
+        """Return whether an answer of this method, or a message of such a stream, is to be exchanged."""
+        turn = int((time.monotonic() - self._began_s) / _LIES_S)
+        if _service(name) != self._services[turn % len(self._services)] or self.maker.rng.random() > _LIES:
+            return False
+        self.told[name] += 1
+        return True
+
+
+def _service(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def tap(handlers: Handlers, recorder: Recorder, liar: Liar | None) -> None:
+    """Record what handlers get. Those of the `liar` exchange some of their answers."""
     for name in handlers.names():
         handler = handlers.find(name)
         assert handler is not None
         handlers.remove(name)
         if isinstance(handler, UnaryHandler):
-            handlers.unary(handler.method, _tapped(handler, recorder, maker))
+            handlers.unary(handler.method, _tapped(handler, recorder, liar))
         else:
-            handlers.stream(handler.method, _tapped_stream(handler, recorder, maker))
+            handlers.stream(handler.method, _tapped_stream(handler, recorder, liar))
 
 
-def _tapped(handler: UnaryHandler, recorder: Recorder, maker: Maker | None) -> Any:
+def _tapped(handler: UnaryHandler, recorder: Recorder, liar: Liar | None) -> Any:
     method = handler.method
 
     async def answer(caller: PeerId, request: Any) -> Any:
         recorder.request(request)
         reply = await handler.function(caller, request)
-        if maker is None or maker.rng.random() > _LIES:
+        if liar is None or not liar.lies(method.name):
             return reply
-        made = Maker(str(maker.rng.random()), Learned(reply)).message(method.reply)
+        made = Maker(str(liar.maker.rng.random()), Learned(reply)).message(method.reply)
         return made if made.ByteSize() <= method.reply_bytes_max else reply
 
     return answer
 
 
-def _tapped_stream(handler: StreamHandler, recorder: Recorder, maker: Maker | None) -> Any:
+def _tapped_stream(handler: StreamHandler, recorder: Recorder, liar: Liar | None) -> Any:
     name, bytes_max = handler.method.name, handler.method.message_bytes_max
 
     def lie(message: bytes) -> bytes:
-        if maker is None or maker.rng.random() > _LIES:
+        if liar is None or not liar.lies(name):
             return message
-        return maker.mutated(message)[:bytes_max] or b"\x00"
+        return liar.maker.mutated(message)[:bytes_max] or b"\x00"
 
     async def serve(stream: Stream) -> None:
         await handler.function(TappedStream(stream, name, recorder, lie))
@@ -265,7 +290,7 @@ async def call_handlers(
     """Call the handlers of a node with made messages for some time. Return how many calls there were, and
     what came out that must not.
     """
-    rng, number = random.Random(seed), 0
+    rng, number, never = random.Random(seed), 0, asyncio.Event()
     failures: dict[str, str] = {}
     stalls: list[float] = []
     watch = asyncio.get_running_loop().create_task(_stalls(seconds, stalls))
@@ -303,7 +328,10 @@ async def call_handlers(
             for at in range(_CALLS_AT_ONCE)
         ]
         number += len(batch)
+        began_s = time.monotonic()
         await asyncio.gather(*(one(name, maker) for name, maker in batch))
+        with contextlib.suppress(TimeoutError):  # without pauses no round would end, and nobody ask the liar
+            await asyncio.wait_for(never.wait(), time.monotonic() - began_s)
     await watch
     texts = list(failures.values())
     if max(stalls, default=0.0) > STALL_S_MAX:
@@ -320,11 +348,10 @@ def fuzz_nodes(seed: int, seconds: float) -> tuple[int, list[str]]:
     recorder, failures = Recorder(), []
     recorder.learned.add(run_pb2.ChangeRequest(run=signed.run_id, specification=signed.blob))
     with _swarm(signed) as nodes:
-        *honest, liar = nodes
+        *honest, lying = nodes
+        liar = Liar(Maker(f"{seed}/lies"), lying.node.handlers.names())
         for one in nodes:
-            one.node.network.run(
-                _tap(one.node, recorder, Maker(f"{seed}/lies") if one is liar else None), 5.0
-            )
+            one.node.network.run(_tap(one.node, recorder, liar if one is lying else None), 5.0)
             one.start()
         stop = threading.Event()
         errors: list[BaseException] = []
@@ -352,8 +379,8 @@ def fuzz_nodes(seed: int, seconds: float) -> tuple[int, list[str]]:
     return calls, failures
 
 
-async def _tap(node: Node, recorder: Recorder, maker: Maker | None) -> None:
-    tap(node.handlers, recorder, maker)
+async def _tap(node: Node, recorder: Recorder, liar: Liar | None) -> None:
+    tap(node.handlers, recorder, liar)
 
 
 @contextlib.contextmanager

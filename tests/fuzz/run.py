@@ -24,6 +24,7 @@ from swarm.core.errors import SwarmError
 from tests.fuzz.decoders import all_decoders, run_decoder
 from tests.fuzz.files import FILES, FileCase
 from tests.fuzz.making import Maker
+from tests.fuzz.messages import message_cases
 from tests.fuzz.nodes import fuzz_nodes
 
 CASE_S_MAX = 1.0  # a case that takes longer than this is a failure
@@ -36,14 +37,14 @@ Case = Callable[[Maker], None]
 
 
 def targets() -> Iterator[tuple[str, Case]]:
-    """Yield the name of every decoder and file with the function that runs one case of it."""
-    for name, read in FILES.items():
-        yield name, lambda maker, read=read: _read_file(read, maker)
+    """Yield the name of every decoder, file and message with the function that runs one case of it."""
+    for name, read in {**FILES, **message_cases()}.items():
+        yield name, lambda maker, read=read: _read(read, maker)
     for decoder in all_decoders():
         yield decoder.name, lambda maker, decoder=decoder: run_decoder(decoder, maker)
 
 
-def _read_file(read: FileCase, maker: Maker) -> None:
+def _read(read: FileCase, maker: Maker) -> None:
     with contextlib.suppress(SwarmError):
         read(maker)
 
@@ -92,7 +93,7 @@ def fuzz_decoders(seed: int, seconds: float, only: str = "", case: int | None = 
                     break
         if case is not None:
             break
-    print(f"{cases:,} cases of {len(numbers)} decoders and files")
+    print(f"{cases:,} cases of {len(numbers)} decoders, messages and files")
     return failures
 
 

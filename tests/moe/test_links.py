@@ -113,11 +113,11 @@ def test_a_copy_to_the_host_comes_after_its_computation_and_is_waited_for_by_its
         assert "compute 0" in outward.known
         cuda.call("compute 1")
         assert "compute 1" not in outward.known
-        assert copy.source is source  # alive until the copy is over
-    assert not copy.event.synchronized
+        assert copy.arrival.kept is source  # alive until the copy is over
+    assert not copy.arrival.event.synchronized
     assert torch.equal(copy.wait(), source)
-    assert copy.event.synchronized
-    assert "compute 1" not in copy.event.known  # nothing waits for later computation
+    assert copy.arrival.event.synchronized
+    assert "compute 1" not in copy.arrival.event.known  # nothing waits for later computation
 
 
 def test_copies_in_and_out_do_not_wait_for_each_other() -> None:

@@ -14,6 +14,7 @@ from swarm.core.standing import PeerStanding
 from swarm.net import connections
 from swarm.net.connections import (
     CONNECTIONS_MAX,
+    UNKNOWN_AT_ONCE_MAX,
     UNKNOWN_GRACE_S,
     UNKNOWN_MAX,
     UNKNOWN_PER_PREFIX_MAX,
@@ -55,6 +56,18 @@ def test_callers_that_make_no_call_are_bounded_and_the_oldest_go_first() -> None
 def test_a_caller_has_time_to_make_its_first_call() -> None:
     fresh = held(500, 1, None, since_s=NOW_S - UNKNOWN_GRACE_S / 2)
     assert surplus(fresh, standing(), NOW_S) == []
+
+
+@pytest.mark.parametrize("prefixes", [1, 20])
+def test_a_thousand_callers_that_came_a_moment_ago_keep_512_connections(prefixes: int) -> None:
+    """After TLS one of them takes 86 KiB: a thousand were more than 64 MiB for 5 s."""
+    fresh = [one for prefix in range(prefixes) for one in held(1000 // prefixes, prefix, None, since_s=NOW_S)]
+    honest = held(1, 99, None, since_s=NOW_S)
+    closed = surplus([*fresh, *honest], standing(), NOW_S)
+    assert UNKNOWN_AT_ONCE_MAX - prefixes <= 1001 - len(closed) <= UNKNOWN_AT_ONCE_MAX
+    assert not set(honest) & set(closed)
+    newest = max(fresh, key=lambda one: one.since_s)
+    assert newest not in closed, "the oldest go first"
 
 
 def test_strangers_of_one_address_prefix_have_a_quarter_where_members_are_known() -> None:

@@ -35,13 +35,11 @@ def contact(number: int, *ports: int) -> Contact:
 OWN = peer(0)
 
 
-def test_reported_addresses_come_after_those_that_the_peer_announced() -> None:
+def test_the_address_of_the_last_connection_comes_before_those_that_the_peer_announced() -> None:
     book = PeerBook(OWN, Time())
-    book.add_reported(contact(1, 10))
-    assert book.known()[0].last_seen_s is None
-    book.record_seen(contact(1, 20), round_trip_s=0.1, agent="swarm/1")
-    assert book.contact(peer(1)) == contact(1, 20)
-    book.add_reported(contact(1, 30, 20))
+    book.record_connection(peer(1), Address("203.0.113.7", 10))
+    assert book.contact(peer(1)) == contact(1, 10)
+    book.record_seen(contact(1, 20, 30), round_trip_s=0.1, agent="swarm/1")
     assert book.contact(peer(1)) == contact(1, 20, 30)
     book.record_connection(peer(1), Address("203.0.113.7", 30))
     assert book.contact(peer(1)) == contact(1, 30, 20)
@@ -61,7 +59,7 @@ def test_round_trips_are_smoothed() -> None:
 def test_a_peer_is_not_in_its_own_book() -> None:
     book = PeerBook(OWN, Time())
     book.record_seen(contact(0, 10))
-    book.add_reported(contact(0, 10))
+    book.record_connection(OWN, Address("203.0.113.7", 10))
     assert book.known() == []
 
 
@@ -75,13 +73,8 @@ def test_the_book_is_bounded_and_keeps_the_peers_seen_last() -> None:
     assert [known.peer_id for known in book.known()] == [
         peer(n) for n in (15, 14, 13, 12, 11, 1, 10, 9, 8, 7)
     ]
-    book.add_reported(contact(99, 10))
-    assert book.contact(peer(99)) is not None, "a full book must still learn"
-    book.add_reported(contact(98, 10))
-    assert (book.contact(peer(99)), len(book.known())) == (None, 10), (
-        "peers that were only reported make room first"
-    )
-    book.add_reported(contact(1, *range(100, 200)))
+    book.record_seen(contact(1, *range(100, 200)))
+    book.record_connection(peer(1), Address("203.0.113.7", 12))
     stored = book.contact(peer(1))
     assert stored is not None
     assert len(stored.addresses) == ADDRESSES_MAX
@@ -91,8 +84,8 @@ def test_the_copy_on_disk_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "identity.peers"
     book = PeerBook(OWN, Time(), path)
     book.record_seen(contact(1, 10), round_trip_s=0.5, agent="swarm/1")
-    book.add_reported(contact(2, 20, 21))
-    book.add_reported(contact(3))
+    book.record_seen(contact(2, 20, 21))
+    book.record_seen(contact(3))
     book.save()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = PeerBook(OWN, Time(), path)
@@ -130,7 +123,7 @@ def test_a_damaged_copy_is_replaced(tmp_path: Path, text: str, caplog: pytest.Lo
     assert "cannot be read" in caplog.text
     assert book.known() == []
     assert path.with_name("identity.peers.damaged").read_bytes() == text.encode("utf-8", "surrogateescape")
-    book.add_reported(contact(1, 10))
+    book.record_seen(contact(1, 10))
     book.save()
     assert json.loads(path.read_text())["peers"][0]["peer_id"] == str(peer(1))
 
@@ -140,6 +133,6 @@ def test_a_copy_that_cannot_be_written_is_logged_only(
 ) -> None:
     (tmp_path / "file").write_text("")
     book = PeerBook(OWN, Time(), tmp_path / "gone" / "identity.peers")
-    book.add_reported(contact(1, 10))
+    book.record_seen(contact(1, 10))
     book.save()
     assert "cannot be written" in caplog.text

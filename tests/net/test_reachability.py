@@ -133,6 +133,59 @@ def test_presumed_addresses_hold_until_others_have_failed_there() -> None:
     assert machine.reach.verdict == "hidden"
 
 
+def test_a_peer_that_nobody_has_answered_asks_the_first_that_it_meets_at_once() -> None:
+    machine = Reachability(PORT, 0.0)
+    machine.on_answers([], 3, 5.0)
+    machine.on_candidate(6.0)
+    assert machine.due_s == 6.0
+    machine.on_answers([failed(PEERS[0])], 3, 7.0)
+    machine.on_candidate(8.0)
+    assert machine.due_s == 7.0 + RETRY_S, "peers answer once in ten seconds"
+    machine = direct()
+    machine.on_candidate(2.0)
+    assert machine.due_s == 1.0 + CHECK_S
+
+
+def test_a_peer_whose_machine_lost_an_address_announces_it_no_longer_and_asks() -> None:
+    machine = direct()
+    machine.on_interfaces([Address(ELSEWHERE, PORT)], [HOME], 100.0)
+    assert (machine.reach.verdict, machine.reach.addresses) == ("unknown", ())
+    assert (machine.reach.since_s, machine.due_s) == (100.0, 100.0)
+
+
+def test_a_peer_behind_a_router_keeps_its_verdict_and_asks_when_its_machine_moves() -> None:
+    machine = direct()
+    machine.on_interfaces([], ["192.168.1.7"], 5.0)
+    assert machine.reach.addresses == (Address(HOME, PORT),)
+    assert machine.due_s == 1.0 + RETRY_S
+    machine = Reachability(PORT, 0.0)
+    machine.on_answers([failed(PEERS[0])], 1, 0.0)
+    machine.on_interfaces([], ["192.168.1.7"], 100.0)
+    assert (machine.reach.verdict, machine.due_s) == ("hidden", 100.0)
+
+
+def test_failures_in_another_network_do_not_count() -> None:
+    machine = direct()
+    machine.on_answers([failed(PEERS[0]), failed(PEERS[1])], 5, 601.0)
+    machine.on_interfaces([], ["192.168.1.7"], 602.0)
+    machine.on_answers([failed(PEERS[2])], 5, 616.0)
+    assert machine.reach.verdict == "direct"
+
+
+@pytest.mark.parametrize("now", [(), (Address(ELSEWHERE, PORT),)])
+def test_presumed_addresses_are_those_that_the_machine_has_now(now: tuple[Address, ...]) -> None:
+    machine = Reachability(PORT, 0.0, (Address(HOME, PORT),))
+    machine.on_interfaces(now, [HOME], 1.0)
+    assert (machine.reach.verdict, machine.reach.addresses) == ("direct" if now else "unknown", now)
+
+
+def test_the_address_is_announced_with_the_port_that_others_were_asked_to_call() -> None:
+    machine = Reachability(PORT, 0.0)
+    machine.port = 4711  # which a router forwards
+    machine.on_answers([reached(PEERS[0])], 3, 1.0)
+    assert machine.reach.addresses == (Address(HOME, 4711),)
+
+
 def test_peers_of_different_networks_are_asked_those_that_have_not_failed_first() -> None:
     hosts = ["44.1.0.2", "44.1.9.9", "44.2.0.2", "example.org", "44.3.0.2"]
     contacts = [Contact(peer, (Address(host, 1),)) for peer, host in zip(PEERS, hosts, strict=False)]

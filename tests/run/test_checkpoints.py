@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from swarm.run.events import Event, Notice
 
 class View:
     epoch, closed = 4, False
+    header: ClassVar[dict[str, Any]] = {}
 
     def close(self) -> None:
         self.closed = True
@@ -23,7 +24,6 @@ class View:
 
 class FakeOptimizer:
     epoch = 4
-    line = ""
 
     def __init__(self) -> None:
         self.view = View()

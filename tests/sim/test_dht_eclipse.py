@@ -69,6 +69,13 @@ async def seen(service: DhtService, key: Key) -> set[str]:
     return set(found) if isinstance(found, dict) else set()
 
 
+async def seen_together(service: DhtService) -> set[str]:
+    """Return whose records a peer reads under every key, as a monitor does."""
+    found = await service.get_many(KEYS, timeout_s=5.0)
+    read = [one for one in found.answers.values() if isinstance(one, dict)]
+    return set.intersection(*map(set, read)) if len(read) == len(KEYS) else set()
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", [HostilePeer, SilentPeer])
 def test_members_read_every_record_of_each_other_while_their_keys_are_surrounded(
@@ -91,6 +98,7 @@ def test_members_read_every_record_of_each_other_while_their_keys_are_surrounded
                 for key in KEYS:
                     complete += await seen(service, key) >= everybody
                     reads += 1
+            assert await seen_together(members[number]) >= everybody
             await asyncio.sleep(7.0)
         assert (complete, reads) == (reads, 5 * MEMBERS * len(KEYS))
         if kind is HostilePeer:
@@ -131,10 +139,14 @@ def test_a_newcomer_reads_every_record_of_the_members_and_they_read_its_own(
             assert await seen(service, KEYS[0]) >= everybody
         newcomer = service_of(network.peer())
         await newcomer.join([(members[0] if by_member else entry).own()])
+        watcher = service_of(network.peer())  # it reads many keys at once, and nothing before
+        await watcher.join([(members[0] if by_member else entry).own()])
         for met_by in surrounded:
             met_by(newcomer)
+            met_by(watcher)
         for key in KEYS:
             assert await seen(newcomer, key) >= everybody
+        assert await seen_together(watcher) >= everybody
         await write([newcomer], 1)
         await asyncio.sleep(16.0)  # members compare what they read with one another every 15 s
         await write(members, 2)

@@ -7,18 +7,20 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from averaging.allreduce.allreduce import AllReduce
-from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.config import VOTE, RoundConfig
 from averaging.allreduce.outcome import RoundOutcome
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.vector import FlatVector
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.rounds import all_reduce_of
 from swarm.testing.virtual_loop import run_virtual
+from tests.sim.round_scene import Scene
 
 DEADLINE_S = 30.0
 CONFIG = RoundConfig(chunk_bytes=4096)
@@ -263,5 +265,37 @@ def test_member_without_weight_that_opens_its_streams_after_the_end_is_given_the
         for service in services:
             service.close()
         await network.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bad", [0, 5000, 9999])
+def test_everybody_is_told_why_a_member_was_left_out_before_the_round_is_committed(
+    seed: int, bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: a member whose own value, in the part that it reduces itself, cannot be sent was the
+    only one that could say so, with its vote, without which the two others commit. `bad`: the element, in the
+    part of each member in turn.
+    """
+    scene = Scene(seed, [1.0] * 3)
+    scene.vectors[1][bad] = float("nan")
+    slow, send = scene.peers[1], scene.network.send
+
+    def late(own: SimulatedPeer, target: SimulatedPeer, name: str, *rest: Any) -> None:
+        if name == VOTE.name and slow in (own, target):
+            asyncio.get_running_loop().call_later(0.5, send, own, target, name, *rest)
+        else:
+            send(own, target, name, *rest)
+
+    monkeypatch.setattr(scene.network, "send", late)
+
+    async def main() -> None:
+        outcomes = await scene.conduct()
+        await scene.close()
+        for outcome in outcomes:
+            assert not outcome.failed, outcome.reason
+            reason = outcome.left_out[slow.peer_id]
+            assert f"element {bad} of its vector is nan, which float32 cannot carry" in reason
 
     run_virtual(main())

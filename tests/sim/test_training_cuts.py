@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from averaging.allreduce.logic.votes import VoteExchange
+from averaging.history.certificate import RoundKind, Vote
 from averaging.history.lineage import GRACE_S_MIN
+from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S
 from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
@@ -37,6 +43,58 @@ def test_peers_that_lost_the_quorum_go_on_after_the_grace(
     assert goes_on_s <= GOES_ON_S + 3 * 2 * epoch_s, (
         "two complete epochs of two peers, which take twice as long"
     )
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("gradients", 0), ("local", 1), ("diloco", 2)])
+def test_votes_that_bind_in_a_round_over_the_state_cost_one_grace(
+    mode: str, seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three peers vote for the averages of their state, and are cut off before one hears of another one's
+    vote, until all have given the round up. Nobody can commit that round nor another one then, though all are
+    there.
+    """
+    caplog.set_level(logging.CRITICAL)
+    add_own, on_statement, votes = VoteExchange.add_own, VoteExchange.on_statement, 0
+    network: SimulatedNetwork
+
+    def add_own_and_cut(exchange: VoteExchange, vote: Vote, now_s: float) -> None:
+        nonlocal votes
+        if vote.result and exchange.tally.proposal.kind is RoundKind.STATE and votes < 3:
+            votes += 1
+            if votes == 3:
+                network.partition(*([peer] for peer in network.peers.values()))
+        add_own(exchange, vote, now_s)
+
+    def deaf_until_all_have_voted(exchange: VoteExchange, *args: Any) -> bool:
+        return votes in (0, 3) and on_statement(exchange, *args)
+
+    async def main() -> float:
+        nonlocal network
+        network = SimulatedNetwork(seed, LinkConfig(delay_s=0.03, jitter=0.0))
+        checks, loop = TrainingChecks(Violations(), step_s_max=600.0), asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            config = TrainingConfig(target_batch_size=48, mode=mode)
+            swarm = TrainingSwarm(network, config, checks.on_step, group)
+            peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(3)]
+            while votes < 3 and loop.time() < 100.0:  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.1)
+            cut_s, epoch = loop.time(), _epoch(peers[0])
+            await asyncio.sleep(6.0)
+            network.partition()
+            assert votes == 3
+            while loop.time() < cut_s + 100.0 and any(  # noqa: ASYNC110 - virtual time
+                _epoch(one) == epoch for one in peers
+            ):
+                await asyncio.sleep(0.25)
+            await swarm.close()
+            goes_on_s = loop.time() - cut_s
+        assert not checks.violations.count, checks.violations.lines
+        return goes_on_s
+
+    monkeypatch.setattr(VoteExchange, "add_own", add_own_and_cut)
+    monkeypatch.setattr(VoteExchange, "on_statement", deaf_until_all_have_voted)
+    # the cut, until the round is given up for the lack of a quorum, an epoch, the grace and a round
+    assert run_virtual(main()) <= 6.0 + OBSOLETE_ROUND_GRACE_S + 4.0 + GOES_ON_S
 
 
 async def _seconds_until_two_of_four_go_on(
@@ -73,3 +131,58 @@ async def _seconds_until_two_of_four_go_on(
 def _epoch(one: TrainingPeer) -> int:
     assert one.optimizer is not None
     return one.optimizer.epoch
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_peer_that_restarts_from_its_file_while_it_is_cut_off_gives_way_to_the_quorum(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression test: a file named the head of its state, and not where that history had parted from the
+    others', so that nothing tied the two together and the fork lasted.
+    """
+    caplog.set_level(logging.CRITICAL)
+    came = run_virtual(_restart_from_a_file_in_a_cut(seed, tmp_path / "saved.safetensors"))
+    assert came == ["trained", "broke", "resumed", "united"]
+
+
+async def _restart_from_a_file_in_a_cut(seed: int, path: Path) -> list[str]:
+    """Return the steps of the scene that came about in time."""
+    violations, came = Violations(), []
+    checks = TrainingChecks(violations, step_s_max=600.0)
+    network = SimulatedNetwork(seed, LinkConfig(delay_s=0.03, jitter=0.5))
+    async with asyncio.TaskGroup() as group:
+        config = TrainingConfig(target_batch_size=3 * 4 * SAMPLES)
+        swarm = TrainingSwarm(network, config, checks.on_step, group)
+        peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S * (1 + 0.1 * n)) for n in range(3)]
+        if await _until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0):
+            came.append("trained")
+        lone = peers[-1]
+        network.partition([lone.peer])
+        if await _until(lambda: _line(lone) != "", 90.0):
+            came.append("broke")
+        state = lone.save_state(path)
+        await swarm.kill(lone)
+        lone = await swarm.add(batch=SAMPLES, compute_s=STEP_S, peer=lone.peer, checkpoint=state)
+        if await _until(lambda: lone.optimizer is not None and _line(lone) != "", 10.0):
+            came.append("resumed")
+        network.heal()
+        peers[-1] = lone
+        if await _until(lambda: all(_line(one) == "" for one in peers), 60.0):
+            came.append("united")
+        await swarm.close()
+    assert not violations.count, violations.lines
+    return came
+
+
+async def _until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Return whether the condition came to hold within `limit_s`."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + limit_s
+    while not (holds := condition()) and loop.time() < end_s:  # noqa: ASYNC110 - virtual time
+        await asyncio.sleep(0.25)
+    return holds
+
+
+def _line(one: TrainingPeer) -> str:
+    assert one.optimizer is not None
+    return one.optimizer.line

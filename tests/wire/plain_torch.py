@@ -74,7 +74,7 @@ class Plain:
             at += p.numel()
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """As the parameters hold it."""
+        """Return the values as the parameters hold them, in their own dtypes."""
         parts = values.split([p.numel() for p in self.parameters])
         return torch.cat([part.to(p.dtype).double() for part, p in zip(parts, self.parameters, strict=True)])
 

@@ -17,6 +17,8 @@ from benchmarks.cuts import measure
         pytest.param("diloco", (2, 2), 6.0, marks=pytest.mark.slow),
         pytest.param("diloco", (1, 1), 4.0, marks=pytest.mark.slow),
         pytest.param("local", (2, 2), 15.0, marks=pytest.mark.slow),
+        pytest.param("gradients-delayed", (1, 2), 6.0, marks=pytest.mark.slow),
+        pytest.param("diloco-streaming", (1, 2), 6.0, marks=pytest.mark.slow),
     ],
 )
 def test_peers_have_one_history_and_equal_states_soon_after_a_cut(
@@ -26,6 +28,7 @@ def test_peers_have_one_history_and_equal_states_soon_after_a_cut(
     assert outcome.agreed_s is not None
     assert outcome.epochs_during >= 2, "the side with a quorum goes on"
     assert outcome.epochs_given_up == 0, "the other side waits for longer than this cut lasts"
+    assert outcome.rounds_lost <= 1, "that which was running"
 
 
 @pytest.mark.slow

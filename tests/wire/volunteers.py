@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from swarm.core.identity import Identity
+from swarm.core.ids import PeerId
 from swarm.membership.invite import RunIdentity, Terms, make_invite
 from swarm.node import Node
 from swarm.run import events
@@ -91,9 +92,9 @@ def created_run(**changes: Any) -> Iterator[tuple[Node, Identity, SignedSpecific
     entries = []
     if table["members"] == "invited":
         terms = Terms(roles=("train", "serve", "observe"), uses=9, lifetime_s=86400.0)
-        entries.append(
-            make_invite(RunIdentity(owner.peer_id, table["name"]), owner, (), terms, now_s=time.time()).text()
-        )
+        recovery = PeerId.parse(table["recovery_key"]) if "recovery_key" in table else None
+        run = RunIdentity(owner.peer_id, table["name"], recovery)
+        entries.append(make_invite(run, owner, (), terms, now_s=time.time()).text())
     with Node(entries, listen=HERE, identity=owner) as node:
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         specification = RunSpecification.from_table(table, "test")

@@ -229,7 +229,7 @@ class Agreement:
         return [Sign(digest)]
 
     def _endorse(self, majority: bytes) -> list[Sign]:
-        """As an elector, vote for what more than half of the contributors voted for."""
+        """Vote, as an elector, for what more than half of the contributors voted for."""
         is_elector = self._setup.peer_id(self._own) in self._setup.electors
         if not is_elector or self._votes.own_vote is not None or self.signing:
             return []

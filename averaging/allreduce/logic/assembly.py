@@ -60,7 +60,7 @@ class Assembly:
             )
 
     def settle(self, chunk_index: int, version: Version) -> None:
-        """The average of this chunk is good, and held; another version of it is not held any more."""
+        """Record that the average of this chunk is good, and held; another version is not held any more."""
         reducer = self._plan.chunks[chunk_index].reducer
         if chunk_index in self._announced:
             self._announced.discard(chunk_index)
@@ -70,8 +70,8 @@ class Assembly:
         self._settled[chunk_index] = version
 
     def forget(self, chunk_index: int) -> None:
-        """The average that was announced is no good: another may come, though not from its
-        reducer's stream.
+        """Drop an announced average, which is no good: another may come, though not from its reducer's
+        stream.
         """
         reducer = self._plan.chunks[chunk_index].reducer
         self._announced.discard(chunk_index)
@@ -80,25 +80,20 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """Is every chunk settled?"""
+        """Return whether every chunk is settled."""
         return len(self._settled) == len(self._plan.chunks)
 
     @property
     def held(self) -> Mapping[int, Version]:
-        """The settled chunks."""
+        """Return the settled chunks."""
         return self._settled
 
-    @property
-    def taken_over(self) -> bool:
-        """Was any of them made by another member than the plan says?"""
-        return any(version.attempt for version in self._settled.values())
-
     def arriving(self, reducer: int) -> int:
-        """How many averages came from this reducer's stream and are not settled yet."""
+        """Return how many averages came from this reducer's stream and are not settled yet."""
         return self._arriving.get(reducer, 0)
 
     def outstanding(self, reducer: int) -> int:
-        """How many averages of this reducer are still to come; 0 for who reduces nothing."""
+        """Return how many averages of this reducer are still to come; 0 for a member that reduces nothing."""
         return self._outstanding.get(reducer, 0)
 
     def count(self, reducer: int) -> int:
@@ -106,12 +101,12 @@ class Assembly:
         return sum(chunk.index in self._settled for chunk in self._plan.shard(reducer))
 
     def lacking(self, reducer: int) -> list[int]:
-        """The chunks of this reducer that are neither settled nor arriving."""
+        """Return the chunks of this reducer that are neither settled nor arriving."""
         mine = (chunk.index for chunk in self._plan.shard(reducer))
         return [index for index in mine if index not in self._settled and index not in self._announced]
 
     def share(self, reducer: int) -> str:
-        """For sentences: "3 of 16 chunks"."""
+        """Return a phrase for messages: "3 of 16 chunks"."""
         size = self._sizes.get(reducer, 0)
         return f"{size - self.outstanding(reducer)} of {size} chunks"
 
@@ -135,13 +130,13 @@ class Assembly:
         return make_result(digest_table(table), idle, len(self._contributors))
 
     def fractions(self) -> dict[int, float]:
-        """For every place that is in some settled chunk: the fraction of the vector's elements
-        that it is in.
+        """Return for every place that is in some settled chunk the fraction of the vector's elements that it
+        is in.
         """
         return self._fractions({index: version.contributors for index, version in self._settled.items()})
 
     def clipped(self) -> dict[int, float]:
-        """For every place that was clipped: the fraction of the vector's elements in which it was."""
+        """Return for every place that was clipped the fraction of the vector's elements in which it was."""
         return self._fractions(
             {index: version.clipped for index, version in self._settled.items() if version.clipped}
         )
@@ -154,7 +149,7 @@ class Assembly:
         return {place: count / self._plan.numel for place, count in sorted(elements.items())}
 
     def covered(self) -> float:
-        """The fraction of the elements that anybody contributed to; 1.0 for an empty vector."""
+        """Return the fraction of the elements that anybody contributed to; 1.0 for an empty vector."""
         averaged = sum(
             self._plan.chunks[index].numel for index, version in self._settled.items() if not version.empty
         )

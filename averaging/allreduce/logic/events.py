@@ -53,6 +53,15 @@ class WaitingArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOutTold:
+    """A reducer says that it has left out the member at `place`, and why."""
+
+    reducer: int
+    place: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReducerStreamEnded:
     """Our stream to a reducer ended. `why` is "" when the reducer finished it; `broken`: by the network."""
 
@@ -308,6 +317,7 @@ Event: TypeAlias = (
     | AverageChecked
     | RefusalArrived
     | WaitingArrived
+    | LeftOutTold
     | ReducerStreamEnded
     | ContributionSent
     | SenderOpened

@@ -6,8 +6,10 @@ overloaded machines: every message from a peer counts as a heartbeat; the clock 
 this process itself runs; and timeouts grow with recent observations: pauses of the peer, its round trips, the
 delays of this process, and what is usual among the members: where half of them pause, one more that pauses is
 not dead. Members that answer promptly get fewer heartbeats, which keeps long rounds cheap;
-a failure is then noticed up to `REST_S` later. A peer that only receives must still send heartbeats:
-otherwise the reducer that serves it, and cannot call back, would declare it failed.
+a failure is then noticed up to `REST_S` later, and in groups of more than `_CROWD` in proportion. A process
+that is late sends fewer, too: where many peers share a processor, their heartbeats would otherwise be what
+makes them late. A peer that only receives must still send heartbeats: otherwise the reducer that serves it,
+and cannot call back, would declare it failed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ HEARTBEAT_INTERVAL_S = (
 # The interval for a member that answers promptly. Shorter: in a long round heartbeats cost more than small
 # tensors; longer: failures are noticed late.
 REST_S = 0.3
+# Up to this number of members get heartbeats at these intervals; of more each gets fewer: the heartbeats of
+# one member cost as much in a group of any size. Smaller: failures in large groups are noticed later
+_CROWD = 16
+_DISTANT_CROWD = 8  # the same for members that exchange no values with this one
 _MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
 PROBE_S = 0.6  # for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
 # for a member that was never heard, which may still have to connect and to begin, and for one whose first
@@ -71,6 +77,10 @@ class FailureDetector:
         self._peers = {place: _Peer(0.0, True, place in distant) for place in ours} | {
             place: _Peer(0.0, False, place in distant) for place in theirs
         }
+        self._near_rest_s, self._distant_rest_s = (
+            REST_S * max(1.0, len(self._peers) / crowd) - HEARTBEAT_INTERVAL_S
+            for crowd in (_CROWD, _DISTANT_CROWD)
+        )
         self._ticked_s = now_s
         self._awake_s = 0.0  # seconds during which this process ran, as far as ticks show
         self._late_s = 0.0  # recent delay of ticks, decaying
@@ -83,8 +93,9 @@ class FailureDetector:
             silent_s = self._awake_s - peer.heard_s
             # messages that come in a burst after a pause are one sign of life
             fading = _FADING ** min(silent_s / HEARTBEAT_INTERVAL_S, 1.0)
-            if silent_s <= REST_S + _LATE_HEARTBEATS * HEARTBEAT_INTERVAL_S:
-                silent_s -= self._rest_s(peer)
+            rest_s = self._rest_s(peer)
+            if silent_s <= rest_s + (1 + _LATE_HEARTBEATS) * HEARTBEAT_INTERVAL_S:
+                silent_s -= rest_s
             peer.pause_s = max(fading * peer.pause_s, silent_s if peer.known else 0.0)
             peer.signs += not peer.calls
             peer.heard_s = self._awake_s
@@ -158,7 +169,8 @@ class FailureDetector:
 
     def _rest_s(self, peer: _Peer) -> float:
         """Return by how much the interval between heartbeats is extended."""
-        return REST_S - HEARTBEAT_INTERVAL_S if self._rests(peer) else 0.0
+        rest_s = self._distant_rest_s if peer.distant else self._near_rest_s if self._rests(peer) else 0.0
+        return max(rest_s, min(self._late_s, TIMEOUT_S_MAX))
 
     def _silence_s(self, peer: _Peer) -> float:
         """Return the silence after which a member gets a heartbeat, or a probe when it should

@@ -92,6 +92,12 @@ class RoundMachine:
         return self.setup.weights[self._own] > 0 and not self.excluded_reason
 
     @property
+    def left_out(self) -> dict[int, str]:
+        """Return the members that this one has left out, itself included, and why."""
+        own = {self._own: self.excluded_reason} if self.excluded_reason else {}
+        return self.repairs.left_out | self.shard.left_out | own
+
+    @property
     def state(self) -> RoundState:
         """Return what to answer to heartbeats."""
         if self.finished is None:
@@ -106,6 +112,7 @@ class RoundMachine:
             on.AverageChecked: self._on_checked,
             on.RefusalArrived: lambda event: [do.StopSending(event.reducer)],
             on.WaitingArrived: self._on_waiting,
+            on.LeftOutTold: lambda event: [*self.votes.on_left_out(event.place, event.reason)],
             on.ReducerStreamEnded: self._on_reducer_stream_ended,
             on.ContributionSent: self._on_contribution_sent,
             on.SenderOpened: self._on_sender_opened,
@@ -346,8 +353,7 @@ class RoundMachine:
             return self._fail(reason)
         effects: list[Effect] = [] if self.agreement.adopting else [do.CancelCalls(place)]
         self.agreement.on_member_failed(place)
-        effects += self._leave_out(place, reason)
-        effects += self.repairs.mark_failed(place, self.contributes)
+        effects += [*self._leave_out(place, reason), *self.repairs.mark_failed(place, self.contributes)]
         effects += self._lose(place, reason)
         if self.membership.live == {self._own} and not self._complete and not self.agreement.adopting:
             effects += self._fail(f"nobody else is left: {'; '.join(self.membership.failed.values())}")
@@ -376,9 +382,7 @@ class RoundMachine:
         """Take nothing more from this reducer's stream. `trusted`: what it has may still be asked for."""
         if reducer not in self.setup.plan.reducers or reducer == self._own or self.finished is not None:
             return []
-        if (
-            self.setup.audited
-        ):  # a member that took its shard over could not be audited, nor could what it reduced
+        if self.setup.audited:  # a successor could not be audited, nor could what it reduced
             if self.reducers.outstanding(reducer):
                 return self._fail(f"{self.setup.name(reducer)} was lost as a reducer: {reason}")
             return []
@@ -444,9 +448,7 @@ class RoundMachine:
     def _decide(self) -> list[Effect]:
         if self._complete and self.voted_s is None:
             self.voted_s = self._now_s
-        found = self.repairs.left_out | self.shard.left_out
-        if self.excluded_reason:
-            found[self._own] = self.excluded_reason
+        found = self.left_out
         standing = Standing(
             complete=self._complete,
             # a shard of ours that is not reduced although others have its averages was taken over
@@ -494,7 +496,5 @@ class RoundMachine:
         return [finish]
 
     def farewell(self) -> list[Effect]:
-        """Return the calls by which members learn how the round ended here. To be asked for after the
-        effects that ended it were performed.
-        """
+        """Return the calls that tell members how the round ended, once its last effects are performed."""
         return [*self.votes.farewell(self.membership.live)]

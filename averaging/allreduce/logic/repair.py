@@ -68,7 +68,7 @@ def successor(reducer: int, living: Collection[int], dialable: Collection[int], 
 
 
 def attempt(reducer: int, place: int, members: int) -> int:
-    """The attempt of an average of `reducer`'s shard that the member at `place` made."""
+    """Return the attempt number of an average of `reducer`'s shard that the member at `place` made."""
     return (place - reducer) % members
 
 
@@ -109,7 +109,7 @@ class Repair:
 
     @property
     def lacking(self) -> frozenset[int]:
-        """The chunks that are still to come."""
+        """Return the chunks that are still to come."""
         return frozenset(self._lacking)
 
     @property
@@ -125,20 +125,20 @@ class Repair:
     # ---- events
 
     def lack(self, chunks: Iterable[int]) -> None:
-        """These chunks are wanted."""
+        """Add chunks that are wanted."""
         self._lacking |= set(chunks)
 
     def mark_failed(self, place: int) -> None:
-        """This member is dead, or gave up."""
+        """Mark a member as dead, or as one that gave up."""
         self._living.discard(place)
 
     def distrust(self) -> None:
-        """Nothing more is expected of the lost reducer."""
+        """Expect nothing more of the lost reducer."""
         self.trusted = False
         self._living.discard(self.reducer)
 
     def pass_over(self) -> None:
-        """The successor has made nothing for too long: the next member takes over too."""
+        """Let the next member take over too: the successor has made nothing for too long."""
         if self.owner is not None:
             self._passed_over.add(self.owner)
 
@@ -161,7 +161,7 @@ class Repair:
         self._reports[place].asking = False
 
     def on_held(self, chunk: int) -> None:
-        """This chunk is in place, however it came."""
+        """Record that a chunk is in place, however it came."""
         self._lacking.discard(chunk)
         self._busy.discard(chunk)
         self._redoing.discard(chunk)

@@ -102,10 +102,6 @@ class Matchmaker:
         self._tickets = 0
 
     @property
-    def searching(self) -> bool:
-        return self._search is not None
-
-    @property
     def following(self) -> PeerId | None:
         """Return the leader that this peer waits for, if any."""
         return self._search.following if self._search is not None else None

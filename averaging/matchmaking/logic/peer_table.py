@@ -40,8 +40,8 @@ QUERIED_PEERS_MAX = 64
 # leads. It queries others only if that gives it no leader to follow, more with each answer. Smaller: a dead
 # one matters more; larger: more calls in large groups
 FIRST_MAX = 8
-# a peer that does not search yet is queried again after this. It announces itself when it starts: this only
-# compensates for lost messages
+# a peer that does not search yet is queried again after this; in proportion later where the search knows more
+# than FIRST_MAX peers. It announces itself when it starts: this only compensates for lost messages
 _QUERY_INTERVAL_S = 0.5
 _FAILED_QUERY_INTERVAL_S = 2.0  # the same for a peer that failed to answer at least twice
 _FIRST_RETRY_S = 0.2  # the same after a single failure: one failed call does not prove that a peer is dead
@@ -485,4 +485,4 @@ class PeerTable:
             return peer.queried_s + wait_s if peer.queried_s > -math.inf else self.started_s
         if peer.failed:
             return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
-        return peer.queried_s + _QUERY_INTERVAL_S
+        return peer.queried_s + _QUERY_INTERVAL_S * max(1.0, len(self.peers) / FIRST_MAX)

@@ -40,10 +40,6 @@ _RETRY_S = 1.0  # after the DHT could not be written or read
 _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because of an unexpected announcement
 
 
-def _nothing() -> None:
-    return None
-
-
 class Tracker:
     """Tracker of the progress of one run; one per optimizer."""
 
@@ -53,7 +49,7 @@ class Tracker:
         run: str,
         target: int | None,
         blocklist: PeerBlocklist | None = None,
-        on_full: Callable[[], None] = _nothing,
+        on_full: Callable[[], object] = bool,
         *,
         history: RunHistory | None = None,
     ) -> None:
@@ -122,7 +118,7 @@ class Tracker:
         root, progress.abstains = history.root, history.abstains or history.is_bound
         progress.head, progress.certified_epoch = root.head, history.certified_epoch
         # while every contributor becomes an elector, nobody is a stranger: peers that begin together
-        electors = () if root.root_register.at_once else root.electors
+        electors = frozenset[PeerId]() if root.root_register.at_once else frozenset(root.electors)
         is_large = root.root_grid_rounds > 1
         progress.standing = ReportStanding(self.own, electors, history.ledger.has_standing, is_large)
         peers, there = progress.standing.peers(progress.others(self._node.clock.swarm_s()))
@@ -197,6 +193,11 @@ class Tracker:
         """Return a snapshot of the progress."""
         with self._lock:
             return self._progress.view(self._node.clock.swarm_s())
+
+    def fraction(self) -> float:
+        """Return the fraction of its target that this peer's epoch has reached, as `view().fraction`."""
+        with self._lock:
+            return self._progress.fraction(self._node.clock.swarm_s())
 
     def set_target(self, target: int) -> None:
         """Set the number of samples in an epoch. A peer that learns of it later closes at most one epoch by

@@ -9,7 +9,7 @@ of reports, a notice of the root's aggregators how the run is divided.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,7 @@ class Tree:
     def __init__(self, dht: DhtService, run: str, own: PeerId, now_s: float) -> None:
         self._dht, self._run, self.own = dht, run, own
         self.bits = 0
+        self._electors: Collection[PeerId] = ()  # of this peer's head
         # of the whole run, as far as it is known; None in a small one
         self.total: ProgressTotal | None = None
         # the total that this peer publishes to its shard as an aggregator
@@ -89,11 +90,12 @@ class Tree:
         `reports` are the live reports, this peer's included; `standing` says which of them count. Return
         whether this peer belongs to another shard now.
         """
+        self._electors = standing.electors
         totals = self._totals_by_writer(entries, now_s)
         if self.bits == 0:
             return self._enter_from_flat(totals, reports, standing, now_s)
         members = {peer: report for peer, report in reports.items() if self.is_in_shard(peer)}
-        aggregating = aggregators(self.leaf, self._run, members, now_s)
+        aggregating = aggregators(self.leaf, self._run, members, now_s, self._electors)
         self.published = None
         if self.own in aggregating:
             try:
@@ -176,8 +178,9 @@ class Tree:
         while True:
             parent = node.parent
             written, totals = await self._publish_sum(node, parent, own, now_s)
-            summed = sum_of_children(children_of(parent, self._run, written, now_s), parent.level, now_s)
-            aggregating = aggregators(parent, self._run, written, now_s)
+            children = children_of(parent, self._run, written, now_s, self._electors)
+            summed = sum_of_children(children, parent.level, now_s)
+            aggregating = aggregators(parent, self._run, written, now_s, self._electors)
             totals_above = [totals[peer] for peer in aggregating if peer in totals and peer != self.own]
             published = median_of(totals_above) if len(totals_above) > 1 else None
             if self.own in aggregating:

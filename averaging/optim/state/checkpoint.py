@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from averaging.optim.state.snapshot import digests_of, encode_snapshot, mapping, pack, snapshot_digest
+from averaging.optim.state.training_state import root_of_header
 from averaging.optim.state.view import StateView
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.files import replace_durably
@@ -34,7 +35,6 @@ _log = logging.getLogger(__name__)
 FORMAT = "swarm.checkpoint/1"
 MODEL, STATISTIC, EXTRA = "model.", "optimizer.", "extra."
 _FILE = re.compile(r"epoch-(\d{1,13})(?:-([0-9a-f]{1,16}))?\.safetensors")
-_LINE = re.compile(r"[0-9a-f]*")
 _LINE_CHARACTERS = 16  # of a line's name in the name of a file
 _LINES_MAX = (
     8  # lines of history with checkpoints in one folder; the line written to least recently goes first
@@ -58,8 +58,7 @@ class Checkpoint:
 
     path: Path
     epoch: int
-    line: str  # line of history that the state belongs to, in hexadecimal; "": none is known
-    blob: bytearray  # accepted by `TrainingState.load`
+    blob: bytearray  # accepted by `Optimizer.load_state`
     tensors: dict[str, torch.Tensor]  # by their names in the file
 
 
@@ -91,14 +90,10 @@ def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[s
 
 
 def write(
-    view: StateView,
-    path: Path,
-    parameters: Sequence[str],
-    about: Mapping[str, str] | None = None,
-    line: str = "",
+    view: StateView, path: Path, parameters: Sequence[str], about: Mapping[str, str] | None = None
 ) -> None:
-    """Write a view to a temporary file, which replaces `path` when it is completely on the disk. `line` is
-    the line of history that the state belongs to. Raise SwarmError when writing fails.
+    """Write a view to a temporary file, which replaces `path` when it is completely on the disk. Raise
+    SwarmError when writing fails.
     """
     named = public_names(view.names, parameters)
     try:
@@ -113,7 +108,6 @@ def write(
         "format": "pt",  # readers of safetensors expect torch's tensors under this name
         "swarm": FORMAT,
         "epoch": str(view.epoch),
-        "line": line,
         "digest": view.digest.hex(),
         "canonical": str(int(view.canonical)),
         "header": base64.b64encode(pack(view.header)).decode(),
@@ -159,10 +153,9 @@ def read(path: Path) -> Checkpoint:
             or _seal(metadata) != metadata["seal"]
         ):
             raise PeerError(f"{path} is damaged: its contents are not what was written")
-        line = metadata.get("line", "")  # files of earlier versions have none
     except _DAMAGE as error:
         raise PeerError(f"{path} is damaged: {type(error).__name__} in its description") from error
-    return Checkpoint(path=path, epoch=int(metadata["epoch"]), line=line, blob=blob, tensors=tensors)
+    return Checkpoint(path=path, epoch=int(metadata["epoch"]), blob=blob, tensors=tensors)
 
 
 class Checkpoints:
@@ -176,22 +169,17 @@ class Checkpoints:
         self.folder, self._kept_max = folder, kept_max
 
     def save(
-        self,
-        view: StateView,
-        parameters: Sequence[str],
-        about: Mapping[str, str] | None = None,
-        line: str = "",
+        self, view: StateView, parameters: Sequence[str], about: Mapping[str, str] | None = None
     ) -> Path:
-        """Write a checkpoint, and remove those of its line beyond the `kept_max` that were written last.
-
-        Raises SwarmError when the disk does not take it, and UsageError when `line` is not hexadecimal.
+        """Write a checkpoint, and remove those of its line of history beyond the `kept_max` that were written
+        last. Raise SwarmError when the disk does not take it.
         """
-        if not _LINE.fullmatch(line):
-            raise UsageError(f"a line of history is named in hexadecimal, not {line!r:.60}")
+        root = root_of_header(view.header)
+        line = root.root_line.hex() if root is not None else ""
         name = f"epoch-{view.epoch:010d}{'-' if line else ''}{line[:_LINE_CHARACTERS]}.safetensors"
         path = self.folder / name
         newest_ns = max((written_ns for written_ns, _ in self._written()), default=0)
-        write(view, path, parameters, about, line)
+        write(view, path, parameters, about)
         if path.stat().st_mtime_ns <= newest_ns:  # the clock was set back: this one is the newest still
             os.utime(path, ns=(newest_ns + 1, newest_ns + 1))
         for old in [*self._beyond_limits(), *self.folder.glob(".epoch-*.tmp")]:

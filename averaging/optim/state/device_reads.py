@@ -22,18 +22,11 @@ from typing import Any, Protocol
 import torch
 
 from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, BlobLayout, copy_bytes, flat_bytes
+from swarm.core.copies import Arrival, CopiedAtOnce, Copy, CopyStream, host_memory
 
 # copied at a time. Smaller: more waits; larger: more pinned memory, of which a view needs two windows
 WINDOW_BYTES = 8 * CHUNK_BYTES
 _WINDOWS = 2  # one is in transit from the device while the other is copied to the blob and hashed
-
-
-class Transfer(Protocol):
-    """Copies to the host that were queued."""
-
-    def wait(self) -> None:
-        """Return when the bytes have arrived. The thread sleeps meanwhile and lets other threads run."""
-        ...
 
 
 class DeviceReader(Protocol):
@@ -57,23 +50,15 @@ class DeviceReader(Protocol):
         """
         ...
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+    def fetch(self, pairs: Iterable[Copy]) -> Arrival:
         """Copy each source, bytes on the device, to its target in `host_memory`. Sources must live until
-        the transfer has ended.
+        the copies have arrived.
         """
         ...
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         """Return uninitialised bytes on the host that `fetch` can copy to without blocking."""
         ...
-
-
-class _CudaTransfer:
-    def __init__(self, done: Any) -> None:
-        self._done = done
-
-    def wait(self) -> None:
-        self._done.synchronize()
 
 
 class CudaReader:
@@ -84,41 +69,24 @@ class CudaReader:
 
         `cuda` is the module `torch.cuda`, or a simulated one in tests.
         """
-        self._cuda, self._device = cuda, device
-        self._reads = cuda.Stream(device=device)
+        self._cuda, self._device, self._reads = cuda, device, CopyStream(device, cuda)
         cuda.synchronize(device)
 
     def after_write(self) -> None:
-        self._reads.wait_event(self._mark(self._cuda.current_stream(self._device)))
+        self._reads.follow()
 
     def before_write(self) -> None:
-        self._cuda.current_stream(self._device).wait_event(self._mark(self._reads))
+        self._reads.precede()
 
     def flat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        with self._cuda.stream(self._reads):
+        with self._cuda.stream(self._reads.stream):
             return _joined(tensors)
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        with self._cuda.stream(self._reads):
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-        return _CudaTransfer(self._mark(self._reads))
+    def fetch(self, pairs: Iterable[Copy]) -> Arrival:
+        return self._reads.copy(pairs)
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(
-            size_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
-        )
-
-    def _mark(self, stream: Any) -> Any:
-        # a waiting thread sleeps and leaves its core to the trainer
-        event = self._cuda.Event(blocking=True)
-        event.record(stream)
-        return event
-
-
-class _Arrived:
-    def wait(self) -> None:
-        return
+        return host_memory(self._device, size_bytes)
 
 
 class PlainReader:
@@ -135,10 +103,10 @@ class PlainReader:
     def flat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return _joined(tensors)
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+    def fetch(self, pairs: Iterable[Copy]) -> Arrival:
         for source, target in pairs:
             target.copy_(source)
-        return _Arrived()
+        return CopiedAtOnce()
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
@@ -222,7 +190,7 @@ class DeviceReads:
 class _Window:
     end: int
     buffer: torch.Tensor
-    transfers: list[Transfer]
+    transfers: list[Arrival]
 
 
 class HostCopy:
@@ -273,7 +241,7 @@ class HostCopy:
             return False
         begin, end = self.queued_bytes, min(self.queued_bytes + WINDOW_BYTES, self._layout.total_bytes)
         buffer = self._buffer()
-        pairs: dict[DeviceReader, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        pairs: dict[DeviceReader, list[Copy]] = {}
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
         prefix = self._layout.prefix[begin:end]
         memory[: len(prefix)] = prefix

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from averaging.optim.exchange import CHUNKS, CLOSE, OPEN
 from averaging.optim.state.encoding import EXACT
@@ -35,6 +35,7 @@ from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+OnProgress: TypeAlias = Callable[[int, int], None]  # bytes so far and in total; called on the network thread
 
 _CONNECTION = 7  # a connection of its own: a download must not hold up rounds and heartbeats
 _EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of the epoch that the swarm is known to have reached
@@ -105,7 +106,7 @@ class Download:
     epoch_known: Callable[[], int]  # returns the epoch that the swarm is known to have reached by now
     failures: dict[PeerId, str] = field(default_factory=dict)  # donors that failed, with the reason
     liars: set[PeerId] = field(default_factory=set)  # of these, donors that sent data other than declared
-    on_progress: Callable[[int, int], None] | None = None  # bytes so far and in total
+    on_progress: OnProgress | None = None
     pool: Executor | None = None  # threads that check chunks; None: the event loop's own
     codec: str = EXACT  # that donors are asked for; one that does not know it sends every tensor as it is
     # returns the electors of the head that the swarm is known to have reached, those that can be called, the

@@ -16,7 +16,13 @@ import torch
 from blake3 import blake3
 
 from averaging.history.chain import Chain
-from averaging.history.encoding import ROOT_BYTES_MAX, decode_root, encode_root
+from averaging.history.encoding import (
+    ROOT_BYTES_MAX,
+    decode_chain,
+    decode_root,
+    encode_chain,
+    encode_root,
+)
 from averaging.optim.state.device_reads import DeviceReader, DeviceReads, reader_of
 from averaging.optim.state.encoding import EXACT, dtype_of
 from averaging.optim.state.probe import is_statistic, probe, probe_shapes
@@ -170,15 +176,15 @@ class TrainingState:
 
     # --- reading
 
-    def view(self, *, with_history: bool = True) -> StateView:
+    def view(self, *, with_history: bool = True, past: Chain | None = None) -> StateView:
         """Return a view of the present state, to be read while training continues. It is copied only when
         the state is about to change. Close it afterwards. `with_history`: its header names the head of the
-        state's history.
+        state's history. `past`: the certificates that lead to that head, for a checkpoint.
         """
         with self.reading, torch.no_grad():
             view = StateView(
                 (self.epoch, self.version, self.canonical),
-                self._scalars() | (self._history_header() if with_history else {}),
+                self._scalars() | (self._history_header(past) if with_history else {}),
                 self._named(),
                 self.reading,
                 self._reads,
@@ -191,8 +197,14 @@ class TrainingState:
         """Return the number of views that are not closed: a change of the state copies each of them first."""
         return sum(not view.closed for view in self._views)
 
-    def _history_header(self) -> dict[str, Any]:
-        return {"history": encode_root(self.root)} if self.root is not None else {}
+    def _history_header(self, past: Chain | None) -> dict[str, Any]:
+        if self.root is None:
+            return {}
+        leads_here = past is not None and past.last_head == self.root.head
+        return {
+            "history": encode_root(self.root),
+            **({"past": encode_chain(past)} if past is not None and leads_here else {}),
+        }
 
     def snapshot(self, *, with_history: bool = True) -> Snapshot:
         """Return a copy of the state, with digests. Callable from any thread. `with_history` as in `view`."""
@@ -416,6 +428,21 @@ def root_of_header(header: Mapping[str, Any]) -> Chain | None:
     PeerError when it is malformed.
     """
     return decode_root(header["history"]) if "history" in header else None
+
+
+def past_of_header(header: Mapping[str, Any]) -> Chain | None:
+    """Return the history that a snapshot's header names: the certificates that lead to its head, where it has
+    them, which are not checked yet. Raise PeerError when it is malformed.
+    """
+    root = root_of_header(header)
+    if root is None or "past" not in header:
+        return root
+    if not isinstance(header["past"], bytes):
+        raise PeerError("the history of a state is bytes")
+    past = decode_chain(header["past"])
+    if past.end != root:
+        raise PeerError("the certificates of the state lead to another head than its own")
+    return past
 
 
 def _is_trained(p: torch.Tensor) -> bool:

@@ -32,14 +32,6 @@ class RecordSchema(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Anything:
-    """Any value that the DHT takes."""
-
-    def refusal(self, value: Value) -> str | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
 class Flag:
     """A bool."""
 

@@ -17,7 +17,7 @@ from swarm.dht.logic.constants import (
     REPLICAS,
 )
 from swarm.dht.logic.lookup import Lookup, LookupDone
-from swarm.dht.logic.records import Record
+from swarm.dht.logic.records import Record, run_of
 from swarm.dht.service.overlay import FIND, STORE, Overlay
 from swarm.dht.service.reader import Reader, RecordSearch
 from swarm.dht.service.replica import ReplicaStore
@@ -168,6 +168,7 @@ class ManyReads:
         self._overlay = overlay
         self._reader = reader
         self._records = storage_records
+        self._limit = asyncio.Semaphore(BULK_CALLS_MAX)
         self.searches: dict[Key, RecordSearch] = {}
 
     async def run(self, keys: Iterable[Key], *, exhaustive: bool, max_age_s: float | None) -> None:
@@ -187,7 +188,19 @@ class ManyReads:
             for key in chunk:
                 self.searches[key].merge(self._records(key, overlay.now_us))
                 lookups[key] = overlay.lookup(key.dht_id, wanted=wanted, parallel=REPLICAS)
-            await ManySearches(overlay, lookups, self._query, self._merge_answer).run(self._done)
+            searches = ManySearches(overlay, lookups, self._query, self._merge_answer)
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(searches.run(self._done))
+                of_runs = [self.searches[key] for key in chunk if run_of(key) is not None]
+                if of_runs:
+                    await asyncio.wait([asking], timeout=overlay.timings.dht_stall_s)
+                for search in of_runs:
+                    group.create_task(self._ask_companions(search))
+
+    async def _ask_companions(self, search: RecordSearch) -> None:
+        """Ask members of the run for what the replicas of a key lack: peers near it may be made for that."""
+        async with self._limit:
+            await self._reader.ask_companions(search)
 
     def _query(self, key: Key) -> DhtFindQuery:
         self.searches[key].asked += 1

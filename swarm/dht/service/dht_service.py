@@ -219,7 +219,7 @@ class DhtService:
         are in the items' order.
 
         Raises UsageError before anything is sent when an item is not allowed or there are more than
-        `bulk_keys_max`.
+        `BULK_KEYS_MAX`.
         """
         if len(items) > BULK_KEYS_MAX:
             raise UsageError(f"store_many takes at most {BULK_KEYS_MAX} entries, not {len(items)}")
@@ -323,7 +323,7 @@ class DhtService:
         those of `get`.
 
         A key for which no peer answered in time is among the failures. Raises UsageError for more than
-        `bulk_keys_max` keys.
+        `BULK_KEYS_MAX` keys.
         """
         key_by_name = {key: Key.parse(key) for key in keys}
         if len(key_by_name) > BULK_KEYS_MAX:

@@ -2,7 +2,7 @@
 peer, and cached.
 
 The reader chooses how old an answer may be (`max_age_s`). By default a replica answers from memory for
-`local_read_ttl_s` after it last compared the key with the others, as long as its neighbourhood does not
+`LOCAL_READ_TTL_S` after it last compared the key with the others, as long as its neighbourhood does not
 change: every write reaches it in the same call that reaches the others. Any other peer asks the replicas.
 `latest` always asks, and asks more peers.
 """
@@ -277,7 +277,7 @@ class Reader:
                 asking = group.create_task(self._ask_replicas(search, exhaustive))
                 if run_of(key) is not None:
                     await asyncio.wait([asking], timeout=overlay.timings.dht_stall_s)
-                    if await self._ask_companions(search) and not asking.done():
+                    if await self.ask_companions(search) and not asking.done():
                         search.merge(self._storage.records(key, overlay.now_us))
                         search.end()  # peers that claim to be near the key do not answer
         finally:
@@ -286,7 +286,7 @@ class Reader:
                 del self.running[key, exhaustive]
             search.end()
 
-    async def _ask_companions(self, search: RecordSearch) -> bool:
+    async def ask_companions(self, search: RecordSearch) -> bool:
         """Ask members of a run for what the replicas lack, if that is due. Return whether one answered."""
         overlay, key, companions = self._overlay, search.key, self._companions
         asked = {overlay.own_id, *search.versions_by_peer}

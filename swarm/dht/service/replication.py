@@ -2,7 +2,7 @@
 and hand-over when this peer leaves.
 
 Peers compare summaries (`summary`) before any record is sent: a record that both hold costs 16 bytes. Of a
-key's holders the nearest acts first. The second nearest acts `second_holder_delay_s` later, in case the first
+key's holders the nearest acts first. The second nearest acts `SECOND_HOLDER_DELAY_S` later, in case the first
 was unaware or has left as well; the others act only when the key has not been compared for a long time. A
 single task does all this, one call at a time, so that the simultaneous death of half a swarm causes no burst
 of traffic.

@@ -16,11 +16,11 @@ _STRANGERS = "strangers"  # is no PeerID
 class EventLog:
     """The latest events. `take` returns each new event once, for a caller that stores them."""
 
-    def __init__(self, events_max: int = 300, first_number: int = 1) -> None:
+    def __init__(self, events_max: int = 300) -> None:
         self._events_max = events_max
         self._events: deque[MonitorEvent] = deque()
         self._of_strangers: deque[int] = deque()  # numbers of events in the log
-        self._next = first_number
+        self._next = 1
         self._recent: deque[tuple[float, str]] = deque(maxlen=4096)
         self._new: list[MonitorEvent] = []
 

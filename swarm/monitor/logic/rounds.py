@@ -16,6 +16,7 @@ from swarm.monitor.logic.view import RoundView
 _AHEAD_MAX = 2  # epochs that a round may be ahead of the swarm
 _ALONE_MAX = 4  # rounds that only one and the same peer reports
 _BLAME_MAX = 8
+_ROUNDS_MAX = 50
 
 RoundKey = tuple[str, int, str]
 
@@ -29,8 +30,7 @@ class _Round:
 class RoundTable:
     """The latest rounds of a run."""
 
-    def __init__(self, rounds_max: int = 50) -> None:
-        self._rounds_max = rounds_max
+    def __init__(self) -> None:
         self._rounds: dict[RoundKey, _Round] = {}
 
     def add_report(self, writer: PeerId, report: RoundReport, epoch: int, now_s: float) -> RoundKey | None:
@@ -71,7 +71,7 @@ class RoundTable:
         alone = [key for key, one in self._rounds.items() if set(one.reports) == {writer}]
         for key in alone[: max(0, len(alone) - _ALONE_MAX + 1)]:
             del self._rounds[key]
-        while len(self._rounds) >= self._rounds_max:
+        while len(self._rounds) >= _ROUNDS_MAX:
             del self._rounds[
                 min(
                     self._rounds,

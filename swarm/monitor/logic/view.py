@@ -22,7 +22,6 @@ class RunView:
     version: int = 0
     target: int | None = None  # samples of an epoch
     parameters: int | None = None
-    end_epochs: int | None = None
     created_s: float | None = None
 
     @property

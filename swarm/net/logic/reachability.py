@@ -57,10 +57,11 @@ class Reachability:
         """`presumed`: addresses that are announced until others have failed there: a first peer of a swarm
         has nobody to ask.
         """
-        self._port = port
+        self.port = port  # where others are asked to call: this peer's own, or one that a router forwards
         self.reach = Reach("direct" if presumed else "unknown", now_s, tuple(presumed))
         self.due_s = now_s  # of the next check
         self._checked_s = now_s - RETRY_S
+        self._was_answered = False  # by anybody, in the last check
         # since the last success: the peers that failed, and how often any did
         self._failed: dict[PeerId, None] = {}
         self._failures = 0
@@ -87,6 +88,7 @@ class Reachability:
         self._checked_s = now_s
         counted = _in_agreement([one for one in answers if scope_of(one.observed) is Scope.INTERNET])
         reached = [one for one in counted if one.reached]
+        self._was_answered = bool(counted)
         if reached:
             self._failed.clear()
             self._observed.clear()
@@ -102,6 +104,28 @@ class Reachability:
                 self._settle("hidden", (), tuple(self._failed), now_s)
         is_certain = bool(reached) or self.reach.verdict == "hidden"
         self.due_s = now_s + (CHECK_S if is_certain else RETRY_S)
+
+    def on_candidate(self, now_s: float) -> None:
+        """Take that a peer can be asked. It is asked at once when nobody has answered yet, for instance
+        because the line came up after this peer did.
+        """
+        if self.reach.verdict == "unknown" and not self._was_answered:
+            self.due_s = min(self.due_s, now_s)
+
+    def on_interfaces(self, public: Sequence[Address], gone: Iterable[str], now_s: float) -> None:
+        """Take that the addresses of this machine have changed: `public` are those of the internet, `gone`
+        the hosts that it no longer has. What others saw and tried before is no evidence any more.
+        """
+        lost = set(gone)
+        kept = tuple(one for one in self.reach.addresses if one.host not in lost)
+        if self.reach.verdict == "direct" and not self.reach.by:
+            kept = tuple(public)
+        if kept != self.reach.addresses:
+            self._settle("direct" if kept else "unknown", kept, self.reach.by if kept else (), now_s)
+        self._failed.clear()
+        self._observed.clear()
+        self._failures = 0
+        self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
 
     def on_observed(self, peer: PeerId, host: str, now_s: float) -> None:
         """Take the address from which a peer sees this one call. Another one than before is a reason to
@@ -121,7 +145,7 @@ class Reachability:
 
     def _proven(self, reached: Sequence[DialedBack]) -> tuple[Address, ...]:
         """Return the addresses that were called now, and those of the other IP version that were before."""
-        now = dict.fromkeys(Address(one.observed, self._port) for one in reached)
+        now = dict.fromkeys(Address(one.observed, self.port) for one in reached)
         versions = {_version(address.host) for address in now}
         before = [one for one in self.reach.addresses if _version(one.host) not in versions]
         return (*now, *(before if self.reach.by else ()))

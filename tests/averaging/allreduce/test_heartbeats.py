@@ -131,3 +131,43 @@ def test_a_process_that_was_late_judges_nobody_for_some_seconds() -> None:
         liveness.answered(1, 0.01)
         liveness.tick(nth / 10)
     assert liveness.probe_s(1) == pytest.approx(0.6)
+
+
+def heartbeats_of_a_group(
+    members: int, *, distant: bool, tick_s: float = 0.1, seconds: float = 10.0
+) -> float:
+    """Return how many heartbeats a second this member sends in the second half of `seconds`, to others that
+    all answer at once, when its ticks come every `tick_s`.
+    """
+    places = range(1, members)
+    liveness = FailureDetector(places, [], 0.0, distant=places if distant else [])
+    count = 0
+    for nth in range(1, round(seconds / tick_s) + 1):
+        heartbeats, dead = liveness.tick(nth * tick_s)
+        assert not dead
+        for place in heartbeats:
+            liveness.answered(place, 0.0)
+        count += len(heartbeats) * (nth * tick_s > seconds / 2)
+    return count / (seconds / 2)
+
+
+@pytest.mark.parametrize("distant", [False, True])
+def test_the_heartbeats_of_one_member_do_not_grow_with_the_group(distant: bool) -> None:
+    assert heartbeats_of_a_group(65, distant=distant) <= 1.3 * heartbeats_of_a_group(17, distant=distant)
+
+
+def test_a_silent_member_of_a_large_group_is_found_in_proportion_later() -> None:
+    for members, latest_s in ((17, 1.2), (33, 1.5), (65, 2.1)):  # rests of 0.3, 0.6 and 1.2 s
+        liveness = FailureDetector(range(1, members), [], 0.0)
+        for nth in range(1, 101):
+            for place in liveness.tick(nth / 10)[0]:
+                liveness.answered(place, 0.01)
+        died_s = next(nth / 10 for nth in range(101, 200) if liveness.tick(nth / 10)[1])
+        assert died_s - 10.0 <= latest_s + 0.1
+
+
+def test_a_late_process_sends_fewer_heartbeats() -> None:
+    prompt = heartbeats_of_a_group(9, distant=False, tick_s=0.1)
+    late = heartbeats_of_a_group(9, distant=False, tick_s=0.5)
+    # its clock of silence runs a fifth as fast, and it rests for as long as it is late
+    assert late <= prompt / 8

@@ -115,7 +115,6 @@ def test_assembly() -> None:
         )
         assembly.settle(chunk, chunks[chunk])
     assert assembly.complete
-    assert not assembly.taken_over
     pairs = [(version.digest, version.contributors) for version in chunks]
     assert assembly.digest() == digest_round(pairs)
     assert assembly.digest() != digest_round([*pairs[:3], (pairs[3][0], everybody)])
@@ -125,7 +124,6 @@ def test_assembly() -> None:
     assert assembly.covered() == 1.0
     nobody = encode_places([], 3)
     assembly.settle(3, Version(1, nobody, digest_payload(b"")))
-    assert assembly.taken_over
     assert assembly.covered() == 0.75
     with pytest.raises(PeerError, match="takes 0"):
         assembly.check(3, nobody, 4096)

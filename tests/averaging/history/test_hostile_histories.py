@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from averaging.history.ahead import what_to_follow
-from averaging.history.certificate import EPOCH_MAX, genesis
+from averaging.history.certificate import EPOCH_MAX, Proposal, genesis
 from averaging.history.chain import Chain
-from averaging.history.electors import FOUNDING_MAX
+from averaging.history.electors import FOUNDING_MAX, Register
+from averaging.history.encoding import decode_chain, encode_chain
 from averaging.history.lineage import CERTIFICATES_MAX, Lineage, Relation
 from averaging.history.offers import Offers
 from swarm.core.errors import PeerError
@@ -154,3 +155,21 @@ def test_a_newcomer_waits_while_the_history_of_more_peers_could_not_be_fetched()
     heads = {LIAR: forged.head, A: honest.head, B: honest.head}
     assert offers.choose(mine, heads) is None
     assert offers.choose(mine, {LIAR: forged.head, A: NOBODY, B: b""}) is not None
+
+
+def test_a_history_that_many_peers_show_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, newcomer = encode_chain(made_by([A, B], 5).chain()), Lineage(RUN, D)
+    offers, checked = Offers(), list[bytes]()
+    follows = Proposal.follows
+
+    def counted(proposal: Proposal, electors: Sequence[PeerId], register: Register) -> bool:
+        checked.append(proposal.head)
+        return follows(proposal, electors, register)
+
+    monkeypatch.setattr(Proposal, "follows", counted)
+    for peer in (A, B, C):
+        chain = decode_chain(bytes(bytearray(shown)))  # each answer has its own bytes
+        assert offers.takes(newcomer.relation(chain), newcomer, chain, Contact(peer))
+    assert len(checked) == len(set(checked)) == 5
+    with pytest.raises(PeerError, match="other electors"):
+        chain.certificates[1].check((LIAR,), chain.certificates[0].register)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -130,6 +131,14 @@ def test_a_peer_that_restarts_from_a_checkpoint_of_a_break_still_gives_way_to_th
     assert restarted.head == c.head
     assert restarted.relation(a.chain()) is Relation.WINS
     assert restarted.epochs_after(a.chain()) == 2
+    forged = c.chain()
+    votes = dict.fromkeys(forged.certificates[-1].votes, bytes(64))
+    forged = replace(
+        forged, certificates=(*forged.certificates[:-1], replace(forged.certificates[-1], votes=votes))
+    )
+    assert forged.valid_part(RUN) == forged.end, "of a chain that proves nothing only the head is taken"
+    with pytest.raises(PeerError, match="at most"):
+        read_chain_text("00" * (CHAIN_BYTES_MAX + 1))
     older = lineage(C)  # a checkpoint of an older version names the head only
     older.adopt(read_chain_text(msgpack.packb(encode_root(c.chain().end)).hex()))
     assert older.head == c.head

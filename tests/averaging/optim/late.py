@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from averaging.optim.offload import Copy
+from swarm.core.copies import Copy
 
 HOST_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 

@@ -10,11 +10,15 @@ import safetensors.torch
 import torch
 
 from averaging.history.chain import Chain
+from averaging.history.encoding import CHAIN_BYTES_MAX, encode_chain
+from averaging.history.lineage import Lineage
 from averaging.optim.state import checkpoint
 from averaging.optim.state.checkpoint import Checkpoints, names_of, public_names
-from averaging.optim.state.training_state import TrainingState
+from averaging.optim.state.snapshot import read_header
+from averaging.optim.state.training_state import TrainingState, past_of_header
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import PeerId
+from tests.averaging.history.peers import PEERS, RUN, certificate, upon
 
 
 def made(seed: int) -> tuple[torch.nn.Module, TrainingState, list[str]]:
@@ -73,6 +77,36 @@ def test_a_file_keeps_the_head_of_the_history_that_its_state_belongs_to(tmp_path
     _, resumed, _ = made(2)
     resumed.load(found.blob)
     assert resumed.root == root
+
+
+def history_of(rounds: int) -> Chain:
+    """Return the certificates of a run of three peers."""
+    lineage = Lineage(RUN, PEERS[0])
+    for _ in range(rounds):
+        lineage.extend(certificate(upon(lineage, PEERS[:3]), PEERS[:3]))
+    return lineage.chain()
+
+
+def test_a_file_keeps_the_certificates_that_lead_to_its_head_and_nothing_else(tmp_path: Path) -> None:
+    """Regression test: files kept the head alone, and the dictionaries of torch the certificates, too."""
+    past = history_of(4)
+    _, state, names = made(1)
+    with state.lock:
+        state.mark_changed(4, root=past.end)
+    kept = Checkpoints(tmp_path)
+    kept.save(state.view(past=past), names)
+    found, _ = kept.newest_good()
+    assert found is not None
+    header = read_header(found.blob)[0]
+    assert past_of_header(header) == past
+    assert past.valid_part(RUN) is past
+    assert past.valid_part("another run") == past.end
+    longer = history_of(5)
+    assert "past" not in state.view(past=longer).header, "it leads to another head"
+    assert "past" not in state.view().header, "donors give no certificates with a state"
+    for wrong in (encode_chain(longer), b"x", "text", bytes(CHAIN_BYTES_MAX + 1)):
+        with pytest.raises(PeerError):
+            past_of_header(header | {"past": wrong})
 
 
 def test_a_file_is_plain_safetensors_under_the_models_names(tmp_path: Path) -> None:
@@ -152,9 +186,10 @@ def test_old_checkpoints_are_deleted_and_no_partial_file_remains(
     assert len(list(tmp_path.iterdir())) == 2, "the temporary file is gone, the others are there"
 
 
-def at_epoch(state: TrainingState, epoch: int) -> TrainingState:
+def at_epoch(state: TrainingState, epoch: int, line: bytes = b"") -> TrainingState:
+    root = Chain(head=b"h" * 32, electors=(), certificates=(), root_epoch=epoch, root_line=line)
     with state.lock:
-        state.mark_changed(epoch)
+        state.mark_changed(epoch, root=root)
     return state
 
 
@@ -179,10 +214,9 @@ def test_a_checkpoint_just_written_is_never_removed(tmp_path: Path) -> None:
 def test_each_line_of_history_keeps_its_own_checkpoints(tmp_path: Path) -> None:
     _, state, names = made(1)
     kept = Checkpoints(tmp_path, kept_max=2)
-    for line in ("", "ab" * 32, "cd" * 32):
+    for line in (b"", b"\xab" * 32, b"\xcd" * 32):
         for epoch in (7, 8, 9):
-            path = kept.save(at_epoch(state, epoch).view(), names, line=line)
-            assert checkpoint.read(path).line == line
+            kept.save(at_epoch(state, epoch, line).view(), names)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *(f"epoch-000000000{epoch}-{line * 8}.safetensors" for epoch in (8,) for line in ("ab", "cd")),
         "epoch-0000000008.safetensors",
@@ -190,10 +224,8 @@ def test_each_line_of_history_keeps_its_own_checkpoints(tmp_path: Path) -> None:
         "epoch-0000000009.safetensors",
     ]
     for number in range(12):
-        kept.save(at_epoch(state, 9).view(), names, line=f"{number:04x}")
+        kept.save(at_epoch(state, 9, bytes([number]) * 32).view(), names)
     assert len(list(tmp_path.iterdir())) == 8, "the lines that nobody has written to for the longest time go"
-    with pytest.raises(UsageError, match="hexadecimal"):
-        kept.save(state.view(), names, line="../x")
 
 
 def test_archived_checkpoints_stay_in_a_folder_of_their_own(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def test_a_link_orders_copies_and_the_trainers_stream_both_ways() -> None:
     assert not arrival.ready()
     arrival.wait()
     assert arrival.ready()
-    assert arrival._event.known >= {"backward", "copy 1"}
-    assert "forward" not in arrival._event.known
+    assert arrival.event.known >= {"backward", "copy 1"}
+    assert "forward" not in arrival.event.known
     assert torch.equal(target, source)
     link.release()
     assert "copy 1" in cuda.default.known
@@ -117,7 +117,6 @@ def test_staged_values_come_back_whatever_the_blocks(seed: int, monkeypatch: pyt
     dtypes = [torch.float32, torch.bfloat16]
     tensors = [torch.randn(rng.randint(0, 40)).to(rng.choice(dtypes)) for _ in range(12)]
     staging = HostStaging(tensors, OffloadLinks(tensors, LateLink))
-    assert staging.pinned_bytes < sum(tensor.nbytes for tensor in tensors) + 2 * 4 * 4
     for _ in range(3):
         chosen = rng.sample(range(12), 7)
         pieces = [

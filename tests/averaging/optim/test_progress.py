@@ -22,7 +22,7 @@ from averaging.optim.progress.logic.reports import (
 )
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
-from swarm.core.presets import WAN
+from swarm.core.presets import LOCAL, WAN
 
 
 def peer(number: int) -> PeerId:
@@ -222,6 +222,15 @@ def test_the_view_shows_totals_and_the_refresh_interval_follows_the_eta() -> Non
     assert progress.refresh_s(100.0) == REFRESH_S_MIN
 
 
+def test_a_preset_with_short_intervals_reads_as_rarely_as_others_when_many_peers_train() -> None:
+    progress = EpochProgress(peer(0), 1000, 0.0, LOCAL.progress_refresh_s_max)
+    progress.update_own(500, 1.0, 100.0)
+    assert progress.refresh_s(100.0) == LOCAL.progress_refresh_s_max
+    for number in range(1, 24):
+        progress.on_report(peer(number), report(1, rate=1.0), 100.0)
+    assert progress.refresh_s(100.0) == 3 * REFRESH_S_MIN > LOCAL.progress_refresh_s_max
+
+
 GOOD = {"epoch": 1, "samples": 2, "rate": 3.0, "at": 99.0, "since": 90.0}
 
 
@@ -289,3 +298,17 @@ def test_a_peer_that_completed_a_round_is_in_the_next_epoch_before_it_reports_so
     progress.on_report(peer(1), report(20, epoch=3, at_s=102.0), 102.0)
     assert progress.counted(102.0)[peer(1)] == 20
     assert peer(9) not in progress.others(102.0)
+
+
+def test_peers_that_return_to_a_shorter_history_count_there() -> None:
+    """Regression test: two peers that had gone on without the others, and gave that up, took each other's
+    reports for those of the epoch that they had reached by themselves, and did not count them.
+    """
+    progress = machine(1000)
+    progress.begin_epoch(8, 101.0)
+    progress.on_report(peer(1), report(5, epoch=8, at_s=101.0), 101.0)
+    progress.on_round([peer(1)], 8, 101.0)
+    progress.begin_epoch(6, 103.0)
+    progress.on_report(peer(1), report(40, epoch=6, at_s=104.0), 104.0)
+    assert progress.others(104.0)[peer(1)].epoch == 6
+    assert progress.counted(104.0)[peer(1)] == 40

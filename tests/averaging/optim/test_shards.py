@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -30,6 +31,8 @@ from averaging.optim.progress.logic.shards import (
     sum_of_children,
     sum_of_reports,
 )
+from averaging.optim.progress.logic.standing import ReportStanding
+from averaging.optim.progress.tree import Tree
 from swarm.core.errors import PeerError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
@@ -89,6 +92,56 @@ def test_three_writers_aggregate_and_change_with_the_period() -> None:
     assert aggregators(node, RUN, PEERS, NOW_S + PERIOD_S) != first
     rest = [peer for peer in PEERS if peer != first[0]]
     assert aggregators(node, RUN, rest, NOW_S)[:2] == first[1:], "when one is gone the next steps in"
+
+
+@pytest.mark.parametrize("electors", [1, 2, 3, 20])
+def test_electors_aggregate_before_any_number_of_other_identities(electors: int) -> None:
+    node = shard_of(RUN, PEERS[0], 2)
+    last = aggregators(node, RUN, PEERS, NOW_S)  # whose hashes are the lowest among 300
+    known = [peer for peer in PEERS if peer not in last][:electors]
+    found = aggregators(node, RUN, PEERS, NOW_S, known)
+    assert set(found[: min(electors, AGGREGATORS)]) <= set(known)
+    assert found[electors:] == last[: AGGREGATORS - min(electors, AGGREGATORS)]
+
+
+def test_sums_of_strangers_do_not_stand_for_a_shard_that_has_three_electors() -> None:
+    root = TreeNode(2, 1, 0)
+    shard = [peer for peer in PEERS if shard_of(RUN, peer, 2).prefix == 1]
+    chosen = aggregators(TreeNode(2, 0, 1), RUN, shard, NOW_S)
+    electors = [peer for peer in shard if peer not in chosen][:AGGREGATORS]
+    written = {peer: (1, total() if peer in electors else LIES[0]) for peer in shard}
+    assert children_of(root, RUN, written, NOW_S)[1] == [LIES[0]] * 3, "by the hash alone liars decide"
+    assert children_of(root, RUN, written, NOW_S, electors)[1] == [total()] * 3
+
+
+def test_an_elector_aggregates_the_shard_that_it_is_in() -> None:
+    bits = 2
+    leaf = shard_of(RUN, PEERS[0], bits)
+    shard = [peer for peer in PEERS if shard_of(RUN, peer, bits) == leaf]
+    chosen = aggregators(leaf, RUN, shard, NOW_S)
+    own = next(peer for peer in shard if peer not in chosen)
+    reports = {peer: report() for peer in shard}
+    for electors, publishes in (((), False), ((own,), True)):
+        dht = StoredSums()
+        tree = Tree(dht, RUN, own, NOW_S)  # type: ignore[arg-type]
+        tree.bits = bits
+        standing = ReportStanding(own, electors)
+        asyncio.run(tree.after_refresh([], reports, standing, NOW_S))
+        assert bool(dht.stored) is publishes
+
+
+class StoredSums:
+    """A DHT that holds nothing, and remembers what is written."""
+
+    def __init__(self) -> None:
+        self.stored: list[object] = []
+
+    async def store(self, key: object, value: object, **options: object) -> bool:
+        self.stored.append((key, value))
+        return True
+
+    async def get(self, key: object, **options: object) -> dict[str, object]:
+        return {}
 
 
 @settings(deadline=None, max_examples=60)

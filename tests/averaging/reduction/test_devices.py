@@ -102,13 +102,13 @@ def test_a_queue_orders_the_calls_of_its_streams() -> None:
         cuda.call("encode 2")
     assert "encode 2" not in copies.known  # beside the copy
     fetch.wait()
-    assert fetch._done.synchronized
-    assert fetch._done.known >= {"backward", "encode 1"}
-    assert fetch._source is source  # alive until the copy is over
+    assert fetch.event.synchronized
+    assert fetch.event.known >= {"backward", "encode 1"}
+    assert fetch.kept is source  # alive until the copy is over
     assert torch.equal(target, source)
     default, waited = cuda.default, cuda.waited
     queue.finish()
-    assert waited == [fetch._done.known, working.known, copies.known]  # by events, which let the thread sleep
+    assert waited == [fetch.event.known, working.known, copies.known]  # by events, which let the thread sleep
     assert not any(stream.synchronized for stream in (default, working, copies))
     assert "next forward" not in set().union(*waited)  # nobody waits for the trainer
 
@@ -207,7 +207,7 @@ def test_pinned_memory_of_averages_is_hardly_larger_than_they_are_and_is_used_ag
 
 
 class HalfThere(FlatVector):
-    """As if every other chunk lay on the host, or on both sides of a border between devices."""
+    """A vector of which every other chunk seems to lie on the host, or on two devices."""
 
     def device_of(self, start: int, stop: int) -> torch.device:
         return torch.device("meta") if start // 4096 % 2 else HOST

@@ -23,7 +23,7 @@ FLOAT32 = find("float32")
 
 
 def averages_of(vector: torch.Tensor, codec: Codec = FLOAT32, chunk_bytes: int = 4096) -> Averages:
-    """As a round would leave them, had its average been `vector`."""
+    """Return averages as a round would leave them, had its average been `vector`."""
     plan = plan_chunks(vector.numel(), [1.0, 2.0], codec, chunk_bytes)
     averages = Averages(plan, codec, ResultBuffer())
     for chunk in plan.chunks:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -250,6 +250,9 @@ class EpochProgress:
         in the epoch already, while the previous round was running.
         """
         others = self.standing.counted(self.others(now_s))
+        # a peer that returns to a shorter history may find there whom it was in later epochs with
+        for entry in self._others.values():
+            entry.epoch_min = min(entry.epoch_min, epoch)
         began_s = [report.since_s for report in others.values() if late and report.epoch == epoch]
         since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
         self._own_report = ProgressReport(
@@ -388,7 +391,11 @@ class EpochProgress:
     def counted(self, now_s: float) -> dict[PeerId, float]:
         """Return how many samples of each live peer count towards this peer's epoch now."""
         live = self.standing.counted({self.own: self._own_report, **self.others(now_s)})
-        rate_max = self.standing.rate_max(live)
+        return self._counted(live, self.standing.rate_max(live), now_s)
+
+    def _counted(
+        self, live: Mapping[PeerId, ProgressReport], rate_max: Callable[[PeerId], float], now_s: float
+    ) -> dict[PeerId, float]:
         return {
             peer: self._count(peer, report, rate_max(peer), now_s)
             for peer, report in live.items()
@@ -399,9 +406,8 @@ class EpochProgress:
     def _count(self, peer: PeerId, report: ProgressReport, rate_max: float, now_s: float) -> float:
         training_s = max(0.0, report.at_s - self._own_report.since_s) + SLACK_S
         counted = min(float(report.samples), rate_max * training_s, float(self.target))
-        if peer != self.own:  # this peer's own number is exact
+        if peer != self.own:  # this peer's own number is exact; in short epochs rates tell no round's time
             silent_s = min(max(0.0, now_s - report.at_s), EXTRAPOLATION_S_MAX)
-            # in short epochs rates do not show how long a round takes
             counted += min(min(report.rate, rate_max) * silent_s, counted)
         return counted
 
@@ -409,10 +415,17 @@ class EpochProgress:
         """Return whether the epoch's batch is complete in this peer's view."""
         return self.samples_counted(now_s) >= self.target
 
+    def fraction(self, now_s: float) -> float:
+        """Return the fraction of the target that the epoch has reached, at most 1."""
+        return min(1.0, self.samples_counted(now_s) / self.target)
+
     def samples_counted(self, now_s: float) -> float:
         """Return the samples of the whole swarm that count towards this peer's epoch."""
+        return self._samples_of(self.counted(now_s) if self.total is None else {}, now_s)
+
+    def _samples_of(self, counted: Mapping[PeerId, float], now_s: float) -> float:
         if self.total is None:
-            return sum(self.counted(now_s).values())
+            return sum(counted.values())
         return self.total.samples_at(now_s) if self.total.epoch == self._own_report.epoch else 0.0
 
     def is_plausibly_full(self, epoch: int, now_s: float) -> bool:
@@ -437,9 +450,10 @@ class EpochProgress:
 
     def view(self, now_s: float) -> ProgressView:
         """Return a snapshot of the progress."""
-        counted, others = self.counted(now_s), self.others(now_s)
-        standing = self.standing.counted({self.own: self._own_report, **others})
+        reports = {self.own: self._own_report, **self.others(now_s)}
+        standing = self.standing.counted(reports)
         rate_max = self.standing.rate_max(standing)
+        counted = self._counted(standing, rate_max, now_s)
         peers = {
             peer: PeerProgress(
                 epoch=report.epoch,
@@ -449,12 +463,12 @@ class EpochProgress:
                 age_s=max(0.0, now_s - report.at_s),
                 has_standing=peer in standing,
             )
-            for peer, report in {self.own: self._own_report, **others}.items()
+            for peer, report in reports.items()
         }
         return ProgressView(
             epoch=self._own_report.epoch,
             swarm_epoch=self.swarm_epoch(now_s),
-            samples=self.samples_counted(now_s),
+            samples=self._samples_of(counted, now_s),
             target=self.target,
             samples_per_s=self.total.rate
             if self.total is not None
@@ -468,7 +482,7 @@ class EpochProgress:
         view = self.view(now_s)
         eta_s, crowd = view.eta_s, max(len(view.peers) / REFRESH_MIN_PEERS, 1.0)
         shortest_s = min(REFRESH_S_MIN * crowd, REFRESH_S_LARGE) if self.total is None else REFRESH_S_LARGE
-        return min(max(eta_s / 4, shortest_s), self._refresh_s_max)
+        return min(max(eta_s / 4, shortest_s), max(self._refresh_s_max, shortest_s))
 
 
 def with_state(reports: Mapping[PeerId, ProgressReport]) -> list[PeerId]:

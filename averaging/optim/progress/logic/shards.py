@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from averaging.optim.progress.logic.epoch_reached import epoch_of
@@ -110,12 +110,19 @@ def bits_for(peers: int, bits: int) -> int:
     return bits
 
 
-def aggregators(node: TreeNode, run: str, writers: Iterable[PeerId], now_s: float) -> list[PeerId]:
-    """Return the three aggregators among the writers of a node's dictionary: the lowest by a hash that
-    changes with the period.
+def aggregators(
+    node: TreeNode, run: str, writers: Iterable[PeerId], now_s: float, electors: Collection[PeerId] = ()
+) -> list[PeerId]:
+    """Return the three aggregators among the writers of a node's dictionary: electors first, and the lowest
+    by a hash that changes with the period. Anybody can make an identity with a low hash. All peers with one
+    head know the same electors, but not the same members.
     """
     context = f"{run}\0{node.name}\0{int(now_s // PERIOD_S)}\0".encode()
-    return sorted(writers, key=lambda peer: hashlib.sha256(context + peer.to_bytes()).digest())[:AGGREGATORS]
+
+    def rank(peer: PeerId) -> tuple[bool, bytes]:
+        return peer not in electors, hashlib.sha256(context + peer.to_bytes()).digest()
+
+    return sorted(writers, key=rank)[:AGGREGATORS]
 
 
 def sum_of_reports(reports: Mapping[PeerId, ProgressReport], now_s: float) -> ProgressTotal:
@@ -217,12 +224,16 @@ def sum_of_children(
 
 
 def children_of(
-    node: TreeNode, run: str, written: Mapping[PeerId, tuple[int, ProgressTotal]], now_s: float
+    node: TreeNode,
+    run: str,
+    written: Mapping[PeerId, tuple[int, ProgressTotal]],
+    now_s: float,
+    electors: Collection[PeerId] = (),
 ) -> dict[int, list[ProgressTotal]]:
     """Return the totals in a node's dictionary that count, by child: those of the child's aggregators,
     which must be below it by their hash.
 
-    `written`: by writer, the child's prefix and its total.
+    `written`: by writer, the child's prefix and its total. `electors`: see `aggregators`.
     """
     by_child: dict[int, list[PeerId]] = {}
     for writer, (prefix, _) in written.items():
@@ -232,7 +243,9 @@ def children_of(
     return {
         prefix: [
             written[writer][1]
-            for writer in aggregators(TreeNode(node.bits, node.level - 1, prefix), run, writers, now_s)
+            for writer in aggregators(
+                TreeNode(node.bits, node.level - 1, prefix), run, writers, now_s, electors
+            )
         ]
         for prefix, writers in by_child.items()
     }

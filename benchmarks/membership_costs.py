@@ -1,0 +1,138 @@
+"""Costs of membership to honest peers: runs for invited peers beside open runs, in turns.
+
+Bytes are those of the loopback device, so that nothing else may use it meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import psutil
+
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import Launch, LaunchFailed, Worker
+from benchmarks.results import Aim, Failures, Row, Series
+from benchmarks.small_runs import configuration
+from swarm.core.identity import Identity
+from swarm.membership.invite import RunIdentity, Terms, make_invite
+
+COST_MAX = 1.01  # of an open run
+JOINING_SHARE_MIN = 0.95  # of the time that joining by an address takes
+_MODULE = "benchmarks.workers.small_run_peer"
+_READY_S, _ANSWER_S = 180.0, 60.0
+
+Say = Callable[[str], None]
+Members = Literal["open", "invited"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much is measured."""
+
+    peers: int = 4
+    newcomers: int = 2  # one after the other
+    window_s: float = 20.0
+    turns: int = 3
+
+
+SHORT = Plan(peers=2, newcomers=1, window_s=3.0, turns=1)
+
+
+@dataclass(slots=True)
+class Costs(Failures):
+    """Figures of one kind of run, a sample per launch or newcomer."""
+
+    processor_s: list[float] = field(default_factory=list)  # of all peers per epoch
+    sent_bytes: list[float] = field(default_factory=list)  # of all peers per epoch
+    joining_s: list[float] = field(default_factory=list)  # from the end of the imports to a contribution
+
+
+def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
+    """Measure the section and yield its rows."""
+    plan = plan or Plan()
+    found: dict[Members, Costs] = {"open": Costs(), "invited": Costs()}
+    for _ in range(plan.turns):
+        for members, costs in found.items():
+            try:
+                _measure(members, plan, costs)
+            except LaunchFailed as failure:
+                costs.launches_failed += 1
+                costs.fail(str(failure).partition("; its log ends")[0])
+                continue
+            say(
+                f"{members}: {1e3 * costs.processor_s[-1]:.0f} ms and {costs.sent_bytes[-1] / 1e6:.2f} MB an "
+                f"epoch; a newcomer contributes after {costs.joining_s[-1]:.1f} s"
+            )
+    yield _rows(plan, found["invited"], found["open"])
+
+
+def _measure(members: Members, plan: Plan, costs: Costs) -> None:
+    first, *others = _configurations(members, plan)
+    with Launch("membership", python=OWN_PYTHON, module=_MODULE, configurations=[first]) as launch:
+        for other in others[: plan.peers - 1]:
+            launch.add(other)
+        launch.receive("contributed", _READY_S)
+        before, before_bytes = _count(launch.workers), psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+        time.sleep(plan.window_s)
+        after, after_bytes = _count(launch.workers), psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+        epochs = max(after[0]["epoch"] - before[0]["epoch"], 1)
+        used_s = sum(one["processor_s"] for one in after) - sum(one["processor_s"] for one in before)
+        costs.processor_s.append(used_s / epochs)
+        costs.sent_bytes.append((after_bytes - before_bytes) / epochs)
+        for other in others[plan.peers - 1 :]:
+            newcomer = launch.add(other)
+            contributed = newcomer.receive("contributed", time.monotonic() + _READY_S)
+            costs.joining_s.append(contributed["seconds"])
+
+
+def _configurations(members: Members, plan: Plan) -> list[dict[str, Any]]:
+    found = [
+        configuration(founds=number == 0, peers=plan.peers) for number in range(plan.peers + plan.newcomers)
+    ]
+    if members == "invited":
+        owner = Identity.generate()
+        run = RunIdentity(owner.peer_id, "small")
+        terms = Terms(roles=("train",), uses=100, lifetime_s=86400.0)
+        invite = make_invite(run, owner, (), terms, now_s=time.time()).text()
+        for one in found:
+            one |= {"run": run.run_id, "invites": [invite]}
+    return found
+
+
+def _count(workers: list[Worker]) -> list[dict[str, Any]]:
+    for one in workers:
+        one.send({"do": "count"})
+    deadline_s = time.monotonic() + _ANSWER_S
+    return [one.receive("counted", deadline_s) for one in workers]
+
+
+def _rows(plan: Plan, invited: Costs, opened: Costs) -> list[Row]:
+    def row(kind: str, quantity: str, unit: str, aim: Aim, samples: Callable[[Costs], list[float]]) -> Row:
+        def series(costs: Costs, members: Members) -> Series:
+            return costs.series_of(f"swarm, {members} run: {kind}", samples(costs), unit)
+
+        return Row(
+            identifier=f"membership-{plan.peers}-{kind}",
+            workload=f"{plan.peers} peers of a run for invited peers, beside an open run",
+            quantity=quantity,
+            ours=series(invited, "invited"),
+            peer=series(opened, "open"),
+            aim=aim,
+        )
+
+    cheap = Aim(of="ours / peer", sense="at most", value=COST_MAX)
+    fast = Aim(of="peer / ours", sense="at least", value=JOINING_SHARE_MIN)
+    return [
+        row("processor", "processor time of all peers in an epoch", "s", cheap, lambda one: one.processor_s),
+        row("bytes", "bytes that all peers send in an epoch", "bytes", cheap, lambda one: one.sent_bytes),
+        row(
+            "invite",
+            "until a newcomer contributes, from the end of its imports, by an invite beside by an address",
+            "s",
+            fast,
+            lambda one: one.joining_s,
+        ),
+    ]

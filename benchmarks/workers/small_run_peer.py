@@ -1,0 +1,58 @@
+"""A peer of a small run that counts the samples that it has contributed. It also runs beside the packages of
+an earlier commit, and uses nothing of them that is newer.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+
+import torch
+
+import swarm
+from benchmarks.worker_channel import WorkerChannel
+
+PARAMETERS = 1 << 18
+STEP_S = 0.05  # stands for forward and backward
+LOAD_TIMEOUT_S = 60.0
+LEAVE_S = 5.0
+
+
+def main() -> None:
+    channel = WorkerChannel()
+    settings = channel.configuration
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.zeros(PARAMETERS))
+    inner = torch.optim.SGD([parameter], lr=1e-3)
+    address = f"address-{settings['generation']}"
+    entries = [] if settings["founds"] else [channel.published(address, LOAD_TIMEOUT_S)]
+    samples, does, began_s = 0, "", time.monotonic()
+    with (
+        swarm.Node([*settings["invites"], *entries], listen="127.0.0.1:0") as node,
+        swarm.Optimizer(
+            inner, node=node, run=settings["run"], target_batch_size=settings["target"], batch_size_per_step=1
+        ) as optimizer,
+    ):
+        if settings["founds"]:
+            channel.publish(address, node.addresses[0])
+        else:
+            optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)
+        while does != "leave":
+            if select.select([sys.stdin], [], [], STEP_S)[0]:
+                does = channel.receive()["do"]
+                if does == "count":
+                    processor_s = time.process_time()
+                    channel.send("counted", samples=samples, epoch=optimizer.epoch, processor_s=processor_s)
+                continue
+            parameter.grad = torch.zeros_like(parameter)
+            contributed = optimizer.step().contributed
+            if contributed and not samples:
+                channel.send("contributed", seconds=time.monotonic() - began_s)
+            samples += contributed
+    channel.send("left")
+    channel.receive()  # the end of the launch
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A port of the router that passes connections on to this machine, opened with UPnP.
+
+The router of a home lets nobody in, but many forward a port for a program that asks (the protocol of Internet
+Gateway Devices). The router lends the
+forwarding for half an hour; it is renewed before every check of the verdict, and given back when the node
+closes. The router's answer proves nothing, because another router may stand before it: whether others get
+through is found out by asking them to call, as without UPnP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+_logger = logging.getLogger(__name__)
+
+LEASE_S: Final = 1800  # a check of the verdict, every 600 s at most, renews it
+_PORTS_MAX = 4  # that are tried, where other machines have the first ones
+_DISCOVER_MS = 2000  # to wait for routers that answer: they may take as long as that
+_CALL_S = 4.0
+_CLOSE_S = 0.5  # a node closes in under two seconds
+_SEARCH_S = 600.0  # between two searches for a router
+
+
+def find_router() -> Any:
+    """Return the `miniupnpc.UPnP` of the router of this network. It blocks, as its methods do; it and they
+    raise Exception when no router answers, or it refuses.
+    """
+    import miniupnpc
+
+    router = miniupnpc.UPnP()
+    router.discoverdelay = _DISCOVER_MS
+    router.discover()
+    router.selectigd()
+    return router
+
+
+class PortMapping:
+    """The forwarding of one TCP port of the router to this machine. It belongs to the network thread; calls
+    to the router run on another one.
+    """
+
+    def __init__(self, port: int, find: Callable[[], Any] = find_router) -> None:
+        """`port` is the one that the node listens on. `find` finds the router, and blocks."""
+        self._port, self._find = port, find
+        self._router: Any = None
+        self._searched_s: float | None = None
+        self._outer: int | None = None  # the router's port
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="asks-the-router")
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the router has said that it forwards a port."""
+        return self._outer is not None
+
+    async def open(self) -> int:
+        """Open the port of the router, or renew that. Return the port at which others may get through: this
+        node's own if the router does not forward one.
+        """
+        before, self._outer = self._outer, None
+        if self._router is None:
+            self._router = await self._search()
+        if self._router is None:
+            return self._port
+        first = before or self._port
+        for outer in range(first, min(first + _PORTS_MAX, 65536)):
+            if await self._forward(outer):
+                self._outer = outer
+                if outer != before:
+                    _logger.info("the router forwards its port %d to port %d here", outer, self._port)
+                return outer
+        self._router = None  # it may have been replaced; the next search finds the new one
+        return self._port
+
+    async def close(self) -> None:
+        """Give the port of the router back. The mapping cannot be opened again."""
+        if self._outer is not None:
+            outer, self._outer = self._outer, None
+            await self._ask(_CLOSE_S, self._router.deleteportmapping, outer, "TCP")
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _search(self) -> Any:
+        now_s = asyncio.get_running_loop().time()
+        if self._searched_s is not None and now_s - self._searched_s < _SEARCH_S:
+            return None
+        self._searched_s = now_s
+        return await self._ask(_CALL_S + _DISCOVER_MS / 1000.0, self._find)
+
+    async def _forward(self, outer: int) -> bool:
+        """Return whether the router forwards this port here now. It takes no other machine's port away."""
+        here = (self._router.lanaddr, self._port)
+        taken = await self._ask(_CALL_S, self._router.getspecificportmapping, outer, "TCP")
+        if taken and tuple(taken[:2]) != here:
+            return False
+        for lease_s in (LEASE_S, 0):  # some routers lend for ever only
+            arguments = (outer, "TCP", *here, "swarm", "", lease_s)
+            if await self._ask(_CALL_S, self._router.addportmapping, *arguments):
+                return True
+        return False
+
+    async def _ask(self, timeout_s: float, call: Callable[..., Any], *arguments: object) -> Any:
+        """Return the result of a call to the router; None when it refuses, or does not answer in time."""
+        asked = asyncio.get_running_loop().run_in_executor(self._worker, call, *arguments)
+        answered, _ = await asyncio.wait([asked], timeout=timeout_s)
+        if not answered:
+            asked.cancel()
+            return None
+        error = asked.exception()
+        if error is not None:
+            _logger.debug("the router refuses, or there is none: %s", error)
+            return None
+        return asked.result()
