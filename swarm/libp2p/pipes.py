@@ -10,6 +10,7 @@ from swarm.core.errors import NetworkError
 from swarm.core.ids import Address
 
 _READ_BYTES_MAX = 256 << 10  # read ahead of one TCP connection
+_PIECE_BYTES = 65_000  # that one frame of yamux carries
 
 
 class Pipe(Protocol):
@@ -29,12 +30,16 @@ class Pipe(Protocol):
 
 
 class TcpPipe:
-    """A TCP connection. `remote` is its other end; None: it is gone already."""
+    """A TCP connection. `remote` is its other end; None: it is gone already. `local_port` is this end's
+    port.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         name = writer.get_extra_info("peername")
         self.remote = Address(name[0], name[1]) if name else None
+        own = writer.get_extra_info("sockname")
+        self.local_port: int = own[1] if own else 0
 
     @classmethod
     async def connect(cls, host: str, port: int) -> TcpPipe:
@@ -49,6 +54,20 @@ class TcpPipe:
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError):
             raise NetworkError("the connection has ended") from None
+
+    async def read(self) -> bytes:
+        """Return the next bytes; none when the other end has finished. Raises NetworkError when it is
+        gone.
+        """
+        try:
+            return await self._reader.read(_PIECE_BYTES)
+        except OSError:
+            raise NetworkError("the connection has ended") from None
+
+    def finish(self) -> None:
+        """Send no more; the other end may."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self._writer.write_eof()
 
     async def write(self, data: bytes) -> None:
         try:

@@ -32,6 +32,7 @@ from swarm.libp2p.logic.messages import (
     encode_stop,
 )
 from swarm.libp2p.logic.relaying import Circuit, RelayAnswer, RelayLimits, RelayState
+from swarm.libp2p.splicing import splice
 
 MESSAGE_S = 10.0  # for a message to come after its stream was opened
 OPEN_S = 10.0  # for the target of a circuit to accept it
@@ -96,7 +97,12 @@ class RelayService:
                 await self._refuse(stream, Status.CONNECTION_FAILED, reason)
                 return
             await self._answer(stream, Status.OK)
-            await splice(stream, there, circuit.until_s - self._clock.monotonic_s(), self._pacer(circuit))
+            stream.grows = there.grows = False
+            try:
+                async with asyncio.timeout(circuit.until_s - self._clock.monotonic_s()):
+                    await splice(stream, there, self._pacer(circuit), CIRCUIT_IDLE_S)
+            except TimeoutError:
+                raise NetworkError("the circuit has reached its time limit") from None
         finally:
             self.relay.end(circuit)
             if there is not None:
@@ -150,42 +156,3 @@ class RelayService:
         if self._kept.get(connection.peer_id) is connection:
             del self._kept[connection.peer_id]
             self.relay.leave(connection.peer_id)
-
-
-async def splice(
-    one: MuxedStream, other: MuxedStream, timeout_s: float, pace: Callable[[int], float]
-) -> None:
-    """Carry bytes between two streams in both directions until both have finished, or `timeout_s` is over.
-    `pace(size)` returns how many seconds to wait with `size` bytes before they are sent on. Raises
-    NetworkError when a stream is gone, or carries nothing for 120 s.
-    """
-
-    async def pump(source: MuxedStream, sink: MuxedStream) -> None:
-        source.grows = False
-        while True:
-            try:
-                async with asyncio.timeout(CIRCUIT_IDLE_S):
-                    data = await source.read()
-            except TimeoutError:
-                raise NetworkError(f"the circuit carried nothing for {CIRCUIT_IDLE_S:.0f} s") from None
-            if not data:
-                sink.finish()
-                return
-            wait_s = pace(len(data))
-            if wait_s > 0.0:
-                await asyncio.sleep(wait_s)
-            await sink.write(data)
-
-    errors: list[str] = []
-    try:
-        async with asyncio.timeout(timeout_s):
-            try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(pump(one, other))
-                    group.create_task(pump(other, one))
-            except* NetworkError as failed:
-                errors += [str(error) for error in failed.exceptions]
-    except TimeoutError:
-        errors.append("the circuit has reached its time limit")
-    if errors:
-        raise NetworkError(errors[0])

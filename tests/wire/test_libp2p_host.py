@@ -152,6 +152,65 @@ def test_a_stream_that_is_opened_and_left_is_named_and_freed() -> None:
     run(test)
 
 
+def test_silent_connections_of_one_network_leave_room_for_others() -> None:
+    async def test(scene: Scene) -> None:
+        host, honest = await scene.host(), await scene.host()
+        crowd = [
+            await asyncio.open_connection(HERE, host.listening.port, local_addr=("127.1.0.1", 0))
+            for _ in range(100)
+        ]
+        connection = await honest.connect(host.peer_id, host.announced)
+        assert await ping(connection) > 0.0
+        said = [one.what for one in host.faults if one.who == "127.1.0.1"]
+        assert said.count(f"{HANDSHAKES_PER_PREFIX_MAX} handshakes of 127.1.0.0/24 are under way") >= 48
+        for _, writer in crowd:
+            writer.close()
+
+    run(test)
+
+
+def test_the_peer_that_makes_a_host_hold_most_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.libp2p.host.HELD_BYTES_MAX", 2_000_000)
+
+    async def test(scene: Scene) -> None:
+        host, greedy, honest = await scene.host(), await scene.host(), await scene.host()
+
+        async def read_nothing(stream: MuxedStream) -> None:
+            await stream.connection.wait_ended()
+
+        host.handle("/slow", read_nothing)
+        small = await honest.connect(host.peer_id, host.announced)
+        await (await small.open("/slow")).write(b"x" * 100_000)
+        connection = await greedy.connect(host.peer_id, host.announced)
+
+        async def flood() -> None:
+            for _ in range(yamux.STREAMS_MAX):
+                await (await connection.open("/slow")).write(b"x" * 250_000)
+
+        with pytest.raises(NetworkError, match="has ended"):
+            await flood()
+        assert host.faults[-1].who == str(greedy.peer_id)
+        assert "made this peer hold" in host.faults[-1].what
+        assert await ping(small) > 0.0
+
+    run(test)
+
+
+def test_streams_that_are_served_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.libp2p.host.HANDLERS_MAX", 3)
+
+    async def test(scene: Scene) -> None:
+        one, two = await scene.host(), await scene.host()
+        connection = await one.connect(two.peer_id, two.announced)
+        held = [await connection.open("/echo") for _ in range(3)]
+        with pytest.raises(NetworkError, match="reset"):
+            await connection.open("/echo")
+        await held[0].write(b"lives")
+        assert await held[0].read() == b"lives"
+
+    run(test)
+
+
 def test_an_identity_that_is_used_twice_is_refused() -> None:
     async def test(scene: Scene) -> None:
         one, two = await scene.host(), await scene.host()

@@ -8,7 +8,7 @@ from typing import TypeVar
 from swarm.core.ids import PeerId
 from swarm.net.scope import prefix_of
 
-CONNECTIONS_MAX = 512  # 63 kB each
+CONNECTIONS_MAX = 512  # 28 kB each
 CONNECTIONS_PER_PREFIX_MAX = 64  # of strangers that came in from one /24 (IPv6: /48), or through one relay
 CONNECTIONS_PER_PEER_MAX = 4  # two peers that dial each other, directly and through a relay, have four
 HANDSHAKES_MAX = 64  # begun by strangers and not finished: each costs 2 ms of processor time
