@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from swarm.core.clock import Clock
-from swarm.core.errors import NetworkError, PeerError
+from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.notify import ChangeEvent
 from swarm.libp2p.connection import MuxedStream, PeerConnection, through
@@ -58,7 +58,7 @@ class Circuits:
 
     def offer(self, relays: Iterable[Contact]) -> None:
         """Learn of relays at which this peer may keep a reservation."""
-        self._reservations.offer(relays)
+        self._reservations.offer(one for one in relays if one.peer_id != self._host.peer_id)
         self._changed.notify()
 
     async def run(self) -> None:
@@ -75,7 +75,7 @@ class Circuits:
     async def _ask(self, relay: Contact) -> None:
         try:
             await self.reserve(relay)
-        except (NetworkError, PeerError) as error:
+        except SwarmError as error:
             self._reservations.failed(relay.peer_id, self._clock.monotonic_s())
             self._release(relay.peer_id)
             self._host.fault(str(relay.peer_id), f"no reservation: {error}")

@@ -223,7 +223,7 @@ class PeerConnection:
 
     async def open(self, protocol: str) -> MuxedStream:
         """Open a stream for a protocol. Raises PeerError when the peer does not speak it, NetworkError when
-        it does not answer within 10 s, UsageError when 64 streams are open.
+        it does not answer within 10 s, the connection has ended, or 64 streams are open.
         """
         if self.ended:
             raise NetworkError(f"the connection to {self.peer_id.short} has ended: {self.ended}")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
+from swarm.core.errors import DeadlineExceeded, NetworkError, SwarmError
 
 STAGGER_S = 0.25  # between the beginnings of two attempts
 T = TypeVar("T")
@@ -29,7 +29,7 @@ async def first_of(
     async def run(number: int, name: str, attempt: Callable[[], Awaitable[T]]) -> None:
         try:
             won.append(await attempt())
-        except (NetworkError, PeerError) as error:
+        except SwarmError as error:
             failures.append(f"{name}: {error}")
             over[number].set()
             return

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm.core.errors import NetworkError, PeerError, UsageError
+from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.libp2p.circuits import Circuits
 from swarm.libp2p.connection import MuxedStream
@@ -121,7 +121,7 @@ class Tunnels:
             stream = await connection.open(GRPC_PROTOCOL)
             target.failure = ""
             await splice(pipe, stream)
-        except (NetworkError, PeerError, UsageError) as error:
+        except SwarmError as error:
             target.failure = str(error)
         finally:
             target.open -= 1

@@ -12,7 +12,7 @@ import pytest
 import trio
 from libp2p.stream_muxer.yamux.yamux import Yamux
 
-from swarm.core.errors import PeerError, UsageError
+from swarm.core.errors import NetworkError, PeerError
 from swarm.libp2p.cures import PLAINTEXT_BYTES_MAX
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.yamux import Ended, Opened, Received, WasReset, Writable, YamuxSession
@@ -168,7 +168,7 @@ def test_this_side_opens_no_more_streams_than_it_would_take() -> None:
     client = YamuxSession(is_client=True)
     for _ in range(yamux.STREAMS_MAX):
         client.open()
-    with pytest.raises(UsageError):
+    with pytest.raises(NetworkError, match="64 streams"):
         client.open()
 
 

@@ -412,6 +412,20 @@ def test_a_target_that_takes_circuits_and_says_nothing_costs_a_bounded_time(
     run(test)
 
 
+def test_a_peer_keeps_no_reservation_at_itself() -> None:
+    async def test(scene: Scene) -> None:
+        contact, service = await scene.relay()
+        own = Hidden(service.host)
+        own.host.supervisor.spawn("reservations", own.circuits.run)
+        other, _ = await scene.relay()
+        own.circuits.offer([contact, other])
+        await own.until_held(1)
+        assert [one.peer_id for one in own.circuits.held] == [other.peer_id]
+        assert not own.host.faults
+
+    run(test)
+
+
 def test_a_dead_address_of_a_relay_is_asked_again_after_pauses_only() -> None:
     async def test(scene: Scene) -> None:
         gone = await scene.host()

@@ -14,7 +14,7 @@ import struct
 from collections import deque
 from dataclasses import dataclass
 
-from swarm.core.errors import PeerError, UsageError
+from swarm.core.errors import NetworkError, PeerError
 
 PROTOCOL = "/yamux/1.0.0"
 PIECE_BYTES = 65_000  # of one frame: with its header it fits into one Noise message, inside a circuit too
@@ -132,9 +132,9 @@ class YamuxSession:
         return b"".join(frames)
 
     def open(self) -> int:
-        """Open a stream, and return its number. Raises UsageError when this side has too many open."""
+        """Open a stream, and return its number. Raises NetworkError when this side has 64 open."""
         if len(self._streams) - self._count_there >= STREAMS_MAX:
-            raise UsageError(f"{STREAMS_MAX} streams to one peer are open already")
+            raise NetworkError(f"{STREAMS_MAX} streams to this peer are open already")
         stream = self._next
         self._next += 2
         self._add(stream)
