@@ -184,6 +184,11 @@ class PeerConnection:
         """Return how many bytes it holds: those that nobody has read, and those still to be sent."""
         return self._session.unread + self._session.pending
 
+    def refused(self) -> int:
+        """Return how many streams beyond the limit the peer has opened since the last call."""
+        refused, self._session.refused = self._session.refused, 0
+        return refused
+
     @property
     def streams(self) -> int:
         """Return the number of open streams."""
@@ -284,6 +289,7 @@ class PeerConnection:
             self._heard_s = time.monotonic()
             for event in self._session.receive(data):
                 self._dispatch(event)
+            self._to_send.notify()  # acknowledgements, answers to pings
             # Not a wait: two ends that both wait for the other to read would do so for ever. Writers of this
             # side add one piece each beyond the limit.
             if self._session.pending > _PENDING_BYTES_MAX + (self._session.streams + 1) * yamux.PIECE_BYTES:

@@ -70,6 +70,7 @@ class Host:
         self._handlers: dict[str, Handler] = {}
         self._direct_only: set[str] = set()
         self._serving = 0
+        self._handshaking: set[TcpPipe] = set()
         self._server: asyncio.Server | None = None
         self._closed = False
 
@@ -93,6 +94,8 @@ class Host:
             self._server.close()
         for connection in list(self._connections):
             connection.close()
+        for pipe in self._handshaking:  # a task that is cancelled before it begins closes nothing
+            pipe.close()
         await self.supervisor.close()
 
     def handle(self, protocol: str, handler: Handler, *, direct_only: bool = False) -> None:
@@ -123,15 +126,6 @@ class Host:
     def connections(self) -> list[PeerConnection]:
         """Return the open connections, the oldest first."""
         return list(self._connections)
-
-    async def open(self, peer_id: PeerId, protocol: str) -> MuxedStream:
-        """Open a stream to a peer over a connection that is there. Raises NetworkError when there is none or
-        it fails, PeerError when the peer does not speak the protocol.
-        """
-        connection = self.connection(peer_id)
-        if connection is None:
-            raise NetworkError(f"there is no connection to {peer_id}")
-        return await connection.open(protocol)
 
     async def connect(
         self, peer_id: PeerId, addresses: Sequence[Address], timeout_s: float = DIAL_S
@@ -228,14 +222,19 @@ class Host:
             except (NetworkError, PeerError) as error:
                 self.fault(remote.host, str(error))
             finally:
+                self._handshaking.discard(pipe)
                 self.admission.end(remote.host)
+
+        self._handshaking.add(pipe)
 
         self.supervisor.spawn(f"libp2p handshake of {remote.host}", handshake)
 
     def fault(self, who: str, what: str) -> None:
         """Remember what somebody did wrong."""
-        _logger.debug("%s: %s", who, what)
-        self.faults.append(Fault(who, what))
+        fault = Fault(who, what)
+        if fault not in list(self.faults)[-1:]:  # a flood is one fault
+            _logger.debug("%s: %s", who, what)
+            self.faults.append(fault)
 
     def opened(self, stream: MuxedStream) -> None:
         """Serve a stream that a peer has opened (`Events`)."""
@@ -248,6 +247,8 @@ class Host:
 
     def received(self, connection: PeerConnection) -> None:
         """Close the connection that holds most when all hold too much (`Events`)."""
+        if connection.refused():
+            self.fault(str(connection.peer_id), f"it opened more than {yamux.STREAMS_MAX} streams at a time")
         if connection.held < _HELD_BYTES_CHECKED:
             return
         if sum(one.held for one in self._connections) > HELD_BYTES_MAX:

@@ -118,6 +118,18 @@ def test_a_frozen_peer_is_noticed_in_time_and_its_streams_fail() -> None:
     run(test)
 
 
+def test_pings_are_answered_by_a_peer_that_has_nothing_else_to_send() -> None:
+    async def test(scene: Scene) -> None:
+        scene.one.watch(0.01, 2.0)
+        scene.two.watch(60.0, 2.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3.0):
+                await scene.one.wait_ended()
+        assert scene.one.round_trip_s is not None
+
+    run(test)
+
+
 def test_a_peer_that_lives_is_not_given_up_however_often_it_is_asked() -> None:
     async def test(scene: Scene) -> None:
         scene.one.watch(0.0, 1.0)

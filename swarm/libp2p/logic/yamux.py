@@ -198,10 +198,6 @@ class YamuxSession:
         """Ask the peer for an answer with this value (32 bits)."""
         self._frame(_PING, _SYN, 0, value)
 
-    def go_away(self) -> None:
-        """Tell the peer that this side closes the connection."""
-        self._frame(_GO_AWAY, 0, 0, 0)
-
     def receive(self, data: bytes) -> list[Event]:
         """Take bytes from the peer, however cut. Raises PeerError when it breaks the protocol: the connection
         is of no use then.
