@@ -33,8 +33,8 @@ State = Literal["good", "note", "bad"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What was found about one subject. "note": it can volunteer, but see the text; "bad": it cannot."""
+class Diagnosis:
+    """The result about one subject. "note": it can volunteer, but see the text; "bad": it cannot."""
 
     subject: str
     state: State
@@ -77,11 +77,11 @@ def doctor(
 
 def _examine(
     address: str | None, identity: str | None, listen: str | None, announce: tuple[str, ...]
-) -> Iterator[Finding]:
-    yield Finding("software", "good", _software())
+) -> Iterator[Diagnosis]:
+    yield Diagnosis("software", "good", _software())
     yield _machine()
     if address is None:
-        yield Finding("network", "note", "not tried: name a peer of the swarm, or give an invite")
+        yield Diagnosis("network", "note", "not tried: name a peer of the swarm, or give an invite")
         return
     from swarm.node import Node, NodeConfig
 
@@ -93,7 +93,7 @@ def _examine(
         own.close()
 
 
-def _examine_network(node: Node, address: str, listen: str | None) -> Iterator[Finding]:
+def _examine_network(node: Node, address: str, listen: str | None) -> Iterator[Diagnosis]:
     said: list[str] = []
     node.tell_reach(said.append)
     began_s = time.monotonic()
@@ -101,13 +101,13 @@ def _examine_network(node: Node, address: str, listen: str | None) -> Iterator[F
         if not node.wait_joined(_JOIN_S):
             check_answered(node, address)
     except SwarmError as error:
-        yield Finding("network", "bad", str(error))
+        yield Diagnosis("network", "bad", str(error))
         return
     while node.reach == "unknown" and time.monotonic() - began_s < _VERDICT_S:
         time.sleep(_POLL_S)
-    yield Finding("network", "good", _peers(node))
+    yield Diagnosis("network", "good", _peers(node))
     problem = node.dht.clock_problem
-    yield Finding("clock", "note" if problem else "good", problem or "it agrees with those of its peers")
+    yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with those of its peers")
     yield _reach(node, listen, said[-1] if said else "")
 
 
@@ -117,7 +117,7 @@ def _software() -> str:
     return f"{', '.join(versions)} on {platform.system()} {platform.release()}, {platform.machine()}"
 
 
-def _machine() -> Finding:
+def _machine() -> Diagnosis:
     import psutil
     import torch
 
@@ -126,13 +126,13 @@ def _machine() -> Finding:
         f"{os.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory free"
     )
     if not torch.cuda.is_available():
-        return Finding("machine", "good", f"{host}; no CUDA device, so that it would train on the CPU")
+        return Diagnosis("machine", "good", f"{host}; no CUDA device, so that it would train on the CPU")
     devices = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         devices.append(f"cuda:{index} is {name} with {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
-    return Finding("machine", "good", f"{host}; {'; '.join(devices)}")
+    return Diagnosis("machine", "good", f"{host}; {'; '.join(devices)}")
 
 
 def _peers(node: Node) -> str:
@@ -144,13 +144,15 @@ def _peers(node: Node) -> str:
     return f"peers answer: {shown}" + (f", and {more} more" if more > 0 else "")
 
 
-def _reach(node: Node, listen: str | None, said: str) -> Finding:
+def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
     """Return how others reach this machine. `said`: what the node says about it."""
     if listen is None:
-        return Finding("reach", "note", "it takes no calls, so that it reduces and serves nothing for others")
+        return Diagnosis(
+            "reach", "note", "it takes no calls, so that it reduces and serves nothing for others"
+        )
     if node.reach == "direct":
         places = ", ".join(f"{one.host}:{one.port}" for one in node.contact.addresses)
-        return Finding("reach", "good", said or f"it announces {places}")
+        return Diagnosis("reach", "good", said or f"it announces {places}")
     from swarm.net.listening import machine_addresses, parse_listen
     from swarm.net.scope import Scope, scope_of
 
@@ -159,4 +161,4 @@ def _reach(node: Node, listen: str | None, said: str) -> Finding:
     near = [one for one in machine_addresses(host, port) if scope_of(one.host) is Scope.SITE]
     if near:
         said += f". The line for the router: TCP port {port} to {near[0].host} port {port}"
-    return Finding("reach", "note", said or "no peer has said yet whether it can call this machine")
+    return Diagnosis("reach", "note", said or "no peer has said yet whether it can call this machine")
