@@ -137,13 +137,13 @@ def measure(mode: str, sizes: tuple[int, int], cut_s: float, *, both_ways: bool 
             for trainer in trainers:
                 trainer.close()
     given_up = max(report.epochs_given_up for trainer in trainers for report in trainer.reports)
-    sides = slice(sizes[0]), slice(sizes[0], None)
-    further = max(sides, key=lambda side: max(epochs[side]))
+    sides = (range(sizes[0]), range(sizes[0], len(trainers)))
+    further = max(sides, key=lambda side: max(epochs[number] for number in side))
     return Outcome(
         agreed_s=agreed_s if stays is not None else None,
         epochs_during=max(epochs) - before,
         epochs_given_up=given_up,
-        rounds_lost=max(lost[further]),
+        rounds_lost=max(lost[number] for number in further),
     )
 
 

@@ -168,9 +168,10 @@ class HangingStrangers:
         self.open_calls_max = max(self.open_calls, self.open_calls_max)
         try:
             if peer not in (contact(2), contact(3)):
-                await asyncio.sleep(timeout_s)
-                raise NetworkError("no answer")
-            await asyncio.sleep(0.01)
+                await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
+            await asyncio.sleep(0)
+        except TimeoutError:
+            raise NetworkError("no answer") from None
         finally:
             self.open_calls -= 1
         raise PeerError("no history")
@@ -199,7 +200,7 @@ def test_nobody_waits_for_the_histories_that_strangers_claim_to_have(strangers: 
         assert {contact(2).peer_id, contact(3).peer_id} <= set(calls.calls)
         assert history.is_new(contact(2).peer_id, b"m" * 32)
         assert not history.is_new(contact(10).peer_id, b"x" * 32), "nobody waits for a stranger's group"
-        await asyncio.sleep(2.0 * strangers)
+        await asyncio.wait({fetching}, timeout=2.0 * strangers)
         asked = {peer for peer in calls.calls if peer not in (contact(2).peer_id, contact(3).peer_id)}
         assert asked == {contact(number).peer_id for number in range(10, 10 + strangers)}
         assert calls.open_calls_max <= 6

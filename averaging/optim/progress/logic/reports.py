@@ -1,13 +1,13 @@
 """Progress of the swarm within its epoch, computed from the peers' reports: a pure state machine, one per
-peer. In runs of up to 64 peers it has the reports of all peers, in larger ones those of its shard and
-the total of the run (`averaging.optim.progress.logic.shards`).
+peer. In runs of up to 64 peers it has the reports of all, in larger ones those of its shard and the total of
+the run (`averaging.optim.progress.logic.shards`). All times are seconds of the swarm's clock, passed in.
 
 An epoch is full when the reported samples of all live peers reach the target. Reports are not trusted. Where
 a run has electors, those of strangers are displayed and count for nothing: a peer counts from its first
 certified round on. Each is limited by the others: a reported rate counts up to `RATE_RATIO_MAX` times the
 median (of the electors, where there are any), and reported samples up to what such a rate yields since the
 epoch began. Every peer applies the same rule to the same reports, its own included, so that views agree up to
-messages in transit. All times are seconds of the swarm's clock, passed in.
+messages in transit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ SAMPLES_MAX = 1 << 40
 RATE_MAX = 1e12  # samples/s
 BITS_MAX = 24  # bits of the number of shards of a run
 _PEERS_MAX = 1 << 32
-
 
 # A peer may have begun the epoch this much earlier than this peer thinks; larger lets liars claim more in
 # short epochs.
@@ -243,14 +242,12 @@ class EpochProgress:
         joining: bool = False,
         began_ago_s: float = 0.0,
     ) -> None:
-        """Enter `epoch` with no samples in it.
-
-        `late`: this peer was absent when the others began, and takes the beginning of the epoch from their
-        reports. `joining`: it has not got the state of the epoch. `began_ago_s`: the time that it has trained
-        in the epoch already, while the previous round was running.
+        """Enter `epoch` with no samples in it. `late`: this peer was absent when the others began, and takes
+        the beginning of the epoch from their reports. `joining`: it has not got the state of the epoch.
+        `began_ago_s`: the time that it has trained in the epoch already, while the round before was running.
         """
         others = self.standing.counted(self.others(now_s))
-        # a peer that returns to a shorter history may find there whom it was in later epochs with
+        # a peer that returns to a shorter history may find peers there that it was in later epochs with
         for entry in self._others.values():
             entry.epoch_min = min(entry.epoch_min, epoch)
         began_s = [report.since_s for report in others.values() if late and report.epoch == epoch]
