@@ -246,7 +246,7 @@ class CatchUp:
             return None
         attempt.retries.reset()
         self._mode.learner.suspend()
-        self._follow_history()  # its members are those to whom this peer introduces itself
+        self._follow_history()  # so that this peer knows the members, and introduces itself to them
         # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
         self._averager.open()
         # the history that it follows may be shorter than its own was, where the two have parted
