@@ -7,7 +7,20 @@ On a machine with a GPU nothing is changed, because work on the host is part of 
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+
+import pytest
 
 if "SWARM_GPU" not in os.environ or os.environ.get("SWARM_GPU_DEVICE") == "cpu":
     os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is first imported, which comes later
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """Let the garbage collector look at all objects again after a test that ran a command in this process:
+    what `keep_present_objects` hides from it is hidden from hypothesis, too, which then warns.
+    """
+    yield
+    gc.unfreeze()

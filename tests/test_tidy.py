@@ -409,15 +409,6 @@ def test_private_names_are_used_only_by_the_tests_of_their_own_module(top: str) 
     assert used == listed, "take what is used no more out of the list"
 
 
-# a program in a string imports its own module again
-IMPORTED_TESTS = {
-    # the round is being rebuilt: its scenarios move with it
-    "tests/sim/test_round_codecs.py": "tests.sim.test_rounds",
-    "tests/wire/test_allreduce_streams.py": "tests.wire.test_allreduce",
-    "tests/wire/test_device_rounds.py": "tests.wire.test_allreduce",
-}
-
-
 def test_no_test_module_imports_another() -> None:
     found = {
         name_of(path): node.module
@@ -426,6 +417,4 @@ def test_no_test_module_imports_another() -> None:
         if isinstance(node, ast.ImportFrom) and node.module and ".test_" in f".{node.module}"
         if node.module.startswith("tests.")
     }
-    assert found == IMPORTED_TESTS, (
-        "put what they share into a module beside them, conftest.py or swarm.testing"
-    )
+    assert not found, "put what they share into a module beside them, conftest.py or swarm.testing"

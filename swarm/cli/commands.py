@@ -18,6 +18,7 @@ COMMANDS = {
     "bootstrap": ("bootstrap", "Be a long-lived entry point that trains nothing."),
     "change": ("admin", "Change a run that you own while others train it."),
     "demo": ("demo", "Watch several peers train a model on this machine."),
+    "doctor": ("doctor", "Find out whether this machine can volunteer."),
     "export": ("admin", "Write a run's model to a file."),
     "identity": ("identity", "Show, make, export or import an identity."),
     "invite": ("invite", "Make an invite to a run."),

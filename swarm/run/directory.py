@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarm.core.clock import Clock
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.core.ids import Key, PeerId
+from swarm.core.ids import PeerId
 from swarm.dht.keeper import RecordKeeper
+from swarm.dht.logic.companions import LISTING_KEY
 from swarm.run.specification import SignedSpecification, newest, run_id_of, specification_key, verified
 from swarm.run.specification_store import SpecificationStore
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LISTING_KEY = Key("public", "runs")
 _TTL_S = 3600.0  # how long a run can be found after its last member left
 _REFRESH_S = 180.0  # the interval in which members look for changes; each time costs five calls
 _RETRY_S = 30.0  # after a failure to do so; doubles up to the interval

@@ -213,6 +213,16 @@ def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, t
         assert any(event["samples"] > 0 for event in epochs(process, peers=3))
 
 
+def test_the_doctor_says_what_the_router_would_have_to_forward(internet: Internet) -> None:
+    one_public_and_two_behind_routers(internet)
+    address = address_of(internet.start("r", "-c", NODE, "0.0.0.0:4000"))
+    examined = internet.start("a", "-m", "swarm.cli", "doctor", address, "--listen", "0.0.0.0:4100", "--json")
+    reach = examined.wait("finding", lambda event: event.get("subject") == "reach")
+    assert (reach["state"], "others cannot call this machine" in reach["text"]) == ("note", True)
+    assert reach["text"].endswith("The line for the router: TCP port 4100 to 192.168.1.2 port 4100")
+    assert examined.wait("result", lambda event: event["event"] == "doctor")["can_volunteer"] is True
+
+
 def test_volunteers_that_nobody_can_call_are_told_so(internet: Internet, tmp_path: Path) -> None:
     run = write_small_run(tmp_path)
     one_public_and_two_behind_routers(internet)

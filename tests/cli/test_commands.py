@@ -32,6 +32,7 @@ def run_file(tmp_path: Path) -> Path:
 
 COMMANDS = (
     "demo",
+    "doctor",
     "start",
     "join",
     "serve",

@@ -31,6 +31,10 @@ from swarm.dht.logic.blobs import blob_key, blob_of
 from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.records import Record, RecordValidator, decode_value, encode_value
 from swarm.dht.logic.summary import missing_entries
+from swarm.libp2p.logic import messages
+from swarm.libp2p.logic.messages import Hop, HopKind, Identify, Limit, Stop, StopKind
+from swarm.libp2p.logic.negotiation import decode_line, encode_line
+from swarm.libp2p.logic.yamux import YamuxSession
 from swarm.membership.capability import decode as decode_capability
 from swarm.membership.invite import PREFIX, Invite
 from swarm.metrics.record import Metrics, RoundReport
@@ -222,6 +226,26 @@ def _name_decoders() -> list[Decoder]:
     ]
 
 
+def _libp2p_decoders() -> list[Decoder]:
+    hop = Hop(HopKind.STATUS, PEER, status=100, expires_s=9, addresses=(b"a",), limit=Limit(9, 9))
+    stop = Stop(StopKind.CONNECT, PEER, limit=Limit(9, 9))
+    identify = Identify("agent", ("/a", "/b"), (b"a",), b"o", b"k")
+    relayed = messages.encode_address(Address("192.0.2.1", 9), PEER)
+    session = YamuxSession(is_client=True)
+    number = session.open()
+    session.send(number, b"some bytes")
+    session.ping(7)
+    session.finish(number)
+    return [
+        Decoder("message to a relay", messages.decode_hop, [messages.encode_hop(hop)]),
+        Decoder("message of a relay", messages.decode_stop, [messages.encode_stop(stop)]),
+        Decoder("identify", messages.decode_identify, [messages.encode_identify(identify)]),
+        Decoder("multiaddr", messages.decode_address, [relayed]),
+        Decoder("line of multistream-select", decode_line, [encode_line("/yamux/1.0.0")[1:]]),
+        Decoder("yamux", lambda raw: YamuxSession(is_client=False).receive(raw), [session.output(1 << 20)]),
+    ]
+
+
 def all_decoders() -> list[Decoder]:
     """Return every decoder."""
     bodies = [msgpack.unpackb(one.blob)[0] for one in (_SIGNED, _RECOVERED)]
@@ -284,6 +308,7 @@ def all_decoders() -> list[Decoder]:
         Decoder("clipped places", lambda raw: check_clipped(raw, b"\xff\x01", 9), [b"\xff\x01"]),
         Decoder("schema of an expert", ExpertSchema.unpack, [schema.packed]),
         *_name_decoders(),
+        *_libp2p_decoders(),
         *_codec_decoders(),
     ]
 

@@ -13,9 +13,10 @@ import pytest
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.companions import LISTING_KEY
 from swarm.dht.service.dht_service import StoreResult
 from swarm.run.creation import create_run
-from swarm.run.directory import LISTING_KEY, RunDirectory, RunListing, choose
+from swarm.run.directory import RunDirectory, RunListing, choose
 from swarm.run.recovery import recover
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
 from swarm.run.specification_store import SpecificationStore

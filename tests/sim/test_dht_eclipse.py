@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from swarm.core.ids import Key, open_run_id
+from swarm.dht.logic.companions import LISTING_KEY
 from swarm.dht.service.dht_service import DhtService
+from swarm.run.directory import RunDirectory
+from swarm.run.specification import run_id_of
 from swarm.testing.hostile import HostilePeer, SilentPeer, nearest_identities, only_colluders
 from swarm.testing.network import SimulatedNetwork
 from tests.sim.dht_scenarios import play, service_of, swarm_of
@@ -152,6 +155,37 @@ def test_a_newcomer_reads_every_record_of_the_members_and_they_read_its_own(
         await write(members, 2)
         for service in members:
             assert str(newcomer.peer_id) in await seen(service, KEYS[0])
+
+    play(scenario, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", [HostilePeer, SilentPeer])
+@pytest.mark.parametrize("by_member", [True, False])
+def test_a_newcomer_finds_the_runs_although_the_key_of_their_list_is_surrounded(
+    kind: type[HostilePeer], by_member: bool, seed: int
+) -> None:
+    """Identities near `public/runs` hid every run from `swarm join ADDRESS`."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        entry = service_of(network.peer())
+        founder, volunteer = (service_of(network.peer()) for _ in range(2))
+        others = await swarm_of(network, PEERS - 2)
+        for service in (founder, volunteer, others[0]):
+            await service.join([entry.own()])
+        met_by = await surround(network, kind, LISTING_KEY)
+        for service in [entry, founder, volunteer, *others]:
+            met_by(service)
+        await asyncio.sleep(10.0)
+        owner = founder.peer_id
+        run_id = run_id_of(owner, "eclipsed")
+        listing = {"name": "eclipsed", "owner": owner.to_bytes()}
+        await volunteer.store(LISTING_KEY, listing, ttl_s=3600.0, subkey=run_id, timeout_s=5.0)
+        newcomer = service_of(network.peer())
+        await newcomer.join([(volunteer if by_member else entry).own()])
+        met_by(newcomer)
+        listings = await RunDirectory(newcomer, newcomer.peer_id, clock=newcomer.clock).listings()
+        assert [one.run_id for one in listings] == [run_id]
 
     play(scenario, seed=seed)
 

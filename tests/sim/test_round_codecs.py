@@ -12,7 +12,7 @@ import torch
 
 from swarm.compression import find
 from swarm.testing.virtual_loop import run_virtual
-from tests.sim.test_rounds import Scenario, check, scenario
+from tests.sim.random_rounds import Scenario, check, scenario
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int2", "sign", "topk"])

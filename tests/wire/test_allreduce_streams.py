@@ -18,7 +18,7 @@ from averaging.reduction.partition import Plan
 from swarm.compression import find
 from swarm.core.errors import PeerError
 from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen
-from tests.wire.test_allreduce import (
+from tests.wire.round_peers import (
     SMALL,
     RoundPeer,
     make_group,

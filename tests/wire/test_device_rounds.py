@@ -35,8 +35,8 @@ from swarm.core.presets import WAN
 from swarm.net.rpc import Stream
 from swarm.node import Node
 from swarm.testing.devices import HostReads, LateQueue
+from tests.wire.round_peers import make_group, peers
 from tests.wire.some_nodes import nodes_of
-from tests.wire.test_allreduce import make_group, peers
 
 NODES = 3
 ROUNDS = 3

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.wire.trainers import QUICK, Peer, assert_close, one_more, oracle, swarm_of, together
+from averaging.optim.modes.settings import Diloco, Gradients
+from averaging.optim.state.snapshot import read_header, read_tensors
+from tests.wire.trainers import BATCH, QUICK, Peer, assert_close, one_more, oracle, swarm_of, together
 
 PAIRS = dataclasses.replace(QUICK, group_size_max=2)
 EPOCHS = 3
@@ -31,6 +33,16 @@ def is_canonical(peer: Peer) -> bool:
     view = peer.opt.state_view()
     view.close()
     return view.canonical
+
+
+def shared_state(peer: Peer) -> dict[str, torch.Tensor]:
+    """Return the tensors that this peer would give to a newcomer."""
+    view = peer.opt.state_view()
+    view.complete_copy()
+    header, start = read_header(view.blob)
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(view.blob, header, start).items()}
+    view.close()
+    return tensors
 
 
 def electors(peers: list[Peer], before: Peer) -> list[Peer]:
@@ -102,6 +114,33 @@ def test_modes_with_local_steps_average_through_the_grid(mode: Any) -> None:
         assert len({peer.opt.history_head for peer in peers}) == 1
         for peer in peers[1:]:
             assert_close(peer.net, peers[0].net)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Gradients(delayed=True),
+        Diloco(streaming=2),
+        Diloco(streaming=2, delay_steps=4),
+    ],
+    ids=["delayed", "streaming", "streaming-steps"],
+)
+def test_rounds_behind_training_go_through_the_grid_and_leave_one_state(mode: Any) -> None:
+    with swarm_of(4, "pairs behind training", config=PAIRS, mode=mode) as peers:
+        together([lambda peer=peer: peer.opt.wait_for_peers(4) for peer in peers])  # type: ignore[misc]
+        together([lambda peer=peer: peer.train_to(2 * EPOCHS) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.history_head for peer in peers}) == 1
+        first = shared_state(peers[0])
+        for peer in peers[1:]:
+            for name, tensor in shared_state(peer).items():
+                assert torch.allclose(tensor.double(), first[name].double(), rtol=1e-4, atol=1e-6), name
+        for peer in peers:
+            rounds = [report.round for report in peer.reports if report.stepped]
+            assert all(one is not None and one.certificate is not None for one in rounds)
+            assert not any(report.dropped for report in peer.reports)
+            assert sum(report.contributed for report in peer.reports) + peer.reports[-1].accumulated == (
+                BATCH * peer.steps
+            )
 
 
 def test_peers_whose_electors_died_go_on_with_a_break_and_one_history() -> None:

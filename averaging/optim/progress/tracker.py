@@ -23,7 +23,7 @@ from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, P
 from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.records import ProgressRecords
-from averaging.optim.progress.telling import Telling
+from averaging.optim.progress.report_sender import ReportSender
 from averaging.optim.progress.tree import Tree
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
@@ -85,7 +85,7 @@ class Tracker:
             gap_s=0.0,
         )
         self._announce = ChangeEvent()  # announce the full epoch now
-        self._telling = Telling(self._report_one)
+        self._sender = ReportSender(self._report_one)
         self._closed, self._unreported = False, set[PeerId]()  # the latter: known by records, not told yet
 
     # --- the trainer's thread
@@ -301,7 +301,7 @@ class Tracker:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_record(), name=f"progress of run {self.run_id}")
             group.create_task(self._announce_loop(), name=f"announcing full epochs of run {self.run_id}")
-            group.create_task(self._telling.run(), name=f"telling strangers of run {self.run_id}")
+            group.create_task(self._sender.run(), name=f"reports to strangers of run {self.run_id}")
 
     async def _keep_record(self) -> None:
         # read before the first publication: a newcomer to a large run does not know its shard yet
@@ -336,14 +336,14 @@ class Tracker:
         one passes news to. A peer that cannot be reached does not count any more.
         """
         peers = with_state(self.others())
-        await (self._telling.tell(self._counted(peers)) if everybody else self._report_to(peers))
+        await (self._sender.send(self._counted(peers)) if everybody else self._report_to(peers))
 
     async def close(self) -> None:
         """Report that this peer leaves, and withdraw its record. The caller has cancelled `run`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        await self._telling.tell(self._counted(self.others()), goodbye=True)
+        await self._sender.send(self._counted(self.others()), goodbye=True)
         await self._records.withdraw(_GOODBYE_S)
 
     async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
@@ -399,8 +399,8 @@ class Tracker:
             [peer for peer in self._records.relays(one) if among is None or peer in among]
             for one in (counted, [peer for peer in peers if peer not in counted])
         )
-        self._telling.tell_strangers(strangers, full=full)
-        await self._telling.tell(members, full=full)
+        self._sender.send_to_strangers(strangers, full=full)
+        await self._sender.send(members, full=full)
 
     def _counted(self, peers: Iterable[PeerId]) -> Collection[PeerId]:
         """Return those of the peers whose reports count."""
@@ -480,10 +480,10 @@ class Tracker:
             self._changed.notify_all()
             reports = self._progress.others(now_s)
             self._unreported = (self._unreported | set(newcomers)) & reports.keys()
-            if not (told := with_state(reports)) and self._progress.own_report.joining:
-                told = list(reports)  # all begin together
+            if not (recipients := with_state(reports)) and self._progress.own_report.joining:
+                recipients = list(reports)  # all begin together
         self._announce.notify()
-        await self._report_to(told, among=self._unreported)
+        await self._report_to(recipients, among=self._unreported)
         return True
 
     async def _compare_histories(self, received: Iterable[tuple[PeerId, ProgressReport, float]]) -> None:

@@ -36,6 +36,15 @@ _KEYS_MAX: Final = 64  # read lately
 _NAMING_MAX: Final = 8  # peers that are believed when they name members for a key
 _RUNS_MAX: Final = 256  # that others ask about
 _CALLERS_MAX: Final = 64  # of one run; those that came first stay
+LISTING_KEY: Final = Key("public", "runs")  # where the members of all runs list them
+_LISTING: Final = "public/runs"
+
+
+def circle_of(key: Key) -> str | None:
+    """Return the run whose members hold the records of a key beside its replicas; None where there is none.
+    The list of runs is one of its own, of which nobody knows members by certificates.
+    """
+    return _LISTING if key == LISTING_KEY else run_of(key)
 
 
 @dataclass(slots=True)
@@ -81,7 +90,7 @@ class Companions:
         """Return the peers, beside the replicas, that a record of a run is written to: the nearest members;
         as far as there are fewer, those that were named to this peer, and those that it came by.
         """
-        run = run_of(key)
+        run = circle_of(key)
         if run is None:
             return []
         found = self._nearest(self._members(run), key)
@@ -92,8 +101,12 @@ class Companions:
         return found[:HOLDERS]
 
     def is_holder(self, key: Key) -> bool:
-        """Return whether this peer is one of the members that hold the records of a key."""
-        run = run_of(key)
+        """Return whether this peer is one of the members that hold the records of a key. A peer that
+        lists a run holds that record, for those that come by this peer.
+        """
+        run = circle_of(key)
+        if run == _LISTING:
+            return True
         if run is None or not self._standing.is_member(self._own, run):
             return False
         distance = self._own.dht_id ^ key.dht_id
@@ -106,7 +119,7 @@ class Companions:
         """Return the peers that a read of a key asks beside those that have answered; none most of the time.
         `owners`: of the records that were found.
         """
-        run = run_of(key)
+        run = circle_of(key)
         if run is None:
             return []
         asked: list[Contact] = []
@@ -125,7 +138,7 @@ class Companions:
 
     def is_due(self, key: Key, owners: Collection[Owner], now_s: float, now_us: int) -> bool:
         """Return whether an answer with the records of `owners` should be compared with that of a member."""
-        if run_of(key) is None or self.is_checked(key, owners, now_s, now_us):
+        if circle_of(key) is None or self.is_checked(key, owners, now_s, now_us):
             return False
         return bool(self.holders(key))
 
@@ -149,7 +162,7 @@ class Companions:
         """Remember the members that an introducer, or a member that one has named, names for a key. Return
         those that a newcomer should ask as well: a peer that knows members by certificates believes nobody.
         """
-        run, read = run_of(key), self._read(key)
+        run, read = circle_of(key), self._read(key)
         believed = {one.peer_id for named in read.named.values() for one in named} | self._introducers.keys()
         if run is None or by not in believed or (by not in read.named and len(read.named) >= _NAMING_MAX):
             return []
@@ -160,7 +173,7 @@ class Companions:
 
     def named_by(self, run: str, introducers: Iterable[PeerId]) -> list[PeerId]:
         """Return the members of a run that these peers have named, each once, in the order of each."""
-        reads = [read for key, read in self._reads.items() if run_of(key) == run]
+        reads = [read for key, read in self._reads.items() if circle_of(key) == run]
         lists = [read.named.get(peer, ()) for peer in introducers for read in reads]
         return list(dict.fromkeys(one.peer_id for named in lists for one in named))
 
@@ -216,7 +229,7 @@ class Companions:
         """Return the members of a run to name to a caller: the nearest to the key, or where this peer knows
         none, those that have asked about the run for the longest time.
         """
-        run = run_of(key)
+        run = circle_of(key)
         if run is None:
             return []
         members = [one for one in self._members(run) if one.peer_id != caller]

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 
 from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.logic.companions import circle_of
 from swarm.dht.logic.constants import (
     BULK_ACTIVE_MAX,
     BULK_CALLS_MAX,
@@ -17,7 +18,7 @@ from swarm.dht.logic.constants import (
     REPLICAS,
 )
 from swarm.dht.logic.lookup import Lookup, LookupDone
-from swarm.dht.logic.records import Record, run_of
+from swarm.dht.logic.records import Record
 from swarm.dht.service.overlay import FIND, STORE, Overlay
 from swarm.dht.service.reader import Reader, RecordSearch
 from swarm.dht.service.replica import ReplicaStore
@@ -191,7 +192,7 @@ class ManyReads:
             searches = ManySearches(overlay, lookups, self._query, self._merge_answer)
             async with asyncio.TaskGroup() as group:
                 asking = group.create_task(searches.run(self._done))
-                of_runs = [self.searches[key] for key in chunk if run_of(key) is not None]
+                of_runs = [self.searches[key] for key in chunk if circle_of(key) is not None]
                 if of_runs:
                     await asyncio.wait([asking], timeout=overlay.timings.dht_stall_s)
                 for search in of_runs:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.cache import CachedAnswer, ReadCache
+from swarm.dht.logic.companions import circle_of
 from swarm.dht.logic.constants import (
     ENTRIES_PER_SUMMARY_MAX,
     LOCAL_READ_TTL_S,
@@ -25,7 +26,7 @@ from swarm.dht.logic.constants import (
     REPLICAS,
     SEARCH_JOIN_WINDOW_S,
 )
-from swarm.dht.logic.records import Owner, Record, run_of
+from swarm.dht.logic.records import Owner, Record
 from swarm.dht.logic.storage import Storage, latest_by_owner
 from swarm.dht.logic.summary import summary
 from swarm.dht.service.overlay import FIND, Overlay
@@ -275,7 +276,7 @@ class Reader:
         try:
             async with asyncio.TaskGroup() as group:
                 asking = group.create_task(self._ask_replicas(search, exhaustive))
-                if run_of(key) is not None:
+                if circle_of(key) is not None:
                     await asyncio.wait([asking], timeout=overlay.timings.dht_stall_s)
                     if await self.ask_companions(search) and not asking.done():
                         search.merge(self._storage.records(key, overlay.now_us))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from swarm.core.errors import PeerError
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.cache import CachedAnswer, ReadCache
+from swarm.dht.logic.companions import circle_of
 from swarm.dht.logic.constants import (
     ENTRIES_PER_SUMMARY_MAX,
     KEYS_PER_SUMMARY_MAX,
@@ -18,7 +19,7 @@ from swarm.dht.logic.constants import (
     RECORDS_PER_CALL_MAX,
 )
 from swarm.dht.logic.issued import IssuedRecords
-from swarm.dht.logic.records import FORGED, Record, RecordValidator, run_of
+from swarm.dht.logic.records import FORGED, Record, RecordValidator
 from swarm.dht.logic.storage import Storage
 from swarm.dht.logic.summary import ENTRY_BYTES, summary
 from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE, Overlay
@@ -237,7 +238,7 @@ class ReplicaStore:
 
     def _members_for(self, key: Key, caller: PeerId) -> list[WireContact]:
         """Return members of a run to name to a caller, who takes part in the run from now on."""
-        now_s, run = self._overlay.clock.monotonic_s(), run_of(key)
+        now_s, run = self._overlay.clock.monotonic_s(), circle_of(key)
         if run is not None:
             self._companions.on_question(run, caller, now_s)
         return [contact_to_wire(one) for one in self._companions.members_for(key, caller, now_s)]

@@ -133,7 +133,7 @@ def test_a_member_is_told_that_the_epoch_is_full_among_a_hundred_strangers() -> 
         await bench.tracker._refresh()
         bench.calls.sent.clear()
         announcing = asyncio.create_task(bench.tracker._announce_loop())
-        telling = asyncio.create_task(bench.tracker._telling.run())
+        telling = asyncio.create_task(bench.tracker._sender.run())
         assert bench.tracker.update_own(100, 10.0)
         for _ in range(50):
             await asyncio.sleep(0)

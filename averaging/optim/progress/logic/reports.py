@@ -252,13 +252,8 @@ class EpochProgress:
             entry.epoch_min = min(entry.epoch_min, epoch)
         began_s = [report.since_s for report in others.values() if late and report.epoch == epoch]
         since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
-        self._own_report = ProgressReport(
-            epoch=epoch,
-            samples=0,
-            rate=self._own_report.rate,
-            at_s=now_s,
-            since_s=since_s,
-            joining=joining,
+        self._own_report = replace(
+            self._own_report, epoch=epoch, samples=0, at_s=now_s, since_s=since_s, joining=joining
         )
 
     def update_own(self, samples: int, rate: float, now_s: float) -> None:

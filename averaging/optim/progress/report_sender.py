@@ -1,4 +1,4 @@
-"""Reports of this peer to the others, directly: members are told at once, strangers afterwards.
+"""Reports of this peer to the others, directly: to members at once, to strangers afterwards.
 
 The addresses of a peer are its own claim. A crowd of identities that name addresses where nobody answers
 would otherwise delay what members tell one another by the time limit of a call, and cost them a call for each
@@ -14,23 +14,23 @@ from swarm.core.ids import PeerId
 from swarm.core.notify import ChangeEvent
 
 _CONCURRENT_MAX = 16
-STRANGERS_MAX = 32  # that wait to be told; those that wait longest are left to read the DHT
+STRANGERS_MAX = 32  # that wait for a report; those that wait longest are left to read the DHT
 # Between two batches of reports to strangers. Larger: newcomers to a run with short epochs learn later that
 # one is full.
 STRANGERS_PAUSE_S = 0.5
 
 
-class Telling:
+class ReportSender:
     """Sends reports to other peers. It belongs to the network thread."""
 
     def __init__(self, report: Callable[[PeerId, bool, bool], Awaitable[None]]) -> None:
         """`report(peer, full, goodbye)` sends one report; it raises nothing when the peer does not answer."""
         self._report = report
-        self._strangers: dict[PeerId, None] = {}  # to be told next
-        self._full = False  # that the epoch is full is part of that news
+        self._strangers: dict[PeerId, None] = {}  # that get the next reports
+        self._full = False  # those reports say that the epoch is full
         self._wake = ChangeEvent()
 
-    async def tell(self, peers: Iterable[PeerId], *, full: bool = False, goodbye: bool = False) -> None:
+    async def send(self, peers: Iterable[PeerId], *, full: bool = False, goodbye: bool = False) -> None:
         """Report to all of these, and wait until each has answered or failed to."""
         limit = asyncio.Semaphore(_CONCURRENT_MAX)
 
@@ -42,8 +42,8 @@ class Telling:
             for peer in peers:
                 group.create_task(report(peer))
 
-    def tell_strangers(self, peers: Iterable[PeerId], *, full: bool = False) -> None:
-        """Report to these as soon as the strangers before them were told."""
+    def send_to_strangers(self, peers: Iterable[PeerId], *, full: bool = False) -> None:
+        """Report to these as soon as the strangers before them have their reports."""
         for peer in peers:
             self._strangers[peer] = None
             self._wake.notify()
@@ -52,10 +52,10 @@ class Telling:
             del self._strangers[next(iter(self._strangers))]
 
     async def run(self) -> None:
-        """Tell strangers, until cancelled."""
+        """Report to strangers, until cancelled."""
         while True:
             await self._wake.wait()
             strangers, self._strangers = self._strangers, {}
             full, self._full = self._full, False
-            await self.tell(strangers, full=full)
+            await self.send(strangers, full=full)
             await asyncio.sleep(STRANGERS_PAUSE_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from averaging.optim.progress.telling import STRANGERS_MAX, STRANGERS_PAUSE_S, Telling
+from averaging.optim.progress.report_sender import STRANGERS_MAX, STRANGERS_PAUSE_S, ReportSender
 from swarm.core.ids import PeerId
 from swarm.testing.virtual_loop import run_virtual
 
@@ -21,13 +21,13 @@ def test_a_report_to_a_member_does_not_wait_for_strangers_that_do_not_answer() -
         told.append((asyncio.get_running_loop().time(), peer))
 
     async def scenario() -> None:
-        telling, loop = Telling(report), asyncio.get_running_loop()
-        running = loop.create_task(telling.run())
+        sender, loop = ReportSender(report), asyncio.get_running_loop()
+        running = loop.create_task(sender.run())
         began_s = loop.time()
         for number in range(40):
-            telling.tell_strangers(PEERS[1:101])
+            sender.send_to_strangers(PEERS[1:101])
             asked_s = loop.time()
-            await telling.tell([PEERS[0]])
+            await sender.send([PEERS[0]])
             assert (loop.time(), told[-1][1]) == (asked_s, PEERS[0]), number
             await asyncio.sleep(0.25)
         running.cancel()

@@ -1,0 +1,164 @@
+"""`swarm doctor`: whether this machine can volunteer, and what to do where it cannot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+import swarm
+from swarm.cli import options
+from swarm.cli.identity import open_identity
+from swarm.cli.invite import check_answered, contacts_of
+from swarm.cli.render import print_result
+from swarm.core.errors import SwarmError
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+_JOIN_S = 8.0
+_VERDICT_S = 25.0  # a router is asked, peers call, and once more after a check that left a doubt
+_POLL_S = 0.05
+_PACKAGES = ("torch", "grpcio", "libp2p", "protobuf")
+_PEERS_SHOWN = 5
+_PORT = 4000  # to forward, where the user has named none
+
+State = Literal["good", "note", "bad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The result about one subject. "note": it can volunteer, but see the text; "bad": it cannot."""
+
+    subject: str
+    state: State
+    text: str
+
+
+@click.command(context_settings=options.CONTEXT)
+@click.argument("address", metavar="[ADDRESS]", required=False)
+@options.optional_identity
+@options.listen
+@options.announce
+@options.as_json
+def doctor(
+    address: str | None, identity: str | None, listen: str | None, announce: tuple[str, ...], as_json: bool
+) -> int:
+    """Find out whether this machine can volunteer: software, memory and GPU, clock, and how others reach it.
+
+    ADDRESS is a peer of the swarm, or an invite; without it the network is not tried. Give the options that
+    you would give to `swarm join`: with a new identity this takes one of the uses of an invite. The exit
+    status is 1 when this machine cannot volunteer.
+
+    \b
+    Examples:
+      swarm doctor
+      swarm doctor /ip4/203.0.113.7/tcp/4000/p2p/12D3KooW...
+      swarm doctor swarm1... --listen 0.0.0.0:4000 --json
+    """
+    where = options.listen_at(listen, announce, contacts_of([address] if address is not None else []))
+    states: list[State] = []
+    for finding in _examine(address, identity, where, announce):
+        states.append(finding.state)
+        mark = {"good": "ok  ", "note": "note", "bad": "BAD "}[finding.state]
+        fields = {"subject": finding.subject, "state": finding.state, "text": finding.text}
+        print_result("finding", fields, f"{mark}  {finding.subject:<8}  {finding.text}", as_json=as_json)
+    can_volunteer = "bad" not in states
+    text = "this machine can volunteer" if can_volunteer else "this machine cannot volunteer as it is"
+    print_result("doctor", {"can_volunteer": can_volunteer}, text, as_json=as_json)
+    return 0 if can_volunteer else 1
+
+
+def _examine(
+    address: str | None, identity: str | None, listen: str | None, announce: tuple[str, ...]
+) -> Iterator[Diagnosis]:
+    yield Diagnosis("software", "good", _software())
+    yield _machine()
+    if address is None:
+        yield Diagnosis("network", "note", "not tried: name a peer of the swarm, or give an invite")
+        return
+    from swarm.node import Node, NodeConfig
+
+    own = open_identity(identity, None)
+    try:
+        with Node(address, listen, own, config=NodeConfig(announce=announce)) as node:
+            yield from _examine_network(node, address, listen)
+    finally:
+        own.close()
+
+
+def _examine_network(node: Node, address: str, listen: str | None) -> Iterator[Diagnosis]:
+    said: list[str] = []
+    node.tell_reach(said.append)
+    began_s = time.monotonic()
+    try:
+        if not node.wait_joined(_JOIN_S):
+            check_answered(node, address)
+    except SwarmError as error:
+        yield Diagnosis("network", "bad", str(error))
+        return
+    while node.reach == "unknown" and time.monotonic() - began_s < _VERDICT_S:
+        time.sleep(_POLL_S)
+    yield Diagnosis("network", "good", _peers(node))
+    problem = node.dht.clock_problem
+    yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with those of its peers")
+    yield _reach(node, listen, said[-1] if said else "")
+
+
+def _software() -> str:
+    versions = [f"swarm {swarm.__version__}", f"Python {platform.python_version()}"]
+    versions += [f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES]
+    return f"{', '.join(versions)} on {platform.system()} {platform.release()}, {platform.machine()}"
+
+
+def _machine() -> Diagnosis:
+    import psutil
+    import torch
+
+    memory = psutil.virtual_memory()
+    host = (
+        f"{os.cpu_count()} cores, {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory free"
+    )
+    if not torch.cuda.is_available():
+        return Diagnosis("machine", "good", f"{host}; no CUDA device, so that it would train on the CPU")
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        devices.append(f"cuda:{index} is {name} with {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    return Diagnosis("machine", "good", f"{host}; {'; '.join(devices)}")
+
+
+def _peers(node: Node) -> str:
+    measured = sorted(
+        (peer.round_trip_s, str(peer.peer_id)) for peer in node.peers() if peer.round_trip_s is not None
+    )
+    shown = ", ".join(f"{peer} in {seconds * 1e3:.1f} ms" for seconds, peer in measured[:_PEERS_SHOWN])
+    more = len(measured) - _PEERS_SHOWN
+    return f"peers answer: {shown}" + (f", and {more} more" if more > 0 else "")
+
+
+def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
+    """Return how others reach this machine. `said`: what the node says about it."""
+    if listen is None:
+        return Diagnosis(
+            "reach", "note", "it takes no calls, so that it reduces and serves nothing for others"
+        )
+    if node.reach == "direct":
+        places = ", ".join(f"{one.host}:{one.port}" for one in node.contact.addresses)
+        return Diagnosis("reach", "good", said or f"it announces {places}")
+    from swarm.net.listening import machine_addresses, parse_listen
+    from swarm.net.scope import Scope, scope_of
+
+    host, port = parse_listen(listen)
+    port = port or _PORT
+    near = [one for one in machine_addresses(host, port) if scope_of(one.host) is Scope.SITE]
+    if near:
+        said += f". The line for the router: TCP port {port} to {near[0].host} port {port}"
+    return Diagnosis("reach", "note", said or "no peer has said yet whether it can call this machine")

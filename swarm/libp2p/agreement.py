@@ -1,0 +1,54 @@
+"""Agreeing on a protocol over a connection or stream: multistream-select over a pipe."""
+
+from __future__ import annotations
+
+from swarm.core.errors import PeerError
+from swarm.libp2p.logic.messages import read_varint
+from swarm.libp2p.logic.negotiation import (
+    LINE_BYTES_MAX,
+    MULTISTREAM,
+    Answerer,
+    decode_line,
+    encode_line,
+)
+from swarm.libp2p.pipes import Pipe
+
+
+async def propose(pipe: Pipe, protocol: str) -> None:
+    """Agree on a protocol as the side that opened the stream. Raises PeerError when the peer does not speak
+    it, NetworkError when the pipe ends. It may wait for ever: the caller sets a time limit.
+    """
+    await pipe.write(encode_line(MULTISTREAM) + encode_line(protocol))
+    greeting = await _read_line(pipe)
+    if greeting != MULTISTREAM:
+        raise PeerError(f"it does not speak multistream-select 1.0.0, but said {greeting[:40]!r}")
+    answer = await _read_line(pipe)
+    if answer != protocol:
+        raise PeerError(f"it does not speak {protocol}")
+
+
+async def answer(pipe: Pipe, protocols: frozenset[str]) -> str:
+    """Agree on one of these protocols as the other side, and return it. Raises PeerError when the peer
+    proposes none of them in 16 tries, NetworkError when the pipe ends. The caller sets a time limit.
+    """
+    answerer = Answerer(protocols)
+    while answerer.agreed is None:
+        await pipe.write(answerer.answer(await _read_line(pipe)))
+    return answerer.agreed
+
+
+async def _read_line(pipe: Pipe) -> str:
+    size, _ = read_varint(await read_prefix(pipe, LINE_BYTES_MAX), 0)
+    if not 0 < size <= LINE_BYTES_MAX:
+        raise PeerError(f"it sent a line of {size} bytes where a protocol is agreed on")
+    return decode_line(await pipe.read_exactly(size))
+
+
+async def read_prefix(pipe: Pipe, size_max: int) -> bytes:
+    """Return the varint that says how long a message of up to `size_max` bytes is."""
+    prefix = b""
+    while not prefix or prefix[-1] >= 0x80:
+        if len(prefix) * 7 >= size_max.bit_length():
+            raise PeerError(f"it sent a message longer than {size_max} bytes")
+        prefix += await pipe.read_exactly(1)
+    return prefix

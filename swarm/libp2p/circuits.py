@@ -1,0 +1,188 @@
+"""Circuits through relays: how a peer that cannot be called stays callable, and how others call it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from swarm.core.clock import Clock
+from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.core.ids import Contact, PeerId
+from swarm.core.notify import ChangeEvent
+from swarm.libp2p.connection import MuxedStream, PeerConnection, through
+from swarm.libp2p.host import Host
+from swarm.libp2p.logic.messages import (
+    HOP_PROTOCOL,
+    MESSAGE_BYTES_MAX,
+    STOP_PROTOCOL,
+    Hop,
+    HopKind,
+    Status,
+    Stop,
+    StopKind,
+    decode_hop,
+    decode_stop,
+    encode_hop,
+    encode_stop,
+)
+from swarm.libp2p.logic.reserving import Reservations
+from swarm.libp2p.racing import first_of
+
+ANSWER_S = 15.0  # for a relay's answer; it gives the target of a circuit 10 s of these
+CONNECT_S = 20.0
+# A relay that sends nothing for 3 s after a ping is dead, so another one is asked after 5 s at most.
+RELAY_PING_S, RELAY_SILENT_S = 2.0, 3.0
+
+
+class Circuits:
+    """Reservations of this host, and its connections through relays. `run` keeps the reservations.
+
+    `on_change` is called when the relays change through which this peer can be called (`held`).
+    """
+
+    def __init__(self, host: Host, clock: Clock, on_change: Callable[[], None] | None = None) -> None:
+        self._host, self._clock = host, clock
+        self._on_change = on_change
+        self._reservations = Reservations()
+        self._changed = ChangeEvent()
+        self._kept: dict[PeerId, PeerConnection] = {}
+        host.handle(STOP_PROTOCOL, self._accept, direct_only=True)
+        host.at_ended.append(self._ended)
+
+    @property
+    def held(self) -> list[Contact]:
+        """Return the relays through which this peer can be called."""
+        return self._reservations.held(self._clock.monotonic_s())
+
+    def offer(self, relays: Iterable[Contact]) -> None:
+        """Learn of relays at which this peer may keep a reservation."""
+        self._reservations.offer(one for one in relays if one.peer_id != self._host.peer_id)
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Keep reservations at two relays, until cancelled."""
+        while True:
+            now_s = self._clock.monotonic_s()
+            for relay in self._reservations.due(now_s):
+                self._host.supervisor.spawn(
+                    f"reservation at {relay.peer_id.short}", functools.partial(self._ask, relay)
+                )
+            next_s = self._reservations.next_s(now_s)
+            await self._changed.wait(None if next_s == math.inf else max(next_s - now_s, 0.01))
+
+    async def _ask(self, relay: Contact) -> None:
+        try:
+            await self.reserve(relay)
+        except SwarmError as error:
+            self._reservations.failed(relay.peer_id, self._clock.monotonic_s())
+            self._release(relay.peer_id)
+            self._host.fault(str(relay.peer_id), f"no reservation: {error}")
+        self._tell()
+
+    async def reserve(self, relay: Contact) -> None:
+        """Make or renew a reservation at a relay. Raises NetworkError or PeerError that says why it has
+        none.
+        """
+        connection = await self._host.connect(relay.peer_id, relay.addresses)
+        answer, stream = await self.question(connection, Hop(HopKind.RESERVE))
+        stream.close()
+        life_s = answer.expires_s - self._clock.swarm_s()
+        now_s = self._clock.monotonic_s()
+        if connection.ended:
+            raise NetworkError(connection.ended)
+        self._reservations.granted(relay.peer_id, life_s, connection.round_trip_s, now_s)
+        connection.watch(RELAY_PING_S, RELAY_SILENT_S)
+        before = self._kept.get(relay.peer_id)
+        if before is not connection:
+            self._release(relay.peer_id)
+            connection.kept += 1
+            self._kept[relay.peer_id] = connection
+
+    async def connect(
+        self, target: PeerId, relays: Sequence[Contact], timeout_s: float = CONNECT_S
+    ) -> PeerConnection:
+        """Return a connection to a peer that cannot be called: one that is open, or the first that can be had
+        through one of these relays. Raises NetworkError that names what failed, DeadlineExceeded after
+        `timeout_s`.
+        """
+        known = self._host.connection(target)
+        if known is not None:
+            return known
+        attempts = [
+            (f"through {one.peer_id.short}", functools.partial(self._connect, target, one)) for one in relays
+        ]
+        return await first_of(attempts, f"cannot reach {target}", timeout_s)
+
+    async def _connect(self, target: PeerId, relay: Contact) -> PeerConnection:
+        to_relay = await self._host.connect(relay.peer_id, relay.addresses)
+        _, stream = await self.question(to_relay, Hop(HopKind.CONNECT, peer=target))
+        to_relay.watch(RELAY_PING_S, RELAY_SILENT_S)
+        return await self._host.secure(stream, is_client=True, expected=target, relay=relay.peer_id)
+
+    async def question(self, connection: PeerConnection, question: Hop) -> tuple[Hop, MuxedStream]:
+        """Ask a relay, and return its answer and the stream. Raises PeerError that says what it refused."""
+        stream = await connection.open(HOP_PROTOCOL)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await stream.write_message(encode_hop(question))
+                answer = decode_hop(await stream.read_message(MESSAGE_BYTES_MAX))
+            if answer.kind is not HopKind.STATUS or answer.status != Status.OK:
+                raise PeerError(f"the relay answered {_status(answer.status)}")
+        except TimeoutError:
+            stream.close()
+            raise NetworkError(f"the relay did not answer within {ANSWER_S:.0f} s") from None
+        except BaseException:
+            stream.close()
+            raise
+        return answer, stream
+
+    async def _accept(self, stream: MuxedStream) -> None:
+        """Take a circuit that a relay offers."""
+        relay = stream.peer_id
+        async with asyncio.timeout(ANSWER_S):
+            message = decode_stop(await stream.read_message(MESSAGE_BYTES_MAX))
+        if message.kind is not StopKind.CONNECT or message.peer is None:
+            await self._refuse(stream, Status.UNEXPECTED_MESSAGE, "it offered a circuit of nobody")
+            return
+        if relay not in {one.peer_id for one in self.held}:
+            reason = "it offered a circuit, and this peer has no reservation there"
+            await self._refuse(stream, Status.PERMISSION_DENIED, reason)
+            return
+        if reason := self._host.admission.begin(through(relay)):
+            await self._refuse(stream, Status.RESOURCE_LIMIT_EXCEEDED, f"a circuit was refused: {reason}")
+            return
+        try:
+            await stream.write_message(encode_stop(Stop(StopKind.STATUS, status=Status.OK)))
+            connection = await self._host.secure(stream, is_client=False, expected=message.peer, relay=relay)
+        finally:
+            self._host.admission.end(through(relay))
+        await connection.wait_ended()
+
+    async def _refuse(self, stream: MuxedStream, status: Status, reason: str) -> None:
+        self._host.fault(str(stream.peer_id), reason)
+        await stream.write_message(encode_stop(Stop(StopKind.STATUS, status=status)))
+
+    def _release(self, relay: PeerId) -> None:
+        connection = self._kept.pop(relay, None)
+        if connection is not None:
+            connection.kept -= 1
+
+    def _ended(self, connection: PeerConnection) -> None:
+        if self._kept.get(connection.peer_id) is connection:
+            del self._kept[connection.peer_id]
+            self._reservations.failed(connection.peer_id, self._clock.monotonic_s())
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify()
+        if self._on_change is not None:
+            self._on_change()
+
+
+def _status(status: int) -> str:
+    try:
+        return f"{Status(status).name} ({status})"
+    except ValueError:
+        return f"with status {status}"

@@ -1,0 +1,342 @@
+"""A connection to a peer: streams over yamux over Noise over a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Protocol
+
+from swarm.core.errors import NetworkError, PeerError
+from swarm.core.ids import Address, PeerId
+from swarm.core.notify import ChangeEvent
+from swarm.libp2p.agreement import propose, read_prefix
+from swarm.libp2p.cures import PLAINTEXT_BYTES_MAX, SecureChannel
+from swarm.libp2p.logic import yamux
+from swarm.libp2p.logic.messages import read_varint, varint
+
+NEGOTIATION_S = 10.0  # on one stream; too short: a busy machine does not get round to it
+PING_INTERVAL_S = 15.0
+PING_TIMEOUT_S = 10.0
+_PING_STEPS = 4  # in which the timeout passes: a stop of this process costs one of them
+_PENDING_BYTES_MAX = 256 << 10  # that are still to be sent before writers wait
+
+
+class MuxedStream:
+    """A stream: bytes in both directions, each of which can be finished on its own. It can carry a
+    connection, too (`Pipe`).
+    """
+
+    def __init__(self, connection: PeerConnection, number: int) -> None:
+        self.connection = connection
+        self.number = number
+        self.protocol = ""
+        self._chunks: deque[bytes] = deque()
+        self._changed = ChangeEvent()
+        self._writable = asyncio.Event()
+        self._ended = False  # the peer sends no more
+        self.lost = ""  # why the stream is gone in both directions
+        self.grows = True  # its window may; a relay's must not, which holds the windows of many streams
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Return the peer at the other end."""
+        return self.connection.peer_id
+
+    async def read(self, bytes_max: int = yamux.PIECE_BYTES) -> bytes:
+        """Return the next bytes, at most `bytes_max`; none when the peer has finished. Raises NetworkError
+        when the stream is gone.
+        """
+        while not self._chunks:
+            if self.lost:
+                raise NetworkError(self.lost)
+            if self._ended:
+                return b""
+            await self._changed.wait()
+        chunk = self._chunks.popleft()
+        if len(chunk) > bytes_max:
+            self._chunks.appendleft(chunk[bytes_max:])
+            chunk = chunk[:bytes_max]
+        self.connection.consumed(self, len(chunk))
+        return chunk
+
+    async def read_exactly(self, size: int) -> bytes:
+        """Return `size` bytes. Raises NetworkError when the peer has finished before, or the stream is
+        gone.
+        """
+        parts, missing = [], size
+        while missing:
+            part = await self.read(missing)
+            if not part:
+                raise NetworkError("the peer has ended the stream in the middle")
+            parts.append(part)
+            missing -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def read_message(self, bytes_max: int) -> bytes:
+        """Return a message whose length stands before it. Raises PeerError when it is longer than
+        `bytes_max`, NetworkError when the stream ends.
+        """
+        size, _ = read_varint(await read_prefix(self, bytes_max), 0)
+        if size > bytes_max:
+            raise PeerError(f"it sent a message of {size} bytes; {bytes_max} are allowed")
+        return await self.read_exactly(size) if size else b""
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes. It waits for as long as the peer reads nothing: whether the peer lives is the business
+        of the connection's pings. Raises NetworkError when the stream is gone.
+        """
+        while data:
+            if self.lost:
+                raise NetworkError(self.lost)
+            self._writable.clear()
+            sent = await self.connection.send(self, data)
+            if sent == 0:
+                await self._writable.wait()
+            data = data[sent:]
+
+    async def write_message(self, data: bytes) -> None:
+        """Send a message with its length before it."""
+        await self.write(varint(len(data)) + data)
+
+    def finish(self) -> None:
+        """Send no more; the peer may."""
+        self.connection.finish(self)
+
+    def close(self) -> None:
+        """End both directions at once; what was sent may be lost. Idempotent."""
+        self.connection.reset(self)
+
+    def receive(self, event: yamux.Event) -> None:
+        """Take an event of this stream from its connection."""
+        match event:
+            case yamux.Received():
+                self._chunks.append(event.data)
+            case yamux.Ended():
+                self._ended = True
+            case yamux.WasReset():
+                self.lose("the peer has reset the stream")
+            case _:
+                self._writable.set()
+        self._changed.notify()
+
+    def lose(self, reason: str) -> None:
+        """Mark the stream as gone. What has arrived can be read."""
+        self.lost = self.lost or reason
+        self._changed.notify()
+        self._writable.set()
+
+
+def through(relay: PeerId | None) -> str:
+    """Return what limits count the connections through a relay under."""
+    return f"relay {relay}"
+
+
+class Events(Protocol):
+    """The events of which a connection tells its host. The methods return at once."""
+
+    def opened(self, stream: MuxedStream, /) -> None:
+        """The peer has opened a stream."""
+        ...
+
+    def received(self, connection: PeerConnection, /) -> None:
+        """Bytes have arrived; `held` may have grown."""
+        ...
+
+
+class PeerConnection:
+    """A secured connection. `run` works until it ends; `close` ends it.
+
+    `relay`: the peer through which it runs; None: a direct one, whose other end is `remote`. `host` is what
+    limits count it under.
+    """
+
+    def __init__(
+        self,
+        channel: SecureChannel,
+        *,
+        is_client: bool,
+        remote: Address | None,
+        relay: PeerId | None,
+        events: Events,
+    ) -> None:
+        self._channel = channel
+        self.peer_id = channel.peer_id
+        self.is_client, self.remote, self.relay = is_client, remote, relay
+        self.host = remote.host if remote is not None else through(relay)
+        self._events = events
+        self._session = yamux.YamuxSession(is_client=is_client)
+        self._streams: dict[int, MuxedStream] = {}
+        self._to_send = ChangeEvent()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._interval_changed = ChangeEvent()
+        self._ping_interval_s, self._ping_timeout_s = PING_INTERVAL_S, PING_TIMEOUT_S
+        self._ping = (0, 0.0)  # value and time of the last one
+        self._heard_s = self.idle_since_s = time.monotonic()
+        self.round_trip_s: float | None = None
+        self.kept = 0  # how many have a use for it although it has no streams
+        self.ended = ""  # why
+        self._has_ended = asyncio.Event()
+
+    @property
+    def held(self) -> int:
+        """Return how many bytes it holds: those that nobody has read, and those still to be sent."""
+        return self._session.unread + self._session.pending
+
+    def refused(self) -> int:
+        """Return how many streams beyond the limit the peer has opened since the last call."""
+        refused, self._session.refused = self._session.refused, 0
+        return refused
+
+    @property
+    def streams(self) -> int:
+        """Return the number of open streams."""
+        return len(self._streams)
+
+    async def run(self) -> None:
+        """Work until the connection ends; `ended` says why. Its streams are gone then."""
+        reason = "it was closed"
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._run_reading())
+                group.create_task(self._run_writing())
+                group.create_task(self._run_pings())
+        except* (NetworkError, PeerError) as errors:
+            reason = str(errors.exceptions[0])
+        finally:
+            self.close(reason)
+
+    def close(self, reason: str = "it was closed") -> None:
+        """End the connection and its streams. Idempotent."""
+        self.ended = self.ended or reason
+        for stream in list(self._streams.values()):
+            stream.lose(f"the connection to {self.peer_id.short} has ended: {self.ended}")
+        self._streams.clear()
+        self._room.set()
+        self._has_ended.set()
+        self._channel.close()
+
+    async def wait_ended(self) -> None:
+        """Wait until the connection has ended."""
+        await self._has_ended.wait()
+
+    def watch(self, interval_s: float, timeout_s: float) -> None:
+        """Ping in this interval: the connection ends if nothing arrives for `timeout_s` after a ping."""
+        self._ping_interval_s, self._ping_timeout_s = interval_s, timeout_s
+        self._interval_changed.notify()
+
+    async def open(self, protocol: str) -> MuxedStream:
+        """Open a stream for a protocol. Raises PeerError when the peer does not speak it, NetworkError when
+        it does not answer within 10 s, the connection has ended, or 64 streams are open.
+        """
+        if self.ended:
+            raise NetworkError(f"the connection to {self.peer_id.short} has ended: {self.ended}")
+        stream = MuxedStream(self, self._session.open())
+        stream.protocol = protocol
+        self._streams[stream.number] = stream
+        try:
+            async with asyncio.timeout(NEGOTIATION_S):
+                await propose(stream, protocol)
+        except TimeoutError:
+            stream.close()
+            raise NetworkError(f"it did not agree on {protocol} within {NEGOTIATION_S:.0f} s") from None
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def send(self, stream: MuxedStream, data: bytes) -> int:
+        """Send the beginning of `data`, and return how much of it the peer's window took."""
+        sent = self._session.send(stream.number, data)
+        if sent == 0 and stream.number not in self._streams:
+            raise NetworkError(stream.lost or "the stream was finished")
+        await self._sent()
+        return sent
+
+    def consumed(self, stream: MuxedStream, size: int) -> None:
+        """Note that bytes of a stream were read."""
+        self._session.consumed(stream.number, size, grows=stream.grows)
+        self._to_send.notify()
+
+    def finish(self, stream: MuxedStream) -> None:
+        """Finish this side of a stream."""
+        self._session.finish(stream.number)
+        self._to_send.notify()
+        self._forget(stream.number)
+
+    def reset(self, stream: MuxedStream) -> None:
+        """End a stream at once."""
+        self._session.reset(stream.number)
+        self._to_send.notify()
+        self._forget(stream.number)
+        stream.lose("the stream was closed")
+
+    async def _sent(self) -> None:
+        """Wait until there is room for more to send."""
+        self._to_send.notify()
+        if self._session.pending > _PENDING_BYTES_MAX:
+            self._room.clear()
+            await self._room.wait()
+
+    def _forget(self, number: int) -> None:
+        if not self._session.has(number) and self._streams.pop(number, None) is not None:
+            self.idle_since_s = time.monotonic()
+
+    async def _run_reading(self) -> None:
+        while True:
+            data = await self._channel.read()
+            self._heard_s = time.monotonic()
+            for event in self._session.receive(data):
+                self._dispatch(event)
+            self._to_send.notify()  # acknowledgements, answers to pings
+            # Not a wait: two ends that both wait for the other to read would do so for ever. Writers of this
+            # side add one piece each beyond the limit.
+            if self._session.pending > _PENDING_BYTES_MAX + (self._session.streams + 1) * yamux.PIECE_BYTES:
+                raise PeerError("it reads no answers to what it asks for")
+            self._events.received(self)
+
+    def _dispatch(self, event: yamux.Event) -> None:
+        match event:
+            case yamux.Opened():
+                stream = self._streams[event.stream] = MuxedStream(self, event.stream)
+                self._events.opened(stream)
+            case yamux.Answered():
+                value, sent_s = self._ping
+                if event.value == value:
+                    self.round_trip_s = time.monotonic() - sent_s
+            case yamux.GoneAway():
+                raise NetworkError("the peer has closed the connection")
+            case _:
+                known = self._streams.get(event.stream)
+                if known is not None:
+                    known.receive(event)
+                if isinstance(event, yamux.Ended | yamux.WasReset):  # its last event, if the session has none
+                    self._forget(event.stream)
+
+    async def _run_writing(self) -> None:
+        # The only task that writes, and nobody cancels it while the connection lives: half a message would
+        # break the encryption of all streams.
+        while True:
+            await self._to_send.wait()
+            while data := self._session.output(PLAINTEXT_BYTES_MAX):
+                await self._channel.write(data)
+                if self._session.pending <= _PENDING_BYTES_MAX:
+                    self._room.set()
+
+    async def _run_pings(self) -> None:
+        """Ping the peer. What counts is that anything arrives: an answer may be behind much data on a slow
+        link.
+        """
+        while True:
+            sent_s = time.monotonic()
+            self._ping = (self._ping[0] + 1 & 0xFFFFFFFF, sent_s)
+            self._session.ping(self._ping[0])
+            self._to_send.notify()
+            for _ in range(_PING_STEPS):
+                await self._interval_changed.wait(self._ping_timeout_s / _PING_STEPS)
+                if self._heard_s >= sent_s:
+                    break
+            else:
+                raise NetworkError(f"the peer has sent nothing for {self._ping_timeout_s:.1f} s")
+            await self._interval_changed.wait(max(self._ping_interval_s, 0.0))

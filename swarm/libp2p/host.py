@@ -1,0 +1,282 @@
+"""This process as a peer of libp2p: connections by Noise and yamux, and the streams that others open.
+
+It runs on one event loop. Nothing that a stranger sends or leaves out makes it hold more than its limits, run
+longer than its deadlines, or end: what breaks a rule loses its stream or connection, and is named in
+`faults`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, PeerId
+from swarm.libp2p import cures
+from swarm.libp2p.agreement import answer, propose
+from swarm.libp2p.connection import NEGOTIATION_S, MuxedStream, PeerConnection
+from swarm.libp2p.logic import yamux
+from swarm.libp2p.logic.admission import ConnectionCounts
+from swarm.libp2p.pipes import Pipe, TcpPipe, serve
+from swarm.libp2p.racing import first_of
+from swarm.runtime.supervise import Supervisor
+
+_logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0  # from the first byte to streams; too short: a busy machine does not get round to it
+DIAL_S = 10.0
+IDLE_S = 120.0  # that a connection may be without streams and without anybody who needs it
+HELD_BYTES_MAX = 128 << 20  # that all connections hold for readers and writers who do not take them
+HANDLERS_MAX = 2048  # streams of others that are being served
+_HELD_BYTES_CHECKED = 256 << 10  # of one connection before all are added up
+_HOUSEKEEPING_S = 5.0
+_LINGER_S = 10.0  # that a stream which was answered may stay half open
+_FAULTS_MAX = 64
+
+Handler = Callable[[MuxedStream], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that somebody else did wrong. `who`: a PeerID, or the IP address of one without."""
+
+    who: str
+    what: str
+
+
+class Host:
+    """A peer of libp2p. `start` it on an event loop, and `close` it there.
+
+    Raises UsageError when the installed py-libp2p is not the version that was tried.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.noise = cures.Noise(identity)
+        self.identity = identity
+        self.peer_id = identity.peer_id
+        self.supervisor = Supervisor()
+        self.faults: deque[Fault] = deque(maxlen=_FAULTS_MAX)
+        self.at_ended: list[Callable[[PeerConnection], None]] = []
+        self.listening: Address | None = None  # an IP address and a port
+        self.admission = ConnectionCounts()
+        self._connections: list[PeerConnection] = []
+        self._handlers: dict[str, Handler] = {}
+        self._direct_only: set[str] = set()
+        self._serving = 0
+        self._handshaking: set[TcpPipe] = set()
+        self._server: asyncio.Server | None = None
+        self._closed = False
+
+    async def start(self, host: str | None = None, port: int = 0) -> None:
+        """Begin to work; with `host`, an IP address, listen there, and set `listening`. Raises UsageError
+        when the port is taken.
+        """
+        self.supervisor.spawn("housekeeping of libp2p", self._run_housekeeping, restart=True)
+        if host is None:
+            return
+        try:
+            self._server = await serve(host, port, self._accept)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        self.listening = Address(host, self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """End all connections and tasks."""
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+        for pipe in self._handshaking:  # a task that is cancelled before it begins closes nothing
+            pipe.close()
+        await self.supervisor.close()
+
+    def handle(self, protocol: str, handler: Handler, *, direct_only: bool = False) -> None:
+        """Call `handler` with each stream that a peer opens for this protocol. The stream ends after it.
+        `direct_only`: not those that come through a relay.
+        """
+        self._handlers[protocol] = handler
+        if direct_only:
+            self._direct_only.add(protocol)
+
+    def protocols(self, connection: PeerConnection) -> frozenset[str]:
+        """Return the protocols that the peer of a connection may use."""
+        names = frozenset(self._handlers)
+        return names if connection.relay is None else names - self._direct_only
+
+    def connection(self, peer_id: PeerId) -> PeerConnection | None:
+        """Return the connection to a peer that is used for new streams: a direct one, if there is one."""
+        found = [one for one in self._connections if one.peer_id == peer_id and not one.ended]
+        return min(found, key=lambda one: one.relay is not None, default=None)
+
+    @property
+    def announced(self) -> list[Address]:
+        """Return the addresses that this host names to others."""
+        listening = self.listening
+        return [listening] if listening is not None and not ip_address(listening.host).is_unspecified else []
+
+    @property
+    def connections(self) -> list[PeerConnection]:
+        """Return the open connections, the oldest first."""
+        return list(self._connections)
+
+    async def connect(
+        self, peer_id: PeerId, addresses: Sequence[Address], timeout_s: float = DIAL_S
+    ) -> PeerConnection:
+        """Return a direct connection to a peer: one that is open, or the first that can be had at one of its
+        addresses, each of which is tried 0.25 s after the one before. Raises NetworkError that names what
+        failed, DeadlineExceeded after `timeout_s`.
+        """
+        known = self.connection(peer_id)
+        if known is not None and known.relay is None:
+            return known
+        if peer_id == self.peer_id:
+            raise UsageError(f"{peer_id} is this peer itself")
+        attempts = [
+            (f"{one.host}:{one.port}", functools.partial(self._dial, peer_id, one)) for one in addresses
+        ]
+        return await first_of(attempts, f"cannot reach {peer_id}", timeout_s)
+
+    async def _dial(self, peer_id: PeerId, address: Address) -> PeerConnection:
+        pipe = await TcpPipe.connect(address.host, address.port)
+        return await self.secure(pipe, is_client=True, expected=peer_id, remote=address)
+
+    async def secure(
+        self,
+        pipe: Pipe,
+        *,
+        is_client: bool,
+        expected: PeerId | None,
+        remote: Address | None = None,
+        relay: PeerId | None = None,
+    ) -> PeerConnection:
+        """Make a connection of a pipe, and let it run. `is_client`: this side has dialed. `expected`: who
+        must be there; None: anybody. `remote` or `relay`: where the pipe leads. Raises NetworkError or
+        PeerError, and the pipe is closed then.
+        """
+        connection = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                if is_client:
+                    await propose(pipe, cures.PROTOCOL)
+                else:
+                    await answer(pipe, frozenset([cures.PROTOCOL]))
+                channel = await self.noise.handshake(pipe, is_client=is_client, expected=expected)
+                if is_client:
+                    await propose(channel, yamux.PROTOCOL)
+                else:
+                    await answer(channel, frozenset([yamux.PROTOCOL]))
+            connection = self._register(
+                PeerConnection(channel, is_client=is_client, remote=remote, relay=relay, events=self)
+            )
+        except TimeoutError:
+            raise NetworkError(f"it did not finish its handshake within {HANDSHAKE_S:.0f} s") from None
+        finally:
+            if connection is None:
+                pipe.close()
+        return connection
+
+    def _register(self, connection: PeerConnection) -> PeerConnection:
+        if self._closed:
+            raise NetworkError("this peer is closing")
+        if connection.peer_id == self.peer_id:
+            raise PeerError("it is this peer itself, or has a copy of its identity")
+        peer_id, host, is_client = connection.peer_id, connection.host, connection.is_client
+        reason = self.admission.join(peer_id, host, is_client=is_client)
+        if reason:
+            raise NetworkError(reason)
+        self._connections.append(connection)
+
+        async def run() -> None:
+            try:
+                await connection.run()
+            finally:
+                self._connections.remove(connection)
+                self.admission.leave(peer_id, host, is_client=is_client)
+                for listener in self.at_ended:
+                    listener(connection)
+
+        self.supervisor.spawn(f"libp2p connection to {peer_id.short}", run)
+        return connection
+
+    def _accept(self, pipe: TcpPipe) -> None:
+        remote = pipe.remote
+        if remote is None or self._closed:
+            pipe.close()
+            return
+        if reason := self.admission.begin(remote.host):
+            pipe.close()
+            self.fault(remote.host, reason)
+            return
+
+        async def handshake() -> None:
+            try:
+                await self.secure(pipe, is_client=False, expected=None, remote=remote)
+            except (NetworkError, PeerError) as error:
+                self.fault(remote.host, str(error))
+            finally:
+                self._handshaking.discard(pipe)
+                self.admission.end(remote.host)
+
+        self._handshaking.add(pipe)
+
+        self.supervisor.spawn(f"libp2p handshake of {remote.host}", handshake)
+
+    def fault(self, who: str, what: str) -> None:
+        """Remember what somebody did wrong."""
+        fault = Fault(who, what)
+        if fault not in list(self.faults)[-1:]:  # a flood is one fault
+            _logger.debug("%s: %s", who, what)
+            self.faults.append(fault)
+
+    def opened(self, stream: MuxedStream) -> None:
+        """Serve a stream that a peer has opened (`Events`)."""
+        if self._serving >= HANDLERS_MAX:
+            stream.close()
+            self.fault(str(stream.peer_id), f"{HANDLERS_MAX} streams are being served")
+            return
+        self._serving += 1
+        self.supervisor.spawn(f"libp2p stream of {stream.peer_id.short}", lambda: self._serve(stream))
+
+    def received(self, connection: PeerConnection) -> None:
+        """Close the connection that holds most when all hold too much (`Events`)."""
+        if connection.refused():
+            self.fault(str(connection.peer_id), f"it opened more than {yamux.STREAMS_MAX} streams at a time")
+        if connection.held < _HELD_BYTES_CHECKED:
+            return
+        if sum(one.held for one in self._connections) > HELD_BYTES_MAX:
+            most = max(self._connections, key=lambda one: one.held)
+            self.fault(str(most.peer_id), f"it made this peer hold {most.held} bytes")
+            most.close("this peer holds too many bytes that nobody takes")
+
+    async def _serve(self, stream: MuxedStream) -> None:
+        try:
+            async with asyncio.timeout(NEGOTIATION_S):
+                stream.protocol = await answer(stream, self.protocols(stream.connection))
+            await self._handlers[stream.protocol](stream)
+            stream.finish()
+            async with asyncio.timeout(_LINGER_S):
+                while await stream.read():
+                    pass
+        except (SwarmError, TimeoutError) as error:
+            if isinstance(error, PeerError) or not stream.lost:
+                what = str(error) or "it left its stream open"
+                self.fault(str(stream.peer_id), f"{stream.protocol or 'a stream'}: {what}")
+        finally:
+            self._serving -= 1
+            stream.close()
+
+    async def _run_housekeeping(self) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            now_s = time.monotonic()
+            for one in list(self._connections):
+                if not one.streams and not one.kept and now_s - one.idle_since_s > IDLE_S:
+                    one.close("it was not used")

@@ -1,0 +1,78 @@
+"""How many connections and handshakes a host has at a time: in all, of one network, and of one peer. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeVar
+
+from swarm.core.ids import PeerId
+from swarm.net.scope import prefix_of
+
+CONNECTIONS_MAX = 512  # 28 kB each
+CONNECTIONS_PER_PREFIX_MAX = 64  # of strangers that came in from one /24 (IPv6: /48), or through one relay
+CONNECTIONS_PER_PEER_MAX = 4  # two peers that dial each other, directly and through a relay, have four
+HANDSHAKES_MAX = 64  # begun by strangers and not finished: each costs 2 ms of processor time
+HANDSHAKES_PER_PREFIX_MAX = 16
+
+T = TypeVar("T", str, PeerId)
+
+
+class ConnectionCounts:
+    """The counts. Every method that takes something returns why it must not be, or an empty text."""
+
+    def __init__(self) -> None:
+        self._handshakes: Counter[str] = Counter()
+        self._prefixes: Counter[str] = Counter()
+        self._peers: Counter[PeerId] = Counter()
+        self._connections = 0
+        self._handshaking = 0
+
+    def begin(self, host: str) -> str:
+        """Count a handshake that somebody at this host wants to begin."""
+        prefix = prefix_of(host)
+        if self._handshaking >= HANDSHAKES_MAX:
+            return f"{HANDSHAKES_MAX} handshakes are under way"
+        if self._handshakes[prefix] >= HANDSHAKES_PER_PREFIX_MAX:
+            return f"{HANDSHAKES_PER_PREFIX_MAX} handshakes of {prefix} are under way"
+        if self._connections >= CONNECTIONS_MAX:
+            return f"{CONNECTIONS_MAX} connections are open"
+        if self._prefixes[prefix] >= CONNECTIONS_PER_PREFIX_MAX:
+            return f"{CONNECTIONS_PER_PREFIX_MAX} connections of {prefix} are open"
+        self._handshakes[prefix] += 1
+        self._handshaking += 1
+        return ""
+
+    def end(self, host: str) -> None:
+        """Note that a handshake which has begun is over, in whatever way."""
+        _decrease(self._handshakes, prefix_of(host))
+        self._handshaking -= 1
+
+    def join(self, peer_id: PeerId, host: str, *, is_client: bool) -> str:
+        """Count a connection. Those that this side has opened (`is_client`) have no limit for their
+        network.
+        """
+        prefix = prefix_of(host)
+        if self._connections >= CONNECTIONS_MAX:
+            return f"{CONNECTIONS_MAX} connections are open"
+        if self._peers[peer_id] >= CONNECTIONS_PER_PEER_MAX:
+            return f"{CONNECTIONS_PER_PEER_MAX} connections of {peer_id.short} are open"
+        if not is_client and self._prefixes[prefix] >= CONNECTIONS_PER_PREFIX_MAX:
+            return f"{CONNECTIONS_PER_PREFIX_MAX} connections of {prefix} are open"
+        self._connections += 1
+        self._peers[peer_id] += 1
+        if not is_client:
+            self._prefixes[prefix] += 1
+        return ""
+
+    def leave(self, peer_id: PeerId, host: str, *, is_client: bool) -> None:
+        """Note that a connection which was counted has ended."""
+        self._connections -= 1
+        _decrease(self._peers, peer_id)
+        if not is_client:
+            _decrease(self._prefixes, prefix_of(host))
+
+
+def _decrease(counts: Counter[T], name: T) -> None:
+    counts[name] -= 1
+    if counts[name] <= 0:
+        del counts[name]

@@ -1,0 +1,158 @@
+"""The state of a relay: reservations, circuits, bytes per second. Circuit relay v2 without I/O; times are
+seconds of a clock that never jumps.
+
+A peer that nobody can call keeps a reservation at a relay; others ask the relay for a circuit to it. The
+relay decides by what it knows itself (who is at the other end of the connection), never by what a message
+says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from swarm.core.ids import PeerId
+from swarm.core.standing import PeerStanding
+from swarm.libp2p.logic.messages import Status
+from swarm.net.bucket import Bucket
+from swarm.net.scope import prefix_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """The limits within which the owner of a relay lets it work."""
+
+    reservations_max: int = 128  # strangers get half of these and of the circuits, where members are known
+    reservations_per_prefix_max: int = 32  # of one /24 (IPv6: /48)
+    reservation_s: float = 3600.0
+    circuits_max: int = 256  # each holds at most two windows of 256 KiB here
+    circuits_per_peer_max: int = 16  # that a peer calls with, and that it is called with
+    circuit_s: float = 3600.0
+    bytes_per_s: float = 6.25e6  # of all circuits in both directions: 50 Mbit/s
+    circuit_bytes_per_s: float = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Circuit:
+    """A circuit that a relay carries."""
+
+    caller: PeerId
+    target: PeerId
+    until_s: float
+    bucket: Bucket | None
+    carried_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAnswer:
+    """A relay's answer. `reason`: why it is not OK."""
+
+    status: Status
+    reason: str = ""
+    circuit: Circuit | None = None
+
+
+@dataclass(slots=True)
+class _Reservation:
+    prefix: str
+    until_s: float
+    is_member: bool
+
+
+class RelayState:
+    """The state of a relay."""
+
+    def __init__(self, limits: RelayLimits, standing: PeerStanding) -> None:
+        self.limits = limits
+        self._standing = standing
+        self._reservations: dict[PeerId, _Reservation] = {}
+        self._circuits: set[Circuit] = set()
+        self._calls: Counter[PeerId] = Counter()  # circuits by caller
+        self._called: Counter[PeerId] = Counter()  # circuits by target
+        self._bucket = Bucket(limits.bytes_per_s)
+        self.carried_bytes = 0
+        self.refused: Counter[Status] = Counter()
+
+    @property
+    def circuits(self) -> int:
+        """Return the number of circuits that are open or being opened."""
+        return len(self._circuits)
+
+    def reservations(self, now_s: float) -> list[PeerId]:
+        """Return the peers that have a reservation."""
+        self._expire(now_s)
+        return list(self._reservations)
+
+    def reserve(self, peer_id: PeerId, host: str, now_s: float) -> RelayAnswer:
+        """Grant or renew the reservation of the peer that asks, whose connection comes from this host."""
+        self._expire(now_s)
+        held = self._reservations.get(peer_id)
+        prefix = prefix_of(host)
+        is_member = self._standing.is_member(peer_id)
+        if held is None:
+            limit = self._share(self.limits.reservations_max, is_member)
+            counted = [one for one in self._reservations.values() if is_member or not one.is_member]
+            if len(counted) >= limit:
+                return self._refuse(Status.RESERVATION_REFUSED, f"{limit} peers have a reservation")
+            of_prefix = sum(one.prefix == prefix for one in self._reservations.values())
+            if of_prefix >= self.limits.reservations_per_prefix_max:
+                return self._refuse(Status.RESERVATION_REFUSED, f"{of_prefix} of {prefix} have a reservation")
+        until_s = now_s + self.limits.reservation_s
+        self._reservations[peer_id] = _Reservation(prefix, until_s, is_member)
+        return RelayAnswer(Status.OK)
+
+    def leave(self, peer_id: PeerId) -> None:
+        """Drop the reservation of a peer whose last direct connection has ended."""
+        self._reservations.pop(peer_id, None)
+
+    def connect(self, caller: PeerId, target: PeerId | None, now_s: float) -> RelayAnswer:
+        """Decide whether `caller` gets a circuit to `target`. It counts from now until `end`."""
+        self._expire(now_s)
+        if target is None:
+            return self._refuse(Status.MALFORMED_MESSAGE, "it names no peer to connect to")
+        if target == caller:
+            return self._refuse(Status.PERMISSION_DENIED, "it asks for a circuit to itself")
+        if target not in self._reservations:
+            return self._refuse(Status.NO_RESERVATION, f"{target.short} has no reservation")
+        of_peer = self.limits.circuits_per_peer_max
+        limit = self._share(self.limits.circuits_max, self._standing.is_member(caller))
+        if self._calls[caller] >= of_peer or self._called[target] >= of_peer or self.circuits >= limit:
+            return self._refuse(
+                Status.RESOURCE_LIMIT_EXCEEDED, f"{of_peer} circuits of a peer, or {limit} of all, are open"
+            )
+        rate = self.limits.circuit_bytes_per_s
+        bucket = Bucket(rate) if rate < math.inf else None
+        circuit = Circuit(caller, target, now_s + self.limits.circuit_s, bucket)
+        self._circuits.add(circuit)
+        self._calls[caller] += 1
+        self._called[target] += 1
+        return RelayAnswer(Status.OK, circuit=circuit)
+
+    def end(self, circuit: Circuit) -> None:
+        """Note that a circuit has ended, or was never opened. Idempotent."""
+        if circuit not in self._circuits:
+            return
+        self._circuits.remove(circuit)
+        for counts, peer_id in ((self._calls, circuit.caller), (self._called, circuit.target)):
+            counts[peer_id] -= 1
+            if not counts[peer_id]:
+                del counts[peer_id]
+
+    def pass_s(self, circuit: Circuit, size: int, now_s: float) -> float:
+        """Account for bytes of a circuit, and return how many seconds to wait before they are sent on."""
+        circuit.carried_bytes += size
+        self.carried_bytes += size
+        own_s = circuit.bucket.pass_s(size, now_s) if circuit.bucket is not None else 0.0
+        return max(own_s, self._bucket.pass_s(size, now_s))
+
+    def _share(self, limit: int, is_member: bool) -> int:
+        return limit if is_member or not self._standing.has_members() else limit // 2
+
+    def _refuse(self, status: Status, reason: str) -> RelayAnswer:
+        self.refused[status] += 1
+        return RelayAnswer(status, reason)
+
+    def _expire(self, now_s: float) -> None:
+        for peer_id in [one for one, held in self._reservations.items() if held.until_s <= now_s]:
+            del self._reservations[peer_id]

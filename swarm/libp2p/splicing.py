@@ -1,0 +1,60 @@
+"""Carrying bytes between two ends, as a relay and a tunnel do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from swarm.core.errors import NetworkError
+
+
+class SpliceEnd(Protocol):
+    """One end: a stream or a TCP connection. Reading and writing raise NetworkError when it is gone."""
+
+    async def read(self) -> bytes:
+        """Return the next bytes; none when the other side has finished."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes; wait while the other side takes none."""
+        ...
+
+    def finish(self) -> None:
+        """Send no more."""
+        ...
+
+
+async def splice(
+    one: SpliceEnd, other: SpliceEnd, pace: Callable[[int], float] | None = None, idle_s: float | None = None
+) -> None:
+    """Carry bytes between two ends in both directions until both have finished.
+
+    `pace(size)` returns how many seconds to wait with `size` bytes before they are sent on. `idle_s`: the
+    time after which an end that sends nothing is given up; None: never. Raises NetworkError when an end is
+    gone.
+    """
+
+    async def pump(source: SpliceEnd, sink: SpliceEnd) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(idle_s):
+                    data = await source.read()
+            except TimeoutError:
+                raise NetworkError(f"the circuit carried nothing for {idle_s:.0f} s") from None
+            if not data:
+                sink.finish()
+                return
+            if pace is not None and (wait_s := pace(len(data))) > 0.0:
+                await asyncio.sleep(wait_s)
+            await sink.write(data)
+
+    errors: list[str] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pump(one, other))
+            group.create_task(pump(other, one))
+    except* NetworkError as failed:
+        errors += [str(error) for error in failed.exceptions]
+    if errors:
+        raise NetworkError(errors[0])

@@ -1,0 +1,130 @@
+"""gRPC through libp2p: a port on loopback stands for a peer that cannot be called.
+
+gRPC dials that port, and every connection to it becomes a stream to the peer, which connects it to its own
+gRPC port. TLS goes from end to end inside: the peer proves its PeerID to gRPC as over any other connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.libp2p.circuits import Circuits
+from swarm.libp2p.connection import MuxedStream
+from swarm.libp2p.host import Host
+from swarm.libp2p.pipes import TcpPipe, serve
+from swarm.libp2p.splicing import splice
+
+GRPC_PROTOCOL = "/swarm/grpc/1"
+TARGETS_MAX = 256  # peers for which a port is open
+PER_PEER_MAX = 8  # connections to a peer, and of one; gRPC needs one for each of its lanes
+SERVED_MAX = 256  # connections of all peers to the own gRPC port
+_LOOPBACK = "127.0.0.1"
+_LOCAL_DIAL_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Target:
+    """A peer for which a port is open."""
+
+    relays: Sequence[Contact]
+    server: asyncio.Server
+    address: Address
+    open: int = 0
+    failure: str = ""
+
+
+class Tunnels:
+    """The tunnels of a host in both directions. `close` ends them; the host's end does, too."""
+
+    def __init__(self, host: Host, circuits: Circuits) -> None:
+        self._host, self._circuits = host, circuits
+        self._targets: dict[PeerId, _Target] = {}
+        self._served: dict[int, PeerId] = {}  # by the local port from which the own gRPC port is called
+
+    def serve(self, port: int) -> None:
+        """Let peers reach the gRPC server of this process, which listens on this port of loopback."""
+
+        async def connected(stream: MuxedStream) -> None:
+            peer_id = stream.peer_id
+            if len(self._served) >= SERVED_MAX or list(self._served.values()).count(peer_id) >= PER_PEER_MAX:
+                raise PeerError(f"{PER_PEER_MAX} tunnels of a peer, or {SERVED_MAX} of all, are open")
+            try:
+                async with asyncio.timeout(_LOCAL_DIAL_S):
+                    pipe = await TcpPipe.connect(_LOOPBACK, port)
+            except TimeoutError:
+                raise NetworkError("the own gRPC port does not answer") from None
+            self._served[pipe.local_port] = peer_id
+            try:
+                await splice(stream, pipe)
+            finally:
+                del self._served[pipe.local_port]
+                pipe.close()
+
+        self._host.handle(GRPC_PROTOCOL, connected)
+
+    @property
+    def served(self) -> Mapping[int, PeerId]:
+        """Return the peers that call this process's gRPC server through tunnels, by the port of loopback from
+        which the call comes: their address says nothing about them.
+        """
+        return self._served
+
+    def failure(self, peer_id: PeerId) -> str:
+        """Return why the last connection to a peer through its port failed; empty if it did not."""
+        target = self._targets.get(peer_id)
+        return target.failure if target is not None else ""
+
+    async def endpoint(self, peer_id: PeerId, relays: Sequence[Contact]) -> Address:
+        """Return the address on loopback at which gRPC reaches this peer through one of these relays. Nothing
+        is dialed before gRPC connects. Raises UsageError when ports for 256 peers are in use.
+        """
+        target = self._targets.get(peer_id)
+        if target is not None:
+            target.relays = relays
+            return target.address
+        await self._make_room()
+        server = await serve(_LOOPBACK, 0, lambda pipe: self._accept(peer_id, pipe))
+        address = Address(_LOOPBACK, server.sockets[0].getsockname()[1])
+        self._targets[peer_id] = _Target(relays, server, address)
+        return address
+
+    async def close(self) -> None:
+        """Close the ports on loopback."""
+        for target in self._targets.values():
+            target.server.close()
+        self._targets.clear()
+
+    async def _make_room(self) -> None:
+        if len(self._targets) < TARGETS_MAX:
+            return
+        unused = next((one for one, target in self._targets.items() if not target.open), None)
+        if unused is None:
+            raise UsageError(f"tunnels to {TARGETS_MAX} peers are open")
+        self._targets.pop(unused).server.close()
+
+    def _accept(self, peer_id: PeerId, pipe: TcpPipe) -> None:
+        target = self._targets.get(peer_id)
+        if target is None or target.open >= PER_PEER_MAX:
+            pipe.close()
+            return
+        target.open += 1
+        self._host.supervisor.spawn(f"tunnel to {peer_id.short}", lambda: self._carry(peer_id, target, pipe))
+
+    async def _carry(self, peer_id: PeerId, target: _Target, pipe: TcpPipe) -> None:
+        stream = None
+        try:
+            connection = await self._circuits.connect(peer_id, target.relays)
+            stream = await connection.open(GRPC_PROTOCOL)
+            target.failure = ""
+            await splice(pipe, stream)
+        except SwarmError as error:
+            target.failure = str(error)
+        finally:
+            target.open -= 1
+            pipe.close()
+            if stream is not None:
+                stream.close()

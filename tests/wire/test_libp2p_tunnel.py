@@ -1,0 +1,159 @@
+"""gRPC calls to a node that takes them through a relay only, with TLS from end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from swarm.core.clock import SystemClock
+from swarm.core.errors import NetworkError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact
+from swarm.core.standing import PeerStanding
+from swarm.libp2p.circuits import Circuits
+from swarm.libp2p.host import Host
+from swarm.libp2p.logic.relaying import RelayLimits
+from swarm.libp2p.relay import RelayService
+from swarm.libp2p.tunnel import GRPC_PROTOCOL, PER_PEER_MAX, Tunnels
+from swarm.net.hello import HELLO
+from swarm.node import Node
+from swarm.runtime.thread import NetworkThread
+from swarm.wire.peer_pb2 import Hello
+from tests.wire.libp2p_hosts import HERE, Hidden, run, tcp_server
+from tests.wire.libp2p_hosts import Scene as HostScene
+
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Scene:
+    """A node that is reached through its tunnels, one that calls it, and relays on a thread of their own."""
+
+    thread: NetworkThread
+    callee: Node
+    caller: Node
+    hidden: Hidden
+    tunnels: Tunnels  # of the callee
+    calling: Tunnels
+    relays: list[RelayService]
+
+    def relay(self) -> Contact:
+        """Start another relay."""
+
+        async def start() -> RelayService:
+            host = Host(Identity.generate())
+            service = RelayService(host, RelayLimits(bytes_per_s=1e9), PeerStanding(), SystemClock())
+            await host.start(HERE)
+            return service
+
+        self.relays.append(self.thread.run(start(), TIMEOUT_S))
+        host = self.relays[-1].host
+        return Contact(host.peer_id, tuple(host.announced))
+
+    def offer(self, *relays: Contact) -> None:
+        """Let the callee reserve at these relays, and wait until it has."""
+
+        async def reserve() -> None:
+            self.hidden.circuits.offer(relays)
+            await self.hidden.until_held(len(relays))
+
+        self.callee.network.run(reserve(), TIMEOUT_S)
+
+    def endpoint(self, *relays: Contact) -> Address:
+        """Return where the caller reaches the callee."""
+        return self.caller.network.run(self.calling.endpoint(self.callee.peer_id, relays), TIMEOUT_S)
+
+    def call(self, contact: Contact) -> None:
+        """Make the caller introduce itself to this contact."""
+        request = Hello(contact={"peer_id": self.caller.peer_id.to_bytes()})
+        call = self.caller.channels.call(contact, HELLO, request, timeout_s=TIMEOUT_S)
+        self.caller.network.run(call, TIMEOUT_S + 1.0)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    thread = NetworkThread()
+    with Node(listen=f"{HERE}:0") as callee, Node(listen=None) as caller:
+
+        async def join(node: Node) -> tuple[Hidden, Tunnels]:
+            host = Host(node.identity)
+            await host.start()
+            hidden = Hidden(host)
+            host.supervisor.spawn("reservations", hidden.circuits.run)
+            return hidden, Tunnels(host, hidden.circuits)
+
+        hidden, tunnels = callee.network.run(join(callee), TIMEOUT_S)
+        calling_host, calling = caller.network.run(join(caller), TIMEOUT_S)
+        tunnels.serve(callee.contact.addresses[0].port)
+        made = Scene(thread, callee, caller, hidden, tunnels, calling, [])
+        yield made
+        for service in made.relays:
+            thread.run(service.host.close(), TIMEOUT_S)
+        callee.network.run(tunnels.close(), TIMEOUT_S)
+        callee.network.run(hidden.host.close(), TIMEOUT_S)
+        caller.network.run(calling.close(), TIMEOUT_S)
+        caller.network.run(calling_host.host.close(), TIMEOUT_S)
+    thread.stop()
+
+
+def test_a_call_goes_through_the_relay_and_tls_holds_from_end_to_end(scene: Scene) -> None:
+    relay = scene.relay()
+    scene.offer(relay)
+    address = scene.endpoint(relay)
+    scene.call(Contact(scene.callee.peer_id, (address,)))
+    assert scene.relays[0].relay.carried_bytes > 1000
+    assert scene.caller.peer_id in {one.peer_id for one in scene.callee.peers()}
+    assert set(scene.tunnels.served.values()) == {scene.caller.peer_id}
+    somebody = Identity.generate().peer_id
+    with pytest.raises(NetworkError):
+        scene.call(Contact(somebody, (address,)))
+
+
+def test_a_relay_that_dies_is_replaced_by_the_next_behind_the_same_port(scene: Scene) -> None:
+    first, second = scene.relay(), scene.relay()
+    scene.offer(first, second)
+    contact = Contact(scene.callee.peer_id, (scene.endpoint(first, second),))
+    scene.call(contact)
+    scene.thread.run(scene.relays[0].host.close(), TIMEOUT_S)
+    begun_s = time.monotonic()
+    for _ in range(3):  # gRPC may see the end of the old connection in the first call
+        try:
+            scene.call(contact)
+            break
+        except NetworkError:
+            continue
+    else:
+        pytest.fail(f"no call got through: {scene.calling.failure(scene.callee.peer_id)}")
+    assert time.monotonic() - begun_s < 10.0
+    assert scene.relays[1].relay.carried_bytes > 1000
+
+
+def test_tunnels_of_one_peer_beyond_the_limit_are_refused_and_it_is_named() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def test(hosts: HostScene) -> None:
+        callee, caller = await hosts.host(), await hosts.host()
+        tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
+        async with tcp_server(say_nothing) as port:
+            tunnels.serve(port)
+            connection = await caller.connect(callee.peer_id, callee.announced)
+            streams = [await connection.open(GRPC_PROTOCOL) for _ in range(PER_PEER_MAX + 1)]
+            with pytest.raises(NetworkError, match="reset"):
+                await streams[-1].read()
+            assert "tunnels of a peer" in callee.faults[-1].what
+            assert len(tunnels.served) == PER_PEER_MAX
+
+    run(test)
+
+
+def test_a_peer_that_no_relay_reaches_is_a_network_error_with_a_reason(scene: Scene) -> None:
+    relay = scene.relay()
+    address = scene.endpoint(relay)
+    with pytest.raises(NetworkError):
+        scene.call(Contact(scene.callee.peer_id, (address,)))
+    assert "NO_RESERVATION" in scene.calling.failure(scene.callee.peer_id)
