@@ -246,9 +246,9 @@ class CatchUp:
             return None
         attempt.retries.reset()
         self._mode.learner.suspend()
+        self._follow_history()  # so that this peer knows the members, and introduces itself to them
         # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
         self._averager.open()
-        self._follow_history()
         # the history that it follows may be shorter than its own was, where the two have parted
         certified = self._history.certified_epoch if self._history and self._history.has_begun else None
         download.epoch_min = epoch = (

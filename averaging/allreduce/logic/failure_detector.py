@@ -77,6 +77,7 @@ class FailureDetector:
         self._peers = {place: _Peer(0.0, True, place in distant) for place in ours} | {
             place: _Peer(0.0, False, place in distant) for place in theirs
         }
+        self._is_crowd = len(self._peers) > _CROWD
         self._near_rest_s, self._distant_rest_s = (
             REST_S * max(1.0, len(self._peers) / crowd) - HEARTBEAT_INTERVAL_S
             for crowd in (_CROWD, _DISTANT_CROWD)
@@ -155,10 +156,11 @@ class FailureDetector:
         return heartbeats, dead
 
     def _rests(self, peer: _Peer) -> bool:
-        """Return whether the member gets fewer heartbeats: it exchanges no values with this one, or it has
-        answered, or sent heartbeats, promptly.
+        """Return whether the member gets fewer heartbeats: it exchanges no values with this one, it is one of
+        many, or it has answered, or sent heartbeats, promptly.
         """
-        return peer.distant or (peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S)
+        is_prompt = peer.signs >= _SIGNS_MIN and _SLACK * peer.pause_s <= PROBE_S
+        return peer.distant or self._is_crowd or is_prompt
 
     def _quiet_s(self, peer: _Peer) -> float:
         """Return how long this member or this process has been silent to the other. A member that only sends

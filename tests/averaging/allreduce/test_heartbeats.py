@@ -166,6 +166,26 @@ def test_a_silent_member_of_a_large_group_is_found_in_proportion_later() -> None
         assert died_s - 10.0 <= latest_s + 0.1
 
 
+def test_slow_members_of_a_large_group_get_no_more_heartbeats_than_prompt_ones() -> None:
+    """Where many peers share a processor, heartbeats to those that answer late make all of them later."""
+    sent = {}
+    for round_trip_s in (0.0, 0.4):
+        liveness, due, sent[round_trip_s] = (
+            FailureDetector(range(1, 33), [], 0.0),
+            list[tuple[float, int]](),
+            0,
+        )
+        for nth in range(1, 101):
+            for at_s, place in [one for one in due if one[0] <= nth / 10]:
+                liveness.answered(place, round_trip_s)
+                due.remove((at_s, place))
+            heartbeats, dead = liveness.tick(nth / 10)
+            assert not dead
+            due += [(nth / 10 + round_trip_s, place) for place in heartbeats]
+            sent[round_trip_s] += len(heartbeats)
+    assert sent[0.4] <= sent[0.0] <= 32 * 10 / 0.5
+
+
 def test_a_late_process_sends_fewer_heartbeats() -> None:
     prompt = heartbeats_of_a_group(9, distant=False, tick_s=0.1)
     late = heartbeats_of_a_group(9, distant=False, tick_s=0.5)
