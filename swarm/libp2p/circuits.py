@@ -28,7 +28,7 @@ from swarm.libp2p.logic.messages import (
     encode_stop,
 )
 from swarm.libp2p.logic.reserving import Reservations
-from swarm.libp2p.racing import first_of
+from swarm.libp2p.racing import Races
 
 ANSWER_S = 15.0  # for a relay's answer; it gives the target of a circuit 10 s of these
 CONNECT_S = 20.0
@@ -46,6 +46,7 @@ class Circuits:
         self._host, self._clock = host, clock
         self._on_change = on_change
         self._reservations = Reservations()
+        self._races: Races[PeerConnection] = Races()
         self._changed = ChangeEvent()
         self._kept: dict[PeerId, PeerConnection] = {}
         host.handle(STOP_PROTOCOL, self._accept, direct_only=True)
@@ -107,13 +108,11 @@ class Circuits:
         through one of these relays. Raises NetworkError that names what failed, DeadlineExceeded after
         `timeout_s`.
         """
-        known = self._host.connection(target)
-        if known is not None:
-            return known
         attempts = [
             (f"through {one.peer_id.short}", functools.partial(self._connect, target, one)) for one in relays
         ]
-        return await first_of(attempts, f"cannot reach {target}", timeout_s)
+        known = functools.partial(self._host.connection, target)
+        return await self._races.run(target, known, attempts, timeout_s)
 
     async def _connect(self, target: PeerId, relay: Contact) -> PeerConnection:
         to_relay = await self._host.connect(relay.peer_id, relay.addresses)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections import deque
 from typing import Protocol
 
 from swarm.core.errors import NetworkError, PeerError
@@ -20,6 +20,7 @@ PING_INTERVAL_S = 15.0
 PING_TIMEOUT_S = 10.0
 _PING_STEPS = 4  # in which the timeout passes: a stop of this process costs one of them
 _PENDING_BYTES_MAX = 256 << 10  # that are still to be sent before writers wait
+_READS_IN_A_ROW = 16  # messages of which the peer may have sent many
 
 
 class MuxedStream:
@@ -31,7 +32,7 @@ class MuxedStream:
         self.connection = connection
         self.number = number
         self.protocol = ""
-        self._chunks: deque[bytes] = deque()
+        self._unread = bytearray()
         self._changed = ChangeEvent()
         self._writable = asyncio.Event()
         self._ended = False  # the peer sends no more
@@ -47,18 +48,17 @@ class MuxedStream:
         """Return the next bytes, at most `bytes_max`; none when the peer has finished. Raises NetworkError
         when the stream is gone.
         """
-        while not self._chunks:
+        while not self._unread:
             if self.lost:
                 raise NetworkError(self.lost)
             if self._ended:
                 return b""
             await self._changed.wait()
-        chunk = self._chunks.popleft()
-        if len(chunk) > bytes_max:
-            self._chunks.appendleft(chunk[bytes_max:])
-            chunk = chunk[:bytes_max]
-        self.connection.consumed(self, len(chunk))
-        return chunk
+        with memoryview(self._unread) as view:
+            data = bytes(view[:bytes_max])
+        del self._unread[:bytes_max]
+        self.connection.consumed(self, len(data))
+        return data
 
     async def read_exactly(self, size: int) -> bytes:
         """Return `size` bytes. Raises NetworkError when the peer has finished before, or the stream is
@@ -111,7 +111,7 @@ class MuxedStream:
         """Take an event of this stream from its connection."""
         match event:
             case yamux.Received():
-                self._chunks.append(event.data)
+                self._unread += event.data
             case yamux.Ended():
                 self._ended = True
             case yamux.WasReset():
@@ -176,6 +176,7 @@ class PeerConnection:
         self._heard_s = self.idle_since_s = time.monotonic()
         self.round_trip_s: float | None = None
         self.kept = 0  # how many have a use for it although it has no streams
+        self.counted = 0  # of `held`, when the host last added up what all connections hold
         self.ended = ""  # why
         self._has_ended = asyncio.Event()
 
@@ -184,7 +185,7 @@ class PeerConnection:
         """Return how many bytes it holds: those that nobody has read, and those still to be sent."""
         return self._session.unread + self._session.pending
 
-    def refused(self) -> int:
+    def take_refused(self) -> int:
         """Return how many streams beyond the limit the peer has opened since the last call."""
         refused, self._session.refused = self._session.refused, 0
         return refused
@@ -223,6 +224,8 @@ class PeerConnection:
 
     def watch(self, interval_s: float, timeout_s: float) -> None:
         """Ping in this interval: the connection ends if nothing arrives for `timeout_s` after a ping."""
+        if (interval_s, timeout_s) == (self._ping_interval_s, self._ping_timeout_s):
+            return  # a change ends a step of the ping that is under way
         self._ping_interval_s, self._ping_timeout_s = interval_s, timeout_s
         self._interval_changed.notify()
 
@@ -248,29 +251,36 @@ class PeerConnection:
 
     async def send(self, stream: MuxedStream, data: bytes) -> int:
         """Send the beginning of `data`, and return how much of it the peer's window took."""
-        sent = self._session.send(stream.number, data)
-        if sent == 0 and stream.number not in self._streams:
+        if not self._has(stream):
             raise NetworkError(stream.lost or "the stream was finished")
+        sent = self._session.send(stream.number, data)
         await self._sent()
         return sent
 
     def consumed(self, stream: MuxedStream, size: int) -> None:
         """Note that bytes of a stream were read."""
-        self._session.consumed(stream.number, size, grows=stream.grows)
-        self._to_send.notify()
+        if self._has(stream):
+            self._session.consumed(stream.number, size, grows=stream.grows)
+            self._to_send.notify()
 
     def finish(self, stream: MuxedStream) -> None:
         """Finish this side of a stream."""
-        self._session.finish(stream.number)
-        self._to_send.notify()
-        self._forget(stream.number)
+        if self._has(stream):
+            self._session.finish(stream.number)
+            self._to_send.notify()
+            self._forget(stream.number)
 
     def reset(self, stream: MuxedStream) -> None:
         """End a stream at once."""
-        self._session.reset(stream.number)
-        self._to_send.notify()
-        self._forget(stream.number)
+        if self._has(stream):
+            self._session.reset(stream.number)
+            self._to_send.notify()
+            self._forget(stream.number)
         stream.lose("the stream was closed")
+
+    def _has(self, stream: MuxedStream) -> bool:
+        # A peer that has ended a stream may use its number for another one.
+        return self._streams.get(stream.number) is stream
 
     async def _sent(self) -> None:
         """Wait until there is room for more to send."""
@@ -284,7 +294,7 @@ class PeerConnection:
             self.idle_since_s = time.monotonic()
 
     async def _run_reading(self) -> None:
-        while True:
+        for count in itertools.count(1):
             data = await self._channel.read()
             self._heard_s = time.monotonic()
             for event in self._session.receive(data):
@@ -295,6 +305,8 @@ class PeerConnection:
             if self._session.pending > _PENDING_BYTES_MAX + (self._session.streams + 1) * yamux.PIECE_BYTES:
                 raise PeerError("it reads no answers to what it asks for")
             self._events.received(self)
+            if count % _READS_IN_A_ROW == 0:  # what has arrived is read without a wait: others must run
+                await asyncio.sleep(0)
 
     def _dispatch(self, event: yamux.Event) -> None:
         match event:

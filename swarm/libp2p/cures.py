@@ -68,7 +68,7 @@ def check(version: str, sources: Mapping[str, str]) -> None:
 
 @functools.cache
 def _library() -> _Library:
-    """Import what is used of py-libp2p: 0.4 s and 52 MB, the first time."""
+    """Import what is used of py-libp2p: 0.5 s and 51 MB, the first time."""
     version = importlib.metadata.version("libp2p")
     if version != VERSION:  # before the import, which runs all of it
         check(version, SOURCES)

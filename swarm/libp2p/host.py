@@ -25,7 +25,7 @@ from swarm.libp2p.connection import NEGOTIATION_S, MuxedStream, PeerConnection
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import ConnectionCounts
 from swarm.libp2p.pipes import Pipe, TcpPipe, serve
-from swarm.libp2p.racing import first_of
+from swarm.libp2p.racing import Races
 from swarm.runtime.supervise import Supervisor
 
 _logger = logging.getLogger(__name__)
@@ -34,8 +34,7 @@ HANDSHAKE_S = 10.0  # from the first byte to streams; too short: a busy machine 
 DIAL_S = 10.0
 IDLE_S = 120.0  # that a connection may be without streams and without anybody who needs it
 HELD_BYTES_MAX = 128 << 20  # that all connections hold for readers and writers who do not take them
-HANDLERS_MAX = 2048  # streams of others that are being served
-_HELD_BYTES_CHECKED = 256 << 10  # of one connection before all are added up
+_HELD_STEP_BYTES = 16 << 10  # more of one connection, before all are added up
 _HOUSEKEEPING_S = 5.0
 _LINGER_S = 10.0  # that a stream which was answered may stay half open
 _FAULTS_MAX = 64
@@ -69,7 +68,7 @@ class Host:
         self._connections: list[PeerConnection] = []
         self._handlers: dict[str, Handler] = {}
         self._direct_only: set[str] = set()
-        self._serving = 0
+        self._races: Races[PeerConnection] = Races()
         self._handshaking: set[TcpPipe] = set()
         self._server: asyncio.Server | None = None
         self._closed = False
@@ -134,15 +133,16 @@ class Host:
         addresses, each of which is tried 0.25 s after the one before. Raises NetworkError that names what
         failed, DeadlineExceeded after `timeout_s`.
         """
-        known = self.connection(peer_id)
-        if known is not None and known.relay is None:
-            return known
         if peer_id == self.peer_id:
             raise UsageError(f"{peer_id} is this peer itself")
         attempts = [
             (f"{one.host}:{one.port}", functools.partial(self._dial, peer_id, one)) for one in addresses
         ]
-        return await first_of(attempts, f"cannot reach {peer_id}", timeout_s)
+        return await self._races.run(peer_id, lambda: self._direct(peer_id), attempts, timeout_s)
+
+    def _direct(self, peer_id: PeerId) -> PeerConnection | None:
+        known = self.connection(peer_id)
+        return known if known is not None and known.relay is None else None
 
     async def _dial(self, peer_id: PeerId, address: Address) -> PeerConnection:
         pipe = await TcpPipe.connect(address.host, address.port)
@@ -232,25 +232,27 @@ class Host:
     def fault(self, who: str, what: str) -> None:
         """Remember what somebody did wrong."""
         fault = Fault(who, what)
-        if fault not in list(self.faults)[-1:]:  # a flood is one fault
+        if not self.faults or self.faults[-1] != fault:  # a flood is one fault
             _logger.debug("%s: %s", who, what)
             self.faults.append(fault)
 
     def opened(self, stream: MuxedStream) -> None:
         """Serve a stream that a peer has opened (`Events`)."""
-        if self._serving >= HANDLERS_MAX:
+        if reason := self.admission.serve(stream.connection.host):
             stream.close()
-            self.fault(str(stream.peer_id), f"{HANDLERS_MAX} streams are being served")
+            self.fault(str(stream.peer_id), reason)
             return
-        self._serving += 1
         self.supervisor.spawn(f"libp2p stream of {stream.peer_id.short}", lambda: self._serve(stream))
 
     def received(self, connection: PeerConnection) -> None:
         """Close the connection that holds most when all hold too much (`Events`)."""
-        if connection.refused():
+        if connection.take_refused():
             self.fault(str(connection.peer_id), f"it opened more than {yamux.STREAMS_MAX} streams at a time")
-        if connection.held < _HELD_BYTES_CHECKED:
+        held = connection.held
+        connection.counted = min(connection.counted, held)
+        if held < connection.counted + _HELD_STEP_BYTES:
             return
+        connection.counted = held
         if sum(one.held for one in self._connections) > HELD_BYTES_MAX:
             most = max(self._connections, key=lambda one: one.held)
             self.fault(str(most.peer_id), f"it made this peer hold {most.held} bytes")
@@ -270,7 +272,7 @@ class Host:
                 what = str(error) or "it left its stream open"
                 self.fault(str(stream.peer_id), f"{stream.protocol or 'a stream'}: {what}")
         finally:
-            self._serving -= 1
+            self.admission.served(stream.connection.host)
             stream.close()
 
     async def _run_housekeeping(self) -> None:

@@ -4,22 +4,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, SwarmError
+from swarm.core.ids import PeerId
 
 STAGGER_S = 0.25  # between the beginnings of two attempts
 T = TypeVar("T")
 
 
-async def first_of(
-    attempts: Sequence[tuple[str, Callable[[], Awaitable[T]]]], what: str, timeout_s: float
-) -> T:
+class Races(Generic[T]):
+    """Attempts to reach peers, at each peer by one caller at a time: who begins meanwhile takes what that one
+    gets, or tries in turn.
+    """
+
+    def __init__(self) -> None:
+        self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
+
+    async def run(
+        self,
+        peer_id: PeerId,
+        known: Callable[[], T | None],
+        attempts: Sequence[tuple[str, Callable[[], Awaitable[T]]]],
+        timeout_s: float,
+    ) -> T:
+        """Return what `known` returns if there is such, otherwise what the first attempt returns that
+        does not fail. `attempts`: their names, and what begins them. Raises NetworkError that names what
+        each met, DeadlineExceeded after `timeout_s`.
+        """
+        turn = self._turns.setdefault(peer_id, asyncio.Lock())
+        what = f"cannot reach {peer_id}"
+        try:
+            async with asyncio.timeout(timeout_s), turn:
+                found = known()
+                return found if found is not None else await _first_of(attempts, what)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what}: no answer within {timeout_s:.1f} s") from None
+
+
+async def _first_of(attempts: Sequence[tuple[str, Callable[[], Awaitable[T]]]], what: str) -> T:
     """Return what the first attempt returns that does not fail; each begins 0.25 s after the one before, or
     as soon as that has failed. The others are cancelled.
-
-    `attempts`: their names, and what begins them. `what`: what could not be done, for the messages. Raises
-    NetworkError that names what each attempt met, DeadlineExceeded after `timeout_s`.
     """
     won: list[T] = []
     failures: list[str] = []
@@ -46,11 +72,8 @@ async def first_of(
             except TimeoutError:
                 pass
 
-    try:
-        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-            tasks.append(group.create_task(begin(group)))
-    except TimeoutError:
-        raise DeadlineExceeded(f"{what}: no answer within {timeout_s:.1f} s") from None
+    async with asyncio.TaskGroup() as group:
+        tasks.append(group.create_task(begin(group)))
     if not won:
         raise NetworkError(f"{what}: {'; '.join(failures) or 'there is no way to it'}")
     return won[0]

@@ -67,6 +67,8 @@ class RelayService:
             await self._refuse(stream, Status.UNEXPECTED_MESSAGE, "it sent a relay an answer")
 
     async def _reserve(self, stream: MuxedStream, now_s: float) -> None:
+        if stream.connection.ended:  # what had arrived before is read nevertheless
+            raise NetworkError(stream.connection.ended)
         # of the peer at the other end, whomever the message names
         decision = self.relay.reserve(stream.peer_id, stream.connection.host, now_s)
         if decision.status is not Status.OK:

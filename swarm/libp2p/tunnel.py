@@ -7,6 +7,7 @@ gRPC port. TLS goes from end to end inside: the peer proves its PeerID to gRPC a
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,11 +39,16 @@ class _Target:
 
 
 class Tunnels:
-    """The tunnels of a host in both directions. `close` ends them; the host's end does, too."""
+    """The tunnels of a host in both directions. `close` ends those of this side; it must be called before the
+    host is closed, or with it, which ends those of others.
+    """
 
     def __init__(self, host: Host, circuits: Circuits) -> None:
         self._host, self._circuits = host, circuits
         self._targets: dict[PeerId, _Target] = {}
+        self._opening = asyncio.Lock()
+        self._pipes: set[TcpPipe] = set()  # that gRPC has dialed
+        self._serving: Counter[PeerId] = Counter()  # tunnels of others, also those that are being opened
         self._served: dict[int, PeerId] = {}  # by the local port from which the own gRPC port is called
 
     def serve(self, port: int) -> None:
@@ -50,21 +56,30 @@ class Tunnels:
 
         async def connected(stream: MuxedStream) -> None:
             peer_id = stream.peer_id
-            if len(self._served) >= SERVED_MAX or list(self._served.values()).count(peer_id) >= PER_PEER_MAX:
+            if self._serving.total() >= SERVED_MAX or self._serving[peer_id] >= PER_PEER_MAX:
                 raise PeerError(f"{PER_PEER_MAX} tunnels of a peer, or {SERVED_MAX} of all, are open")
+            self._serving[peer_id] += 1
             try:
-                async with asyncio.timeout(_LOCAL_DIAL_S):
-                    pipe = await TcpPipe.connect(_LOOPBACK, port)
-            except TimeoutError:
-                raise NetworkError("the own gRPC port does not answer") from None
-            self._served[pipe.local_port] = peer_id
-            try:
-                await splice(stream, pipe)
+                await self._carry_in(stream, port)
             finally:
-                del self._served[pipe.local_port]
-                pipe.close()
+                self._serving[peer_id] -= 1
+                if not self._serving[peer_id]:
+                    del self._serving[peer_id]
 
         self._host.handle(GRPC_PROTOCOL, connected)
+
+    async def _carry_in(self, stream: MuxedStream, port: int) -> None:
+        try:
+            async with asyncio.timeout(_LOCAL_DIAL_S):
+                pipe = await TcpPipe.connect(_LOOPBACK, port)
+        except TimeoutError:
+            raise NetworkError("the own gRPC port does not answer") from None
+        self._served[pipe.local_port] = stream.peer_id
+        try:
+            await splice(stream, pipe)
+        finally:
+            del self._served[pipe.local_port]
+            pipe.close()
 
     @property
     def served(self) -> Mapping[int, PeerId]:
@@ -82,23 +97,27 @@ class Tunnels:
         """Return the address on loopback at which gRPC reaches this peer through one of these relays. Nothing
         is dialed before gRPC connects. Raises UsageError when ports for 256 peers are in use.
         """
-        target = self._targets.get(peer_id)
-        if target is not None:
-            target.relays = relays
-            return target.address
-        await self._make_room()
-        server = await serve(_LOOPBACK, 0, lambda pipe: self._accept(peer_id, pipe))
-        address = Address(_LOOPBACK, server.sockets[0].getsockname()[1])
-        self._targets[peer_id] = _Target(relays, server, address)
-        return address
+        async with self._opening:  # two that begin at once have one port
+            target = self._targets.get(peer_id)
+            if target is not None:
+                target.relays = relays
+                return target.address
+            self._make_room()
+            server = await serve(_LOOPBACK, 0, lambda pipe: self._accept(peer_id, pipe))
+            address = Address(_LOOPBACK, server.sockets[0].getsockname()[1])
+            self._targets[peer_id] = _Target(relays, server, address)
+            return address
 
     async def close(self) -> None:
-        """Close the ports on loopback."""
-        for target in self._targets.values():
-            target.server.close()
-        self._targets.clear()
+        """Close the ports on loopback, and the connections to them."""
+        async with self._opening:
+            for target in self._targets.values():
+                target.server.close()
+            self._targets.clear()
+        for pipe in self._pipes:
+            pipe.close()
 
-    async def _make_room(self) -> None:
+    def _make_room(self) -> None:
         if len(self._targets) < TARGETS_MAX:
             return
         unused = next((one for one, target in self._targets.items() if not target.open), None)
@@ -112,6 +131,7 @@ class Tunnels:
             pipe.close()
             return
         target.open += 1
+        self._pipes.add(pipe)  # a task that is cancelled before it begins closes nothing
         self._host.supervisor.spawn(f"tunnel to {peer_id.short}", lambda: self._carry(peer_id, target, pipe))
 
     async def _carry(self, peer_id: PeerId, target: _Target, pipe: TcpPipe) -> None:
@@ -125,6 +145,7 @@ class Tunnels:
             target.failure = str(error)
         finally:
             target.open -= 1
+            self._pipes.discard(pipe)
             pipe.close()
             if stream is not None:
                 stream.close()

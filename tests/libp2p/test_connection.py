@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -12,6 +15,7 @@ from swarm.core.identity import Identity
 from swarm.libp2p.agreement import answer
 from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.cures import Noise
+from swarm.libp2p.host import HELD_BYTES_MAX, Host
 from swarm.libp2p.logic import yamux
 from tests.libp2p.memory_pipes import MemoryPipe, memory_pipes
 
@@ -195,3 +199,166 @@ def test_what_had_arrived_before_a_reset_can_still_be_read() -> None:
             await here.write(b"x")
 
     run(test)
+
+
+class Scripted:
+    """The channel to a peer that sends what the test says (`SecureChannel`)."""
+
+    def __init__(self) -> None:
+        self.peer_id = Identity.generate().peer_id
+        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self.reads = 0
+
+    async def read(self) -> bytes:
+        self.reads += 1
+        return await self.frames.get()
+
+    async def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Collecting:
+    """Keeps the streams that a peer opens (`Events`)."""
+
+    def __init__(self) -> None:
+        self.streams: list[MuxedStream] = []
+
+    def opened(self, stream: MuxedStream, /) -> None:
+        self.streams.append(stream)
+
+    def received(self, connection: PeerConnection, /) -> None: ...
+
+
+def frame(number: int, *, data: bytes = b"", syn: bool = False, rst: bool = False) -> bytes:
+    """Return a data frame of yamux."""
+    return struct.pack("!BBHII", 0, 0, syn | rst << 3, number, len(data)) + data
+
+
+@asynccontextmanager
+async def scripted() -> AsyncIterator[tuple[PeerConnection, Scripted, list[MuxedStream]]]:
+    """Yield a connection that a scripted peer has opened, the peer, and the streams that it opens."""
+    channel, events = Scripted(), Collecting()
+    connection = PeerConnection(channel, is_client=False, remote=None, relay=None, events=events)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(connection.run())
+        yield connection, channel, events.streams
+        connection.close()
+
+
+async def taken(channel: Scripted) -> None:
+    """Let the connection take all frames."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert channel.frames.empty()
+
+
+def test_a_stream_number_that_is_used_again_is_another_stream() -> None:
+    async def test() -> None:
+        async with scripted() as (connection, channel, streams):
+            for _ in range(5):
+                channel.frames.put_nowait(frame(1, syn=True))
+                for size in [65_000] * 4:
+                    channel.frames.put_nowait(frame(1, data=b"x" * size))
+                channel.frames.put_nowait(frame(1, rst=True))
+            channel.frames.put_nowait(frame(1, syn=True))
+            await taken(channel)
+            *old, new = streams
+            assert len(old) == 5
+            for stream in old:
+                assert len(await stream.read_exactly(260_000)) == 260_000
+                with pytest.raises(NetworkError, match="reset"):
+                    await connection.send(stream, b"x")
+                stream.finish()
+                stream.close()
+            assert connection.held >= 0
+            assert connection.streams == 1
+            channel.frames.put_nowait(frame(1, data=b"y" * 65_000))
+            await taken(channel)
+            assert connection.held >= 65_000
+            assert await new.read_exactly(65_000) == b"y" * 65_000
+            reading = asyncio.get_running_loop().create_task(new.read())
+            await asyncio.sleep(0)
+            connection.close()
+            with pytest.raises(NetworkError, match="has ended"):
+                async with asyncio.timeout(1.0):
+                    await reading
+
+    asyncio.run(test())
+
+
+def test_small_frames_are_held_as_their_bytes_and_read_together() -> None:
+    async def test() -> None:
+        async with scripted() as (_, channel, streams):
+            channel.frames.put_nowait(frame(1, syn=True))
+            channel.frames.put_nowait(b"".join(frame(1, data=b"ab") for _ in range(1000)))
+            await taken(channel)
+            assert await streams[0].read(5) == b"ababa"
+            assert await streams[0].read() == (b"ab" * 1000)[5:]
+
+    asyncio.run(test())
+
+
+def test_a_flood_of_messages_lets_other_tasks_run() -> None:
+    async def test() -> None:
+        async with scripted() as (connection, channel, _):
+            ping = struct.pack("!BBHII", 0, 2, 2, 0, 7)
+            for _ in range(10_000):
+                channel.frames.put_nowait(ping)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert 10 < channel.reads < 1000
+            connection.close()
+
+    asyncio.run(test())
+
+
+def test_watching_a_connection_as_it_is_watched_already_cuts_no_ping_short() -> None:
+    async def test() -> None:
+        async with scripted() as (connection, _, _):
+            for _ in range(20):  # more than the steps of a ping: each would pass at once
+                connection.watch(2.0, 3.0)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            assert not connection.ended
+
+    asyncio.run(test())
+
+
+def test_what_all_connections_hold_is_added_up_when_one_holds_more_and_not_at_each_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: dict[PeerConnection, int] = {}
+    asked: Counter[PeerConnection] = Counter()
+
+    def count(connection: PeerConnection) -> int:
+        asked[connection] += 1
+        return held.get(connection, 0)
+
+    async def test() -> None:
+        host, *others = (Host(Identity.generate()) for _ in range(3))
+        for one in others:
+            here, there = memory_pipes()
+            await asyncio.gather(
+                host.secure(here, is_client=False, expected=None),
+                one.secure(there, is_client=True, expected=None),
+            )
+        monkeypatch.setattr(PeerConnection, "held", property(count))
+        other, greedy = host.connections
+        held.update({other: HELD_BYTES_MAX // 2, greedy: 300_000})
+        for _ in range(1000):
+            host.received(greedy)
+            held[greedy] += 18
+        assert asked[other] < 10
+        held[greedy] = 0  # what was taken counts again when it comes back
+        host.received(greedy)
+        while not greedy.ended and held[greedy] < HELD_BYTES_MAX:
+            host.received(greedy)
+            held[greedy] += 10_000
+        assert greedy.ended
+        assert held[greedy] <= HELD_BYTES_MAX // 2 + 40_000
+        assert not other.ended
+        for one in (host, *others):
+            await one.close()
+
+    asyncio.run(test())

@@ -13,6 +13,8 @@ from swarm.core.standing import PeerStanding
 from swarm.libp2p.logic.admission import (
     CONNECTIONS_PER_PEER_MAX,
     CONNECTIONS_PER_PREFIX_MAX,
+    HANDLERS_MAX,
+    HANDLERS_PER_PREFIX_MAX,
     HANDSHAKES_MAX,
     HANDSHAKES_PER_PREFIX_MAX,
     ConnectionCounts,
@@ -220,3 +222,15 @@ def test_connections_and_handshakes_are_limited_by_network_and_peer() -> None:
     assert admission.join(PEERS[-1], "192.0.2.3", is_client=True) == ""
     admission.leave(peer, "192.0.2.1", is_client=False)
     assert admission.join(PEERS[-2], "192.0.2.3", is_client=False) == ""
+
+
+def test_streams_that_are_served_are_limited_in_all_and_of_one_network() -> None:
+    admission = ConnectionCounts()
+    assert {admission.serve("192.0.2.1") for _ in range(HANDLERS_PER_PREFIX_MAX)} == {""}
+    assert "512 streams of 192.0.2.0/24" in admission.serve("192.0.2.77")
+    for number in range(3):
+        assert {admission.serve(host(number)) for _ in range(HANDLERS_PER_PREFIX_MAX)} == {""}
+    assert HANDLERS_MAX == 4 * HANDLERS_PER_PREFIX_MAX
+    assert "2048 streams are" in admission.serve(host(200))
+    admission.served("192.0.2.1")
+    assert admission.serve("192.0.2.77") == ""

@@ -95,6 +95,15 @@ class Scene:
         return Circuits(await self.host(listens=False), SystemClock())
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until this holds. Raises AssertionError when it does not within 10 s."""
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("what was waited for has not come")
+
+
 def contact_of(host: Host) -> Contact:
     """Return how to reach a host that listens."""
     assert host.listening is not None

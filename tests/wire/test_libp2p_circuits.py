@@ -34,7 +34,7 @@ from swarm.libp2p.logic.messages import (
 from swarm.libp2p.logic.negotiation import MULTISTREAM, encode_line
 from swarm.libp2p.logic.relaying import Circuit
 from swarm.libp2p.pipes import TcpPipe
-from tests.wire.libp2p_hosts import HERE, Hidden, Scene, frozen_on, run
+from tests.wire.libp2p_hosts import HERE, Hidden, Scene, frozen_on, run, until
 
 
 async def echoed(connection: PeerConnection, data: bytes) -> bytes:
@@ -81,7 +81,7 @@ def test_closing_one_circuit_of_a_peer_leaves_its_others() -> None:
         first.close()
         assert await echoed(second, b"lives") == b"lives"
         await until_ended(one.host)
-        assert service.relay.circuits <= 2
+        assert service.relay.circuits == 1
         assert await echoed(second, b"still") == b"still"
 
     run(test)
@@ -92,6 +92,18 @@ async def until_ended(host: Host) -> None:
     for connection in host.connections:
         if connection.relay is not None:
             await connection.wait_ended()
+
+
+def test_callers_of_one_hidden_peer_that_begin_at_once_share_a_connection() -> None:
+    async def test(scene: Scene) -> None:
+        relay, service = await scene.relay()
+        hidden, caller = await scene.hidden(relay), await scene.caller()
+        made = await asyncio.gather(*[caller.connect(hidden.peer_id, [relay]) for _ in range(8)])
+        assert len(set(made)) == 1
+        assert service.relay.circuits == 1
+        assert await echoed(made[0], b"shared") == b"shared"
+
+    run(test)
 
 
 def test_two_peers_that_call_each_other_at_once_both_get_through() -> None:
@@ -230,6 +242,34 @@ def test_a_reservation_is_that_of_the_peer_that_asks_whomever_it_names() -> None
         answer = await asked(connection, encode_hop(Hop(HopKind.RESERVE, peer=victim.peer_id)))
         assert answer.status == Status.OK
         assert service.relay.reservations(time.monotonic()) == [forger.peer_id]
+
+    run(test)
+
+
+def test_a_reservation_is_not_made_of_a_connection_that_has_ended_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(scene: Scene) -> None:
+        relay, service = await scene.relay()
+        client = await scene.host(listens=False)
+        ended = asyncio.Event()
+        service.host.at_ended.append(lambda connection: ended.set())
+        read_message = MuxedStream.read_message
+
+        async def read_late(stream: MuxedStream, bytes_max: int) -> bytes:
+            data = await read_message(stream, bytes_max)
+            if stream.connection in service.host.connections:
+                stream.connection.close()
+                await ended.wait()
+            return data
+
+        monkeypatch.setattr(MuxedStream, "read_message", read_late)
+        connection = await client.connect(relay.peer_id, relay.addresses)
+        with pytest.raises(NetworkError):
+            await asked(connection, encode_hop(Hop(HopKind.RESERVE)))
+        await until(lambda: not any("stream" in name for name in service.host.supervisor.running))
+        assert ended.is_set()
+        assert service.relay.reservations(time.monotonic()) == []
 
     run(test)
 

@@ -5,6 +5,7 @@ docs/decisions/0042), and that py-libp2p's host understands this one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import struct
 import subprocess
@@ -141,7 +142,7 @@ def test_places_of_connections_that_have_ended_are_free_again() -> None:
     run(test)
 
 
-def test_a_stream_that_is_opened_and_left_is_named_and_freed() -> None:
+def test_streams_that_are_opened_and_left_are_freed() -> None:
     async def test(scene: Scene) -> None:
         one, two = await scene.host(), await scene.host()
         connection = await one.connect(two.peer_id, two.announced)
@@ -199,7 +200,7 @@ def test_the_peer_that_makes_a_host_hold_most_loses_its_connection(monkeypatch: 
 
 
 def test_streams_that_are_served_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.libp2p.host.HANDLERS_MAX", 3)
+    monkeypatch.setattr("swarm.libp2p.logic.admission.HANDLERS_MAX", 3)
 
     async def test(scene: Scene) -> None:
         one, two = await scene.host(), await scene.host()
@@ -209,6 +210,57 @@ def test_streams_that_are_served_are_limited(monkeypatch: pytest.MonkeyPatch) ->
             await connection.open("/echo")
         await held[0].write(b"lives")
         assert await held[0].read() == b"lives"
+
+    run(test)
+
+
+def test_streams_of_one_network_that_are_served_leave_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swarm.libp2p.logic.admission.HANDLERS_PER_PREFIX_MAX", 3)
+
+    async def test(scene: Scene) -> None:
+        host, honest = await scene.host(), await scene.host()
+        crowd = [await scene.host(listens=False) for _ in range(2)]
+        held = []
+        for one in crowd:
+            pipe = TcpPipe(
+                *await asyncio.open_connection(HERE, host.listening.port, local_addr=("127.1.0.1", 0))
+            )
+            connection = await one.secure(pipe, is_client=True, expected=host.peer_id, remote=host.listening)
+            for _ in range(2):
+                with contextlib.suppress(NetworkError):
+                    held.append(await connection.open("/echo"))
+        assert len(held) == 3
+        assert host.faults[-1].what == "3 streams of 127.1.0.0/24 are being served"
+        connection = await honest.connect(host.peer_id, host.announced)
+        assert await ping(connection) > 0.0
+        held[0].close()
+        for _ in range(100):  # its place is free again
+            with contextlib.suppress(NetworkError):
+                held.append(await held[-1].connection.open("/echo"))
+                break
+        assert len(held) == 4
+
+    run(test)
+
+
+def test_callers_of_one_peer_that_begin_at_once_share_a_connection() -> None:
+    async def test(scene: Scene) -> None:
+        one, two = await scene.host(), await scene.host()
+        calls = [one.connect(two.peer_id, two.announced) for _ in range(2 * CONNECTIONS_PER_PEER_MAX)]
+        made = await asyncio.gather(*calls)
+        assert len(set(made)) == 1
+        assert await ping(made[0]) > 0.0
+        gone = await scene.host()
+        nobody = gone.announced
+        await gone.close()
+        failing = asyncio.create_task(one.connect(gone.peer_id, nobody))
+        await asyncio.sleep(0)
+        with pytest.raises(NetworkError, match="another peer is there"):  # each tries its own addresses
+            await one.connect(gone.peer_id, two.announced)
+        with pytest.raises(NetworkError, match="does not answer"):
+            await failing
 
     run(test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from swarm.net.hello import HELLO
 from swarm.node import Node
 from swarm.runtime.thread import NetworkThread
 from swarm.wire.peer_pb2 import Hello
-from tests.wire.libp2p_hosts import HERE, Hidden, run, tcp_server
+from tests.wire.libp2p_hosts import HERE, Hidden, run, tcp_server, until
 from tests.wire.libp2p_hosts import Scene as HostScene
 
 TIMEOUT_S = 20.0
@@ -147,6 +148,65 @@ def test_tunnels_of_one_peer_beyond_the_limit_are_refused_and_it_is_named() -> N
                 await streams[-1].read()
             assert "tunnels of a peer" in callee.faults[-1].what
             assert len(tunnels.served) == PER_PEER_MAX
+
+    run(test)
+
+
+def test_tunnels_that_are_opened_at_once_are_limited_as_well() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def test(hosts: HostScene) -> None:
+        callee, caller = await hosts.host(), await hosts.host()
+        tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
+        async with tcp_server(say_nothing) as port:
+            tunnels.serve(port)
+            connection = await caller.connect(callee.peer_id, callee.announced)
+            count = PER_PEER_MAX + 4
+            streams = await asyncio.gather(*[connection.open(GRPC_PROTOCOL) for _ in range(count)])
+            reading = [asyncio.create_task(one.read()) for one in streams]
+            await until(lambda: len(tunnels.served) + sum(one.done() for one in reading) == count)
+            assert len(tunnels.served) == PER_PEER_MAX
+            for stream in streams:  # their places are free again
+                stream.close()
+            await until(lambda: not tunnels.served)
+            await connection.open(GRPC_PROTOCOL)
+            await until(lambda: len(tunnels.served) == 1)
+            await asyncio.gather(*reading, return_exceptions=True)
+
+    run(test)
+
+
+def test_a_peer_has_one_port_and_close_ends_it_and_what_was_dialed_there() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def test(hosts: HostScene) -> None:
+        host = await hosts.host(listens=False)
+        tunnels = Tunnels(host, Circuits(host, SystemClock()))
+        target, silent = Identity.generate().peer_id, Identity.generate().peer_id
+        async with tcp_server(say_nothing) as port:
+            relays = [Contact(silent, (Address(HERE, port),))]
+            one, two = await asyncio.gather(*[tunnels.endpoint(target, relays) for _ in range(2)])
+            assert one == two
+            dialed = await asyncio.open_connection(one.host, one.port)
+            await until(lambda: any(name.startswith("tunnel") for name in host.supervisor.running))
+            await tunnels.close()
+            await ended(*dialed)
+            with pytest.raises(OSError):
+                await asyncio.open_connection(one.host, one.port)
+            again = await tunnels.endpoint(target, relays)
+            await host.close()  # nothing that is dialed now is carried
+            dialed = await asyncio.open_connection(again.host, again.port)
+            await asyncio.sleep(0.1)
+            await tunnels.close()
+            await ended(*dialed)
+
+    async def ended(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(5.0):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.transport.abort()
 
     run(test)
 

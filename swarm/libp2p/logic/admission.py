@@ -1,4 +1,6 @@
-"""How many connections and handshakes a host has at a time: in all, of one network, and of one peer. Pure."""
+"""How many connections, handshakes and streams a host has at a time: in all, of one network, of one peer.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ CONNECTIONS_PER_PREFIX_MAX = 64  # of strangers that came in from one /24 (IPv6:
 CONNECTIONS_PER_PEER_MAX = 4  # two peers that dial each other, directly and through a relay, have four
 HANDSHAKES_MAX = 64  # begun by strangers and not finished: each costs 2 ms of processor time
 HANDSHAKES_PER_PREFIX_MAX = 16
+HANDLERS_MAX = 2048  # streams of others that are being served
+HANDLERS_PER_PREFIX_MAX = 512
 
 T = TypeVar("T", str, PeerId)
 
@@ -24,8 +28,10 @@ class ConnectionCounts:
         self._handshakes: Counter[str] = Counter()
         self._prefixes: Counter[str] = Counter()
         self._peers: Counter[PeerId] = Counter()
+        self._handlers: Counter[str] = Counter()
         self._connections = 0
         self._handshaking = 0
+        self._serving = 0
 
     def begin(self, host: str) -> str:
         """Count a handshake that somebody at this host wants to begin."""
@@ -70,6 +76,22 @@ class ConnectionCounts:
         _decrease(self._peers, peer_id)
         if not is_client:
             _decrease(self._prefixes, prefix_of(host))
+
+    def serve(self, host: str) -> str:
+        """Count a stream that a peer at this host has opened."""
+        prefix = prefix_of(host)
+        if self._serving >= HANDLERS_MAX:
+            return f"{HANDLERS_MAX} streams are being served"
+        if self._handlers[prefix] >= HANDLERS_PER_PREFIX_MAX:
+            return f"{HANDLERS_PER_PREFIX_MAX} streams of {prefix} are being served"
+        self._handlers[prefix] += 1
+        self._serving += 1
+        return ""
+
+    def served(self, host: str) -> None:
+        """Note that a stream which was counted is over."""
+        _decrease(self._handlers, prefix_of(host))
+        self._serving -= 1
 
 
 def _decrease(counts: Counter[T], name: T) -> None:

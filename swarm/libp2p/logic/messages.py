@@ -236,7 +236,7 @@ def decode_hop(data: bytes) -> Hop:
         elif number == 5:
             status = _number(value)
     if kind not in tuple(HopKind):
-        raise PeerError(f"the relay knows no message of type {kind}")
+        raise PeerError(f"it sent a message of a relay of unknown type {kind}")
     return Hop(HopKind(kind), peer, status, expires, addresses, limit)
 
 
@@ -265,7 +265,7 @@ def decode_stop(data: bytes) -> Stop:
         elif number == 4:
             status = _number(value)
     if kind not in tuple(StopKind):
-        raise PeerError(f"a circuit's target knows no message of type {kind}")
+        raise PeerError(f"it sent a message about a circuit of unknown type {kind}")
     return Stop(StopKind(kind), peer, status, limit)
 
 

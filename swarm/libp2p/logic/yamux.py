@@ -20,7 +20,7 @@ PROTOCOL = "/yamux/1.0.0"
 PIECE_BYTES = 65_000  # of one frame: with its header it fits into one Noise message, inside a circuit too
 WINDOW_BYTES = 256 << 10  # of every stream at its beginning, by the specification
 WINDOW_BYTES_MAX = 1 << 20  # of a stream that has carried a window and has been read: 100 ms at 10 MB/s
-WINDOWS_BYTES_MAX = 16 << 20  # of all streams of a connection; beyond it no window grows
+WINDOWS_BYTES_MAX = 16 << 20  # of all streams of a connection: no window grows beyond it
 STREAMS_MAX = 64  # that a peer may have open at a time; a node opens no more itself
 
 _HEADER = struct.Struct("!BBHII")  # version, type, flags, stream, length
