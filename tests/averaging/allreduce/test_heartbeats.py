@@ -191,3 +191,49 @@ def test_a_late_process_sends_fewer_heartbeats() -> None:
     late = heartbeats_of_a_group(9, distant=False, tick_s=0.5)
     # its clock of silence runs a fifth as fast, and it rests for as long as it is late
     assert late <= prompt / 8
+
+
+@pytest.mark.parametrize("phase", [nth / 60 for nth in range(6)])
+def test_a_member_that_nobody_can_probe_sends_as_many_heartbeats_when_it_was_late(phase: float) -> None:
+    """Regression test: it rested for as long as it had been late, and its reducer accused it."""
+    sender = FailureDetector([1], [], 0.0, dialable=False)
+    receiver = FailureDetector([], [0], 0.0)
+    stalls = [(3.0 + phase, 3.7 + phase)]
+    sends_s, now_s = [], 0.0
+    while now_s < 8.0:
+        now_s += 0.1
+        for begin_s, end_s in stalls:
+            now_s = end_s if begin_s <= now_s < end_s else now_s
+        heartbeats, _ = sender.tick(now_s)
+        if heartbeats:
+            sends_s.append(now_s)
+            sender.answered(1, 0.01)
+    for nth in range(1, 80):
+        tick_s = nth / 10
+        while sends_s and sends_s[0] <= tick_s:
+            sends_s.pop(0)
+            receiver.heard(0)
+        asked, dead = receiver.tick(tick_s)
+        assert not dead
+        for place in asked:
+            receiver.unanswered(place)  # it cannot be called
+
+
+def test_slow_answers_in_a_large_group_do_not_put_off_for_long_when_a_failure_is_noticed() -> None:
+    members = list(range(1, 65))
+    liveness = FailureDetector(members, [], 0.0)
+    answers: list[tuple[float, int, float]] = []
+    worst_s, sent = 0.0, 0
+    for nth in range(1, 300):
+        now_s = nth / 10
+        for due_s, place, took_s in [one for one in answers if one[0] <= now_s]:
+            liveness.answered(place, took_s)
+            answers.remove((due_s, place, took_s))
+        heartbeats, dead = liveness.tick(now_s)
+        assert not dead
+        for place in heartbeats:
+            sent += 1
+            took_s = 0.32 if sent % 8 == 0 else 0.02
+            answers.append((now_s + took_s, place, took_s))
+        worst_s = max(worst_s, *(liveness.timeout_s(place) for place in members))
+    assert worst_s < 4.5  # 5.9 s when the rest counted as a pause
