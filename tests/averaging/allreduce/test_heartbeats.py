@@ -220,7 +220,7 @@ def test_a_member_that_nobody_can_probe_sends_as_many_heartbeats_when_it_was_lat
 
 
 def test_slow_answers_in_a_large_group_do_not_put_off_for_long_when_a_failure_is_noticed() -> None:
-    """Regression test: the rest before a late answer counted as a pause, and three of those are waited for."""
+    """Regression test: the rest before a late answer counted as a pause; three of those are waited for."""
     members = list(range(1, 65))
     liveness = FailureDetector(members, [], 0.0, distant=members)
     answers: list[tuple[float, int, float]] = []
