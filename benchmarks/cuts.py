@@ -175,7 +175,9 @@ def rows(say: Callable[[str], None]) -> list[Row]:
                 for (one, other), outcome in outcomes.items()
             ]
             found += _rows(mode, cut_s, outcomes, tuple(notes))
-            agreed = ", ".join(f"{one.agreed_s} s" for one in outcomes.values())
+            agreed = ", ".join(
+                "never" if one.agreed_s is None else f"{one.agreed_s:.1f} s" for one in outcomes.values()
+            )
             say(f"{mode}, {cut_s:g} s: {agreed}; {'; '.join(notes)}")
     return found
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from averaging.allreduce.auditing import Auditor
+from averaging.allreduce.auditing import Auditor, sign
 from averaging.allreduce.kernels import Averaged, ReductionKernels
 from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.audit import Notary
@@ -231,11 +231,11 @@ def _sign_and_check(plan: Plan, jobs: Sequence[ReductionJob]) -> None:
         plan, find(CODEC), 0, FlatVector([]), Averages(plan, find(CODEC), ResultBuffer())
     )
     auditor = Auditor(group, kernels, Notary(identity, random.Random(0)), 0.1)
-    assert kernels.sign is not None
     for job in jobs:
         for item in job.contributions:
             payload = memoryview(item.values)  # type: ignore[arg-type]
-            auditor.accept(0, job.chunk.index, payload, kernels.sign(job.chunk.index, payload))
+            signature = sign(identity, group.group_id, job.chunk.index, payload)
+            auditor.accept(0, job.chunk.index, payload, signature)
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:

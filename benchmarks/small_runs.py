@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +93,6 @@ RUNS = (
         window_s=60.0,
     ),
 )
-SHORT = replace(RUNS[0], window_s=4.0)
 
 
 def check() -> None:

@@ -486,7 +486,7 @@ def _keep_freed_memory() -> None:
     Its malloc maps such blocks for each allocation, until one of them has been freed. A round makes and drops
     a message for every megabyte: ten times the page faults and 5 to 10 % of the processor time.
     """
-    bytes(31 << 20)
+    bytes(31 << 20)  # freed at once: glibc then keeps blocks up to this size, nearly its limit of 32 MiB
 
 
 def _nothing(size_bytes: int) -> None:

@@ -137,12 +137,17 @@ def faults(machine: RoundMachine) -> dict[int, str]:
 def left_out(machine: RoundMachine) -> dict[int, str]:
     """Return the members that were left out somewhere, were lost or failed, with the reasons; by place."""
     setup, assembly = machine.setup, machine.assembly
-    found = dict(machine.votes.left_out)
+    fractions = assembly.fractions()
+    # nobody's word counts against a member whose values are in all averages
+    found = {
+        place: reason
+        for place, reason in machine.votes.left_out.items()
+        if not assembly.complete or fractions.get(place, 0.0) < 1.0
+    }
     found |= machine.repairs.left_out | machine.shard.left_out | machine.repairs.lost
     found |= machine.membership.failed
     if machine.excluded_reason:
         found[setup.own] = machine.excluded_reason
-    fractions = assembly.fractions()
     if assembly.complete and setup.plan.chunks:
         for place in setup.contributors:
             if fractions.get(place, 0.0) < 1.0:  # by a reducer whose reasons died with it

@@ -91,7 +91,7 @@ class ReducerStream:
                 driver.feed(on.WaitingArrived(place))
             elif header.HasField("left_out"):
                 found = header.left_out
-                driver.feed(on.LeftOutTold(place, found.place, found.reason[:REASON_CHARACTERS_MAX]))
+                driver.feed(on.LeftOutTold(found.place, found.reason[:REASON_CHARACTERS_MAX]))
             else:
                 raise PeerError("it sent a message that only the opener of a stream sends")
 
@@ -154,7 +154,8 @@ class SenderStream:
     async def _give_averages(self, stream: Stream) -> None:
         driver, place = self._driver, self._sender
         given = 0  # averages looked at
-        told, named = False, set[int]()  # the latter: members that were left out, and are known to be
+        told = False
+        named = set[int]()  # members whose absence was explained on this stream
         said_s = driver.network.now_s  # when something was sent last
         while given < len(driver.own_chunks):
             if place in driver.refusals and not told:

@@ -100,11 +100,12 @@ class EpochCloser:
         swarm larger than a group the electors decide after the others' rounds.
         """
         history, now_s = self._history, self._clock.monotonic_s()
-        if history is None or history.grid_rounds > 1 or now_s - self._sought_s < _QUORUM_POLL_S:
-            return
-        self._sought_s = now_s
-        found = history.seek_quorum(self._tracker.voters(), now_s, self._epoch_s)
-        self._lacks_quorum = not found or history.is_break
+        if history is None or history.grid_rounds > 1:
+            self._lacks_quorum = False
+        elif now_s - self._sought_s >= _QUORUM_POLL_S:
+            self._sought_s = now_s
+            found = history.seek_quorum(self._tracker.voters(), now_s, self._epoch_s)
+            self._lacks_quorum = not found or history.is_break
 
     def run_rounds(self, *, again: bool) -> CloseOutcome:
         """Run rounds until one is committed, this peer turns out to be alone, the swarm is ahead, or
@@ -218,7 +219,8 @@ class EpochCloser:
             return self.step_alone(result, failed)
         self._probe()
         if result.reason == "passed" or self.is_behind():
-            return self._missed(failed, result)
+            # a search that found no group before the others had closed the epoch is no round
+            return self._missed(failed if result.attempts else failed - 1, result)
         return None
 
     def _missed(self, failed: int, result: RoundResult | None = None) -> CloseOutcome:
@@ -230,6 +232,7 @@ class EpochCloser:
         now_s = self._clock.monotonic_s()
         took_s, self._epoch_began_s = now_s - self._epoch_began_s, now_s
         self._epoch_s = took_s if self._epoch_s == 0.0 else 0.8 * self._epoch_s + 0.2 * took_s
+        self._sought_s = -math.inf  # the head has moved: what was found about a quorum is old
         self._catch_up.advance(lambda: self._mode.apply(metadata))
         if self._traits.proceeds_alone:
             # catch up with epochs that passed while this peer waited for a partner in vain

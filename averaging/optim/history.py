@@ -191,8 +191,9 @@ class RunHistory:
 
     def restore(self, past: Chain) -> None:
         """Continue from a checkpoint's chain, which tells where it parted from other histories."""
+        valid = past.valid_part(self._run)  # checks signatures: not under the lock, for which the loop waits
         with self._lock:
-            self._lineage.adopt(past.valid_part(self._run))
+            self._lineage.adopt(valid)
             self._ahead = None
             self._heads.reconsider()
             self._moved()
@@ -369,8 +370,12 @@ class RunHistory:
 
     def _counts(self, peer: PeerId) -> bool:
         """Return whether this peer waits for another one's history. The lock is held."""
-        named = (*self._lineage.electors, *self._offers.introducers)
-        return not self._lineage.has_begun or peer in named or self.ledger.has_standing(peer)
+        return (
+            not self._lineage.has_begun
+            or self.ledger.has_standing(peer)
+            or peer in self._lineage.electors
+            or peer in self._offers.introducers
+        )
 
     async def run(self) -> None:
         """Fetch and compare the histories of others, until cancelled. Nothing waits for strangers'."""

@@ -159,6 +159,7 @@ def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
     host, port = parse_listen(listen)
     port = port or _PORT
     near = [one for one in machine_addresses(host, port) if scope_of(one.host) is Scope.SITE]
+    text = said or "no peer has said yet whether it can call this machine"
     if near:
-        said += f". The line for the router: TCP port {port} to {near[0].host} port {port}"
-    return Diagnosis("reach", "note", said or "no peer has said yet whether it can call this machine")
+        text += f". The line for the router: TCP port {port} to {near[0].host} port {port}"
+    return Diagnosis("reach", "note", text)

@@ -175,6 +175,7 @@ class Announcing:
         if now == before:
             return
         self._of_machine = now
+        self._mapping.on_moved()
         if not self._asks():
             self._surroundings.widen(one.host for one in now)
         hosts = {one.host for one in now}

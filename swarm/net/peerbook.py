@@ -130,7 +130,9 @@ class PeerBook:
             self._changed |= new != self._peers.get(peer_id)
             self._peers[peer_id] = new
             if len(self._peers) > self._entries_max:
-                del self._peers[min(self._peers.values(), key=_last_seen).peer_id]
+                # The newcomer stays, even if the clock was set back: a full book must still learn.
+                others = (peer for peer in self._peers.values() if peer.peer_id != peer_id)
+                del self._peers[min(others, key=_last_seen).peer_id]
 
     def _take(self, document: Any) -> None:
         """Take over the entries of the copy on disk."""

@@ -48,38 +48,49 @@ class PortMapping:
         self._port, self._find = port, find
         self._router: Any = None
         self._searched_s: float | None = None
-        self._outer: int | None = None  # the router's port
+        self._outer: int | None = None  # the router's port, from the moment when it is asked for it
+        self._is_open = self._is_closed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="asks-the-router")
 
     @property
     def is_open(self) -> bool:
         """Return whether the router has said that it forwards a port."""
-        return self._outer is not None
+        return self._is_open
+
+    def on_moved(self) -> None:
+        """Take that the addresses of this machine have changed: the next `open` searches the router again,
+        since it may be another one, and forwards to the old address.
+        """
+        self._router = self._searched_s = None
 
     async def open(self) -> int:
         """Open the port of the router, or renew that. Return the port at which others may get through: this
         node's own if the router does not forward one.
         """
-        before, self._outer = self._outer, None
+        before = self._outer if self._is_open else None
+        self._is_open = False
         if self._router is None:
             self._router = await self._search()
         if self._router is None:
             return self._port
         first = before or self._port
         for outer in range(first, min(first + _PORTS_MAX, 65536)):
-            if await self._forward(outer):
-                self._outer = outer
+            if await self._forward(self._router, outer):
+                self._is_open = True
                 if outer != before:
                     _logger.info("the router forwards its port %d to port %d here", outer, self._port)
                 return outer
-        self._router = None  # it may have been replaced; the next search finds the new one
+            if self._router is None:
+                break
+        self._router = self._outer = None  # it may have been replaced; the next search finds the new one
         return self._port
 
     async def close(self) -> None:
         """Give the port of the router back. The mapping cannot be opened again."""
-        if self._outer is not None:
-            outer, self._outer = self._outer, None
+        outer, self._outer, self._is_open = self._outer, None, False
+        if outer is not None and self._router is not None:
             await self._ask(_CLOSE_S, self._router.deleteportmapping, outer, "TCP")
+        self._is_closed = True
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def _search(self) -> Any:
@@ -89,24 +100,29 @@ class PortMapping:
         self._searched_s = now_s
         return await self._ask(_CALL_S + _DISCOVER_MS / 1000.0, self._find)
 
-    async def _forward(self, outer: int) -> bool:
+    async def _forward(self, router: Any, outer: int) -> bool:
         """Return whether the router forwards this port here now. It takes no other machine's port away."""
-        here = (self._router.lanaddr, self._port)
-        taken = await self._ask(_CALL_S, self._router.getspecificportmapping, outer, "TCP")
+        here = (router.lanaddr, self._port)
+        taken = await self._ask(_CALL_S, router.getspecificportmapping, outer, "TCP")
         if taken and tuple(taken[:2]) != here:
+            self._outer = None  # not to be deleted: it is another machine's
             return False
+        self._outer = outer
         for lease_s in (LEASE_S, 0):  # some routers lend for ever only
             arguments = (outer, "TCP", *here, "swarm", "", lease_s)
-            if await self._ask(_CALL_S, self._router.addportmapping, *arguments):
+            if await self._ask(_CALL_S, router.addportmapping, *arguments):
                 return True
-        return False
+        return bool(taken)  # some refuse to renew what they forward already
 
     async def _ask(self, timeout_s: float, call: Callable[..., Any], *arguments: object) -> Any:
         """Return the result of a call to the router; None when it refuses, or does not answer in time."""
+        if self._is_closed:
+            return None
         asked = asyncio.get_running_loop().run_in_executor(self._worker, call, *arguments)
         answered, _ = await asyncio.wait([asked], timeout=timeout_s)
         if not answered:
             asked.cancel()
+            self._router = None  # it does not answer; the others would wait behind this call
             return None
         error = asked.exception()
         if error is not None:

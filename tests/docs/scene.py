@@ -123,6 +123,7 @@ class _Process:
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",  # for `stop`
             "COLUMNS": "120",
         }
         self._process = subprocess.Popen(
@@ -172,8 +173,9 @@ class _Process:
         try:
             code = self._process.wait(_STOP_S_MAX)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGABRT)  # its threads say where they are
             self._process.wait()
+            self._finish_reading()
             return f"{self._name}: `{self._command}` did not leave after Ctrl-C:\n{self.output()}"
         self._finish_reading()
         return (

@@ -281,15 +281,7 @@ def all_decoders() -> list[Decoder]:
         Decoder("DHT value", decode_value, values),
         *(
             Decoder(f"record {name}", _record(name), [*values, *progress, encode_value(metrics.encode())])
-            for name in (
-                "specification",
-                "progress",
-                "donors",
-                "metrics",
-                "holders.epochs",
-                "presence",
-                "experts",
-            )
+            for name in _RECORDS
         ),
         Decoder("summary", lambda raw: missing_entries(key, raw, {}), [bytes(32)]),
         Decoder("metrics", _of_value(Metrics.decode), [encode_value(metrics.encode())]),

@@ -63,6 +63,17 @@ def test_a_peer_is_not_in_its_own_book() -> None:
     assert book.known() == []
 
 
+def test_a_full_book_learns_new_peers_also_after_the_clock_was_set_back() -> None:
+    time = Time()
+    book = PeerBook(OWN, time, entries_max=3)
+    for number in range(1, 4):
+        book.record_seen(contact(number, 10))
+    time.now_s -= 3600.0
+    book.record_seen(contact(4, 10))
+    assert book.contact(peer(4)) is not None
+    assert len(book.known()) == 3
+
+
 def test_the_book_is_bounded_and_keeps_the_peers_seen_last() -> None:
     book = PeerBook(OWN, Time(), entries_max=10)
     for number in range(1, 11):

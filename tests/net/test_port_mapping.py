@@ -143,3 +143,77 @@ def test_a_router_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.Monk
             answered.set()
 
     run(steps)
+
+
+def test_a_router_that_stalls_is_asked_once_and_not_for_every_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.net.port_mapping._CALL_S", 0.05)
+    answered, calls = threading.Event(), []
+
+    class Stalling(Router):
+        def getspecificportmapping(self, outer: int, protocol: str) -> None:
+            calls.append(outer)
+            answered.wait(30.0)
+
+    mapping = PortMapping(PORT, Stalling)
+
+    async def steps() -> None:
+        try:
+            assert await mapping.open() == PORT
+            assert (calls, mapping.is_open) == ([PORT], False)
+        finally:
+            answered.set()
+
+    run(steps)
+
+
+def test_a_router_that_refuses_to_renew_what_it_forwards_keeps_its_port() -> None:
+    router = Router()
+    mapping = PortMapping(PORT, lambda: router)
+
+    async def steps() -> None:
+        assert await mapping.open() == PORT
+        router.refuses = True
+        assert (await mapping.open(), mapping.is_open) == (PORT, True)
+        assert set(router.ports) == {PORT}
+
+    run(steps)
+
+
+def test_a_port_that_is_being_renewed_is_given_back_too() -> None:
+    router, is_asked, answers = Router(), threading.Event(), threading.Event()
+    ask = router.addportmapping
+    mapping = PortMapping(PORT, lambda: router)
+
+    def late(*arguments: Any) -> bool:
+        is_asked.set()
+        answers.wait(30.0)
+        return ask(*arguments)
+
+    async def steps() -> None:
+        await mapping.open()
+        router.addportmapping = late  # type: ignore[method-assign]
+        renewing = asyncio.create_task(mapping.open())
+        await asyncio.to_thread(is_asked.wait, 30.0)
+        closing = asyncio.create_task(mapping.close())
+        await asyncio.sleep(0)
+        answers.set()
+        await closing
+        await renewing
+        assert router.ports == {}
+
+    run(steps)
+
+
+def test_the_router_is_searched_again_after_the_machine_has_moved() -> None:
+    routers = [Router(), Router()]
+    routers[1].lanaddr = OTHER
+    mapping = PortMapping(PORT, lambda: routers.pop(0))
+
+    async def steps() -> None:
+        first, second = routers
+        await mapping.open()
+        mapping.on_moved()
+        await mapping.open()
+        assert (first.ports, second.ports) == ({PORT: (OWN, PORT, LEASE_S)}, {PORT: (OTHER, PORT, LEASE_S)})
+
+    run(steps)

@@ -56,7 +56,6 @@ class WaitingArrived:
 class LeftOutTold:
     """A reducer says that it has left out the member at `place`, and why."""
 
-    reducer: int
     place: int
     reason: str
 

@@ -5,11 +5,11 @@ A pure state machine: events go in, and it says what to do. Three things prevent
 overloaded machines: every message from a peer counts as a heartbeat; the clock of silence runs only while
 this process itself runs; and timeouts grow with recent observations: pauses of the peer, its round trips, the
 delays of this process, and what is usual among the members: where half of them pause, one more that pauses is
-not dead. Members that answer promptly get fewer heartbeats, which keeps long rounds cheap;
-a failure is then noticed up to `REST_S` later, and in groups of more than `_CROWD` in proportion. A process
-that is late sends fewer, too: where many peers share a processor, their heartbeats would otherwise be what
-makes them late. A peer that only receives must still send heartbeats: otherwise the reducer that serves it,
-and cannot call back, would declare it failed.
+not dead. Members that answer promptly get fewer heartbeats, which keeps long rounds cheap; a failure is then
+noticed up to `REST_S` later, in groups of more than `_CROWD` members (of distant ones `_DISTANT_CROWD`) in
+proportion, and later by this process's own delay. A process that is late sends fewer, too: where many peers
+share a processor, their heartbeats would otherwise be what makes them late. A peer that only receives must
+still send heartbeats: otherwise the reducer that serves it, and cannot call back, would declare it failed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class FailureDetector:
     """The state of all members, by place in the group. `ours`: members that get heartbeats from this one.
     `theirs`: members that send heartbeats to this one, and are only probed when they are silent. `distant`:
     those of both that exchange no values with this one; they get fewer heartbeats from the beginning, also
-    when they are slow, because the members that need their values watch them.
+    when they are slow, because the members that need their values watch them. `dialable`: others can probe
+    this member; if not, they know only its heartbeats, and it sends as many when it is late.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class FailureDetector:
         theirs: Iterable[int],
         now_s: float,
         distant: Collection[int] = (),
+        *,
+        dialable: bool = True,
     ) -> None:
+        self._dialable = dialable
         self._peers = {place: _Peer(0.0, True, place in distant) for place in ours} | {
             place: _Peer(0.0, False, place in distant) for place in theirs
         }
@@ -95,8 +99,9 @@ class FailureDetector:
             # messages that come in a burst after a pause are one sign of life
             fading = _FADING ** min(silent_s / HEARTBEAT_INTERVAL_S, 1.0)
             rest_s = self._rest_s(peer)
-            if silent_s <= rest_s + (1 + _LATE_HEARTBEATS) * HEARTBEAT_INTERVAL_S:
-                silent_s -= rest_s
+            is_late = silent_s > rest_s + (1 + _LATE_HEARTBEATS) * HEARTBEAT_INTERVAL_S
+            # of a late one only the rest that small groups have counts: the pause is multiplied by `_SLACK`
+            silent_s -= max(0.0, rest_s - (REST_S - HEARTBEAT_INTERVAL_S)) if is_late else rest_s
             peer.pause_s = max(fading * peer.pause_s, silent_s if peer.known else 0.0)
             peer.signs += not peer.calls
             peer.heard_s = self._awake_s
@@ -172,6 +177,8 @@ class FailureDetector:
     def _rest_s(self, peer: _Peer) -> float:
         """Return by how much the interval between heartbeats is extended."""
         rest_s = self._distant_rest_s if peer.distant else self._near_rest_s if self._rests(peer) else 0.0
+        if peer.calls and not self._dialable:
+            return rest_s
         return max(rest_s, min(self._late_s, TIMEOUT_S_MAX))
 
     def _silence_s(self, peer: _Peer) -> float:

@@ -53,6 +53,7 @@ class Membership:
             [place for place in setup.members if setup.calls(place, own)],
             setup.begun_s,
             distant=() if own in reducers else set(setup.members).difference(reducers),
+            dialable=setup.can_dial(own),
         )
         self.failed: dict[int, str] = {}  # in sentences
         self._running: set[int] = set()  # members that have said that they run the round

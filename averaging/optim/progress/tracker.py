@@ -49,7 +49,7 @@ class Tracker:
         run: str,
         target: int | None,
         blocklist: PeerBlocklist | None = None,
-        on_full: Callable[[], object] = bool,
+        on_full: Callable[[], None] = lambda: None,
         *,
         history: RunHistory | None = None,
     ) -> None:

@@ -200,7 +200,7 @@ class TrainingState:
     def _history_header(self, past: Chain | None) -> dict[str, Any]:
         if self.root is None:
             return {}
-        leads_here = past is not None and past.last_head == self.root.head
+        leads_here = past is not None and past.end == self.root
         return {
             "history": encode_root(self.root),
             **({"past": encode_chain(past)} if past is not None and leads_here else {}),

@@ -101,8 +101,8 @@ class Companions:
         return found[:HOLDERS]
 
     def is_holder(self, key: Key) -> bool:
-        """Return whether this peer is one of the members that hold the records of a key. A peer that
-        lists a run holds that record, for those that come by this peer.
+        """Return whether this peer is one of the members that hold the records of a key. Of the list of runs
+        every peer is one: who lists a run keeps its own record, and those of the peers that came by it.
         """
         run = circle_of(key)
         if run == _LISTING:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import Contact, Key, PeerId
@@ -301,6 +302,9 @@ class Reader:
             named = [contact for task in tasks for contact in task.result() or ()]
             has_answered |= any(task.result() is not None for task in tasks)
             due = [contact for contact in dict.fromkeys(named) if contact.peer_id not in asked]
+        cached = self.cache.get(key, now_s, overlay.now_us, math.inf)
+        if has_answered and cached is not None and cached.taken_s == search.started_s:
+            self.cache.put(key, replace(cached, latest=search.latest))  # with what the replicas lack
         return has_answered
 
     async def _ask_companion(self, search: RecordSearch, contact: Contact) -> list[Contact] | None:

@@ -191,3 +191,52 @@ def test_a_late_process_sends_fewer_heartbeats() -> None:
     late = heartbeats_of_a_group(9, distant=False, tick_s=0.5)
     # its clock of silence runs a fifth as fast, and it rests for as long as it is late
     assert late <= prompt / 8
+
+
+@pytest.mark.parametrize("phase", [nth / 60 for nth in range(6)])
+def test_a_member_that_nobody_can_probe_sends_as_many_heartbeats_when_it_was_late(phase: float) -> None:
+    """Regression test: it rested for as long as it had been late, and its reducer accused it."""
+    sender = FailureDetector([1], [], 0.0, dialable=False)
+    receiver = FailureDetector([], [0], 0.0)
+    stalls = [(3.0 + phase, 3.7 + phase)]
+    sends_s, now_s = [], 0.0
+    while now_s < 8.0:
+        now_s += 0.1
+        for begin_s, end_s in stalls:
+            now_s = end_s if begin_s <= now_s < end_s else now_s
+        heartbeats, _ = sender.tick(now_s)
+        if heartbeats:
+            sends_s.append(now_s)
+            sender.answered(1, 0.01)
+    for nth in range(1, 80):
+        tick_s = nth / 10
+        while sends_s and sends_s[0] <= tick_s:
+            sends_s.pop(0)
+            receiver.heard(0)
+        asked, dead = receiver.tick(tick_s)
+        assert not dead
+        for place in asked:
+            receiver.unanswered(place)  # it cannot be called
+
+
+def test_slow_answers_in_a_large_group_do_not_put_off_for_long_when_a_failure_is_noticed() -> None:
+    """Regression test: the rest before a late answer counted as a pause; three of those are waited for."""
+    members = list(range(1, 65))
+    liveness = FailureDetector(members, [], 0.0, distant=members)
+    answers: list[tuple[float, int, float]] = []
+    asked = dict.fromkeys(members, 0)
+    worst_s = 0.0
+    for nth in range(1, 1200):
+        now_s = nth / 20
+        for answer in [one for one in answers if one[0] <= now_s]:
+            liveness.answered(*answer[1:])
+            answers.remove(answer)
+        heartbeats, dead = liveness.tick(now_s) if nth % 2 == 0 else ([], [])
+        assert not dead
+        for place in heartbeats:
+            asked[place] += 1
+            took_s = 0.32 if asked[place] % 8 == 0 else 0.02
+            answers.append((now_s + took_s, place, took_s))
+        if now_s > 5.0:  # they are known
+            worst_s = max(worst_s, *(liveness.timeout_s(place) for place in members))
+    assert worst_s < 5.0

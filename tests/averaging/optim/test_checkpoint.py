@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,9 @@ def test_a_file_keeps_the_certificates_that_lead_to_its_head_and_nothing_else(tm
     assert past.valid_part("another run") == past.end
     longer = history_of(5)
     assert "past" not in state.view(past=longer).header, "it leads to another head"
+    with state.lock:
+        state.mark_changed(4, root=replace(past.end, root_line=b"x" * 32))  # as a lying donor declares it
+    assert "past" not in state.view(past=past).header, "no checkpoint could be loaded"
     assert "past" not in state.view().header, "donors give no certificates with a state"
     for wrong in (encode_chain(longer), b"x", "text", bytes(CHAIN_BYTES_MAX + 1)):
         with pytest.raises(PeerError):

@@ -116,7 +116,15 @@ def test_staged_values_come_back_whatever_the_blocks(seed: int, monkeypatch: pyt
     torch.manual_seed(seed)
     dtypes = [torch.float32, torch.bfloat16]
     tensors = [torch.randn(rng.randint(0, 40)).to(rng.choice(dtypes)) for _ in range(12)]
-    staging = HostStaging(tensors, OffloadLinks(tensors, LateLink))
+    pinned: list[torch.Tensor] = []
+
+    class Counting(LateLink):
+        def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            pinned.append(super().host_memory(numel, dtype))
+            return pinned[-1]
+
+    staging = HostStaging(tensors, OffloadLinks(tensors, Counting))
+    assert sum(block.nbytes for block in pinned) < sum(one.nbytes for one in tensors) + 2 * 4 * 4
     for _ in range(3):
         chosen = rng.sample(range(12), 7)
         pieces = [
