@@ -208,14 +208,20 @@ class Scripted:
         self.peer_id = Identity.generate().peer_id
         self.frames: asyncio.Queue[bytes] = asyncio.Queue()
         self.reads = 0
+        self.closed = False
 
     async def read(self) -> bytes:
         self.reads += 1
-        return await self.frames.get()
+        data = await self.frames.get()
+        if self.closed:
+            raise NetworkError("the connection has ended")
+        return data
 
     async def write(self, data: bytes) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
+        self.frames.put_nowait(b"")
 
 
 class Collecting:
@@ -344,19 +350,20 @@ def test_what_all_connections_hold_is_added_up_when_one_holds_more_and_not_at_ea
                 one.secure(there, is_client=True, expected=None),
             )
         monkeypatch.setattr(PeerConnection, "held", property(count))
-        other, greedy = host.connections
-        held.update({other: HELD_BYTES_MAX // 2, greedy: 300_000})
+        most, other = host.connections
+        held.update({most: HELD_BYTES_MAX // 2, other: 300_000})
         for _ in range(1000):
-            host.received(greedy)
-            held[greedy] += 18
-        assert asked[other] < 10
-        held[greedy] = 0  # what was taken counts again when it comes back
-        host.received(greedy)
-        while not greedy.ended and held[greedy] < HELD_BYTES_MAX:
-            host.received(greedy)
-            held[greedy] += 10_000
-        assert greedy.ended
-        assert held[greedy] <= HELD_BYTES_MAX // 2 + 40_000
+            host.received(other)
+            held[other] += 18
+        assert asked[most] < 10
+        # what was taken counts again when it comes back
+        held.update({most: HELD_BYTES_MAX - 100_000, other: 0})
+        host.received(other)
+        while not most.ended and held[other] < 300_000:
+            held[other] += 10_000
+            host.received(other)
+        assert most.ended
+        assert held[other] <= 130_000
         assert not other.ended
         for one in (host, *others):
             await one.close()
