@@ -279,6 +279,7 @@ def test_a_stream_number_that_is_used_again_is_another_stream() -> None:
                 stream.close()
             assert connection.held >= 0
             assert connection.streams == 1
+            assert await connection.send(new, b"x") == 1
             channel.frames.put_nowait(frame(1, data=b"y" * 65_000))
             await taken(channel)
             assert connection.held >= 65_000
