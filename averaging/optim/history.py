@@ -370,12 +370,8 @@ class RunHistory:
 
     def _counts(self, peer: PeerId) -> bool:
         """Return whether this peer waits for another one's history. The lock is held."""
-        return (
-            not self._lineage.has_begun
-            or self.ledger.has_standing(peer)
-            or peer in self._lineage.electors
-            or peer in self._offers.introducers
-        )
+        has_standing = not self._lineage.has_begun or self.ledger.has_standing(peer)
+        return has_standing or peer in self._lineage.electors or peer in self._offers.introducers
 
     async def run(self) -> None:
         """Fetch and compare the histories of others, until cancelled. Nothing waits for strangers'."""

@@ -112,7 +112,7 @@ class RoundMachine:
             on.AverageChecked: self._on_checked,
             on.RefusalArrived: lambda event: [do.StopSending(event.reducer)],
             on.WaitingArrived: self._on_waiting,
-            on.LeftOutTold: self._on_left_out_told,
+            on.LeftOutTold: lambda event: [*self.votes.on_left_out(event.place, event.reason)],
             on.ReducerStreamEnded: self._on_reducer_stream_ended,
             on.ContributionSent: self._on_contribution_sent,
             on.SenderOpened: self._on_sender_opened,
@@ -143,10 +143,6 @@ class RoundMachine:
             on.InventoryAsked: self._on_inventory_asked,
             on.CallEnded: self._on_call_ended,
         }
-
-    def _on_left_out_told(self, event: on.LeftOutTold) -> list[Effect]:
-        self.votes.on_left_out(event.place, event.reason)
-        return []
 
     def _on_average(self, event: on.AverageArrived) -> list[Effect]:
         if not any(event.contributors) and self._somebody_contributes(event.reducer):

@@ -205,10 +205,11 @@ class VoteExchange:
             self._majority_s = now_s
         return new
 
-    def on_left_out(self, place: int, reason: str) -> None:
+    def on_left_out(self, place: int, reason: str) -> list[AskVotes]:
         """Record why a reducer's averages lack a member. After the commit nobody could ask it."""
         if place in self._setup.members:
             self.left_out.setdefault(place, reason)
+        return []
 
     def on_answer(self, place: int) -> None:
         """A call has ended."""
