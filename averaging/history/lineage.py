@@ -137,6 +137,10 @@ class Lineage:
         """Return the epoch of the state at a head of this history; None when it is not known."""
         return self._root_at(head).root_epoch if self.knows(head) else None
 
+    def is_repeatable(self, head: bytes) -> bool:
+        """Return whether only rounds of epochs follow this head: those over the state nobody can repeat."""
+        return all(one.proposal.kind is RoundKind.EPOCH for one in self.chain([head]).certificates)
+
     def chain(self, heads: Sequence[bytes] = (), count_max: int = CERTIFICATES_MAX) -> Chain:
         """Return the certificates after the newest of `heads` that is in this history, at most the last
         `count_max`; without such a head the last `count_max` certificates.

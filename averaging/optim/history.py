@@ -287,8 +287,8 @@ class RunHistory:
 
     async def follow_to(self, head: bytes, epoch: int, donors: Iterable[PeerId]) -> bool:
         """Follow the swarm's history up to the head of a state that was downloaded, which may be further than
-        what this peer knew when it began to follow. Return whether that head is in the history. Raise
-        PeerError when the state there is not of this epoch.
+        what this peer knew when it began to follow. Return whether that head is in the history, and only
+        rounds of epochs follow it. Raise PeerError when the state there is not of this epoch.
         """
         if not self.knows(head):
             with self._lock:
@@ -298,10 +298,10 @@ class RunHistory:
             if ahead is not None and (chain := ahead.chain.until(head)) is not None:
                 self.follow(replace(ahead, chain=chain))
         with self._lock:
-            certified = self._lineage.epoch_at(head)
+            certified, repeatable = self._lineage.epoch_at(head), self._lineage.is_repeatable(head)
         if certified not in (None, epoch):
             raise PeerError(f"the state claims epoch {epoch}, and its certificate says {certified}")
-        return certified is not None
+        return certified is not None and repeatable
 
     def keep_up(self) -> None:
         """Follow the swarm's history, if it went on, on behalf of a peer that has no state."""

@@ -416,3 +416,19 @@ def test_a_peer_that_repeats_a_round_alone_after_a_restart_comes_to_another_head
     first.extend(alone(first, is_break=False, group_id=b"1" * 32))
     again.extend(alone(again, is_break=False, group_id=b"2" * 32))
     assert first.head != again.head
+
+
+def test_a_state_from_before_a_round_over_the_state_cannot_be_brought_up_to_date() -> None:
+    """Regression test: a newcomer that took one and followed the history had the head of the others, and other
+    parameters until the next round over the state.
+    """
+    history = together([A, B], 1)[0]
+    before = history.head
+    step([history], [A, B])
+    assert history.is_repeatable(before)
+    about = replace(upon(history, [A, B]), kind=RoundKind.STATE, epoch=history.epoch)
+    history.extend(certificate(about, [A, B]))
+    assert not history.is_repeatable(before)
+    assert history.is_repeatable(history.head)
+    step([history], [A, B])
+    assert not history.is_repeatable(before)
