@@ -419,8 +419,8 @@ def test_a_peer_that_repeats_a_round_alone_after_a_restart_comes_to_another_head
 
 
 def test_a_state_from_before_a_round_over_the_state_cannot_be_brought_up_to_date() -> None:
-    """Regression test: a newcomer that took one and followed the history had the head of the others, and other
-    parameters until the next round over the state.
+    """Regression test: a newcomer that took one and followed the history had the head of the others, and
+    other parameters until the next round over the state.
     """
     history = together([A, B], 1)[0]
     before = history.head
