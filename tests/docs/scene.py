@@ -126,6 +126,9 @@ class _Process:
             "PYTHONFAULTHANDLER": "1",  # for `stop`
             "COLUMNS": "120",
         }
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # A shell lets what it runs in the background ignore Ctrl-C, and children inherit that.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._process = subprocess.Popen(
             [*start, *words[1:]],
             cwd=folder,
