@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
+import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -18,6 +19,21 @@ from swarm.core.errors import UsageError
 from swarm.core.files import replace_durably
 
 _SUFFIX = ".expert.pt"
+# What torch raises for a damaged file, by where its unpickler notices it.
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    MemoryError,
+    struct.error,
+    pickle.UnpicklingError,
+)
 
 
 def saved_names(folder: Path) -> list[ExpertUid]:
@@ -59,7 +75,7 @@ class ExpertCheckpoints:
                 continue
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            except _DAMAGED as error:
                 raise UsageError(
                     f"the checkpoint {path} cannot be read: {error}. "
                     "Move it away to start that expert from its initial parameters"

@@ -201,6 +201,16 @@ def test_a_server_resumes_from_its_checkpoints(tmp_path: Path) -> None:
     assert saved_names(tmp_path) == [uid]
 
 
+@pytest.mark.parametrize(
+    "damaged", [b"", b"R", b"\x80\x02R.", b"PK\x03\x04"], ids=["empty", "R", "pickle", "zip"]
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, damaged: bytes) -> None:
+    uid = ExpertUid.parse("ffn.3")
+    (tmp_path / "ffn.3.expert.pt").write_bytes(damaged)
+    with pytest.raises(UsageError, match=r"ffn\.3\.expert\.pt cannot be read"):
+        ExpertCheckpoints(tmp_path, {uid: expert(optimizer=sgd)}).load()
+
+
 def test_an_interrupted_write_leaves_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
