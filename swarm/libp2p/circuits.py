@@ -11,7 +11,7 @@ from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.notify import ChangeEvent
-from swarm.libp2p.connection import MuxedStream, PeerConnection, through
+from swarm.libp2p.connection import MuxedStream, PeerConnection, answered, through
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.messages import (
     HOP_PROTOCOL,
@@ -123,18 +123,11 @@ class Circuits:
     async def question(self, connection: PeerConnection, question: Hop) -> tuple[Hop, MuxedStream]:
         """Ask a relay, and return its answer and the stream. Raises PeerError that says what it refused."""
         stream = await connection.open(HOP_PROTOCOL)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await stream.write_message(encode_hop(question))
-                answer = decode_hop(await stream.read_message(MESSAGE_BYTES_MAX))
+        async with answered(stream, ANSWER_S, "the relay did not answer"):
+            await stream.write_message(encode_hop(question))
+            answer = decode_hop(await stream.read_message(MESSAGE_BYTES_MAX))
             if answer.kind is not HopKind.STATUS or answer.status != Status.OK:
                 raise PeerError(f"the relay answered {_status(answer.status)}")
-        except TimeoutError:
-            stream.close()
-            raise NetworkError(f"the relay did not answer within {ANSWER_S:.0f} s") from None
-        except BaseException:
-            stream.close()
-            raise
         return answer, stream
 
     async def _accept(self, stream: MuxedStream) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from swarm.core.errors import NetworkError, PeerError
@@ -127,6 +129,22 @@ class MuxedStream:
         self._writable.set()
 
 
+@asynccontextmanager
+async def answered(stream: MuxedStream, seconds: float, failure: str) -> AsyncIterator[None]:
+    """Close the stream when what is done with it fails. Raise NetworkError with `failure` when that takes
+    longer than this.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        stream.close()
+        raise NetworkError(f"{failure} within {seconds:.0f} s") from None
+    except BaseException:
+        stream.close()
+        raise
+
+
 def through(relay: PeerId | None) -> str:
     """Return what limits count the connections through a relay under."""
     return f"relay {relay}"
@@ -238,15 +256,8 @@ class PeerConnection:
         stream = MuxedStream(self, self._session.open())
         stream.protocol = protocol
         self._streams[stream.number] = stream
-        try:
-            async with asyncio.timeout(NEGOTIATION_S):
-                await propose(stream, protocol)
-        except TimeoutError:
-            stream.close()
-            raise NetworkError(f"it did not agree on {protocol} within {NEGOTIATION_S:.0f} s") from None
-        except BaseException:
-            stream.close()
-            raise
+        async with answered(stream, NEGOTIATION_S, f"it did not agree on {protocol}"):
+            await propose(stream, protocol)
         return stream
 
     async def send(self, stream: MuxedStream, data: bytes) -> int:
