@@ -133,10 +133,11 @@ def test_a_relay_that_dies_is_replaced_by_the_next_behind_the_same_port(scene: S
     assert scene.relays[1].relay.carried_bytes > 1000
 
 
-def test_tunnels_of_one_peer_beyond_the_limit_are_refused_and_it_is_named() -> None:
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
+async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
 
+
+def test_tunnels_of_one_peer_beyond_the_limit_are_refused_and_it_is_named() -> None:
     async def test(hosts: HostScene) -> None:
         callee, caller = await hosts.host(), await hosts.host()
         tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
@@ -153,9 +154,6 @@ def test_tunnels_of_one_peer_beyond_the_limit_are_refused_and_it_is_named() -> N
 
 
 def test_tunnels_that_are_opened_at_once_are_limited_as_well() -> None:
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
     async def test(hosts: HostScene) -> None:
         callee, caller = await hosts.host(), await hosts.host()
         tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
@@ -178,9 +176,6 @@ def test_tunnels_that_are_opened_at_once_are_limited_as_well() -> None:
 
 
 def test_a_peer_has_one_port_and_close_ends_it_and_what_was_dialed_there() -> None:
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
     async def test(hosts: HostScene) -> None:
         host = await hosts.host(listens=False)
         tunnels = Tunnels(host, Circuits(host, SystemClock()))
