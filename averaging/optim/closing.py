@@ -256,7 +256,7 @@ class EpochCloser:
         others, history = self._tracker.others(), self._history
         if history is None:
             return any(other.epoch >= self._state.epoch for other in others.values())
-        # one that is about to load a state joins rounds with a quorum only: nobody waits for it after the grace
+        # after the grace nobody waits for one that loads a state: it joins rounds with a quorum only
         company = [
             other for other in self._tracker.company().values() if not (history.is_break and other.joining)
         ]
