@@ -356,7 +356,7 @@ class RunHistory:
         if not head:
             return
         with self._lock:
-            self._heads.heard(contact, head)
+            self._heads.heard(contact, head, self._node.clock.monotonic_s())
             if self._is_open(head):
                 self._wake.set()
 
