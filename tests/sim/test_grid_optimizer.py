@@ -4,6 +4,8 @@ nobody is late, so that every cell is full and what the peers hold in the end is
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import math
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.wire.trainers import BATCH, assert_close, oracle
 PAIRS = OptimizerConfig(group_size_max=2, publish_metrics=False)
 EPOCHS = 3
 SEEDS = [1, 2]
+GOES_ON_S = 40.0  # two epochs after the electors died: the grace of 15 s, and rounds that fail in 5 s
 
 
 def parameters(peer: SimulatedTrainer) -> torch.Tensor:
@@ -161,7 +164,7 @@ def test_rounds_behind_training_go_through_the_grid_and_leave_one_state(
 @pytest.mark.parametrize("seed", SEEDS)
 def test_peers_whose_electors_died_go_on_with_a_break_and_one_history(seed: int) -> None:
     async def scene() -> None:
-        async with trainers(seed, 6, PAIRS) as swarm:
+        async with trainers(seed, 6, dataclasses.replace(PAIRS, round_timeout_s=5.0)) as swarm:
             peers = swarm.peers
             await train(swarm, 2)
             last = [report.round for report in peers[0].reports if report.round is not None][-1]
@@ -171,7 +174,9 @@ def test_peers_whose_electors_died_go_on_with_a_break_and_one_history(seed: int)
             for peer in peers:
                 if peer not in left:
                     await swarm.kill(peer)
+            killed_s = asyncio.get_running_loop().time()
             await train(swarm, 4, left)
+            assert asyncio.get_running_loop().time() - killed_s < GOES_ON_S
             assert len({peer.opt.history_head for peer in left}) == 1
             assert len({peer.opt.line for peer in left}) == 1
             assert left[0].opt.line, "nobody of those that had to decide was left"
