@@ -64,6 +64,7 @@ from swarm.compression import find
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
+from swarm.core.notify import ChangeEvent
 from swarm.net.rpc import Handlers, Stream
 from swarm.runtime.supervise import Supervisor
 from swarm.wire import reduce_pb2
@@ -100,7 +101,7 @@ class AllReduce:
         self._notary = notary
         self._rounds: OrderedDict[bytes, RoundDriver | FinishedRound] = OrderedDict()
         self._endorsers: dict[str, Endorser] = {}
-        self._begun = asyncio.Event()
+        self._begun = ChangeEvent()
         self._waiting: Counter[PeerId] = Counter()
         self._background = Supervisor()
         self._conducting: set[RoundDriver] = set()  # they run, or tell members how they ended
@@ -275,8 +276,7 @@ class AllReduce:
         finished = [group_id for group_id, one in self._rounds.items() if isinstance(one, FinishedRound)]
         for group_id in finished[:-_FINISHED_MAX]:
             del self._rounds[group_id]
-        self._begun.set()
-        self._begun = asyncio.Event()
+        self._begun.notify()
         return driver
 
     async def _conclude(self, driver: RoundDriver, finish: Finish) -> RoundOutcome:
@@ -413,9 +413,7 @@ class AllReduce:
         return found
 
     async def _find(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
-        """Return the round of this name; wait a little for one that has not begun here, because a faster
-        member may be first.
-        """
+        """Return the round of this name; wait a little for one that has begun at a faster member only."""
         if len(group_id) != GROUP_ID_BYTES:
             raise PeerError(f"a round's name has {GROUP_ID_BYTES} bytes, not {len(group_id)}")
         if group_id not in self._rounds:
@@ -431,10 +429,11 @@ class AllReduce:
                     f"this peer is in no round of that name, and did not begin one within {JOIN_S:g} s"
                 ) from None
             finally:
-                self._waiting[caller] -= 1
-                if not self._waiting[caller]:
-                    del self._waiting[caller]
-        return self._rounds[group_id]
+                self._waiting -= Counter([caller])  # without entries that are 0
+        found = self._rounds[group_id]
+        if isinstance(found, RoundDriver):
+            await found.begun.wait()
+        return found
 
 
 async def _ended(driver: RoundDriver) -> Finish:
