@@ -34,6 +34,8 @@ class RoundResult:
     peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
     # fraction of the elements to which each member contributed
     contributions: Mapping[PeerId, float] = field(default_factory=dict)
+    # with which each member counted in the average: less than it asked for where the run caps it
+    weights: Mapping[PeerId, float] = field(default_factory=dict)
     gathered: Mapping[PeerId, Any] = field(default_factory=dict)  # what each member passed as `gather`
     # fraction of the elements in which `clip_to_median` shortened its values
     clipped: Mapping[PeerId, float] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class RoundResult:
             reason="memory",
             detail=detail,
             contributions={},
+            weights={},
             clipped={},
             weight=0.0,
             digest="",

@@ -223,6 +223,7 @@ class StepRunner:
             failed=False,
             detail=self._explain(""),
             contributions=dict(outcome.contributions),
+            weights=weights,
             clipped=dict(outcome.clipped),
             weight=_weight_of_average(group, outcome),
             digest=outcome.digest,
