@@ -98,8 +98,6 @@ class Peer:
                 Batch(epoch, seed, computed, weight) for computed, seed in self._pending[:contributed]
             ]
         del self._pending[: contributed + dropped]
-        if not self.opt.has_background_round:
-            assert report.accumulated == BATCH * len(self._pending), report
 
     def train_to(self, epoch: int) -> None:
         while self.opt.epoch < epoch:
