@@ -75,7 +75,7 @@ _WAITING_PER_PEER_MAX = 8
 _METHODS = (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
 
 T = TypeVar("T")
-# An elector's answer to a proposal with a result and the contributors' votes for it: its vote, or why not.
+# An elector's answer to a proposal, a result (b"": none) and the votes for it: its own vote, or why not.
 Endorser: TypeAlias = Callable[[PeerId, Proposal, bytes, Sequence[Vote]], Awaitable[Vote | str]]
 
 
@@ -329,9 +329,8 @@ class AllReduce:
             return
         if isinstance(found, RoundDriver):  # it ends at this moment
             found = FinishedRound(found.machine, found.kernels.averages)
-        left_s = found.machine.setup.deadline_s - self._network.now_s
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(found.machine.setup.deadline_s - self._network.now_s):
                 await found.give_averages(place, self._network.framed(stream, _nothing, lambda: None))
         except TimeoutError:
             raise PeerError("this round is over") from None
@@ -397,7 +396,8 @@ class AllReduce:
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
         proposal, result, votes = wire.endorsement_from_wire(request)
-        competes = any(driver.voter.competes_with(proposal) for driver in self.running)
+        votes_there = not result and proposal.group_id in self._rounds
+        competes = votes_there or any(driver.voter.competes_with(proposal) for driver in self.running)
         answer = IN_ANOTHER_ROUND if competes else await endorser(caller, proposal, result, votes)
         if isinstance(answer, Vote):
             return reduce_pb2.EndorseReply(vote=wire.vote_to_wire(answer))

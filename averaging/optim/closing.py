@@ -91,12 +91,15 @@ class EpochCloser:
     def is_obsolete(self) -> bool:
         """Return whether the round that runs now leads nowhere: the swarm went on without this peer, or while
         it searched for a group the quorum was lost for as long as the grace. Those that are left meet for a
-        round with a break then, as soon as each has noticed it.
+        round with a break then, as soon as each has noticed it. A search for others to break with is over
+        when there are none any more.
         """
         if self.is_behind():
             return True
-        if self._history is None or not self._history.root.electors or self.round_is_break:
+        if self._history is None or not self._history.root.electors:
             return False
+        if self.round_is_break:
+            return not (self._averager.in_round or self._has_peers_in_epoch())
         self._look_for_quorum()
         return self._history.is_break and self._history.grid_rounds == 1
 
@@ -272,10 +275,12 @@ class EpochCloser:
         others, history = self._tracker.others(), self._history
         if history is None:
             return any(other.epoch >= self._state.epoch for other in others.values())
+        # after the grace nobody waits for one that loads a state: it joins rounds with a quorum only
+        company = [
+            other for other in self._tracker.company().values() if not (history.is_break and other.joining)
+        ]
         # heads that were not compared yet may turn out to be the same history, one round further
-        return bool(self._tracker.company()) or any(
-            history.is_new(peer, other.head) for peer, other in others.items()
-        )
+        return bool(company) or any(history.is_new(peer, other.head) for peer, other in others.items())
 
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""
