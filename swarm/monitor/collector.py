@@ -22,7 +22,7 @@ from swarm.dht.service.dht_service import ManyAnswers
 from swarm.monitor.logic.model import Model, Snapshot
 from swarm.monitor.logic.reading import RunRecords, keys_of, read
 from swarm.monitor.logic.robust import median
-from swarm.monitor.logic.view import ExpertView, LinkView, RunView
+from swarm.monitor.logic.view import ExpertView, LinkStatus, LinkView, RunView
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Collector:
                 ),
                 now_s,
             )
-            self._link("", now_s)
+            self._link("live", now_s)
             await self._dial(run_records)
         else:
             self._link("lost", now_s)
@@ -163,7 +163,7 @@ class Collector:
                 run_records.setdefault(contact.peer_id, contact)
         return list(run_records.values())
 
-    def _link(self, status: str, now_s: float) -> None:
+    def _link(self, status: LinkStatus, now_s: float) -> None:
         known = {contact.peer_id for contact in self.known()}
         entry = self.entry[0] if self.entry else None
         others = (

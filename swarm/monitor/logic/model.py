@@ -20,7 +20,16 @@ from swarm.monitor.logic.histories import KnownLines, histories_of
 from swarm.monitor.logic.robust import capped, median, swarm_epoch
 from swarm.monitor.logic.rounds import RoundKey, RoundTable
 from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, TrackedPeer
-from swarm.monitor.logic.view import ExpertView, LinkView, MonitorView, OwnView, RunView, StateSummary
+from swarm.monitor.logic.view import (
+    EventLevel,
+    ExpertView,
+    LinkStatus,
+    LinkView,
+    MonitorView,
+    OwnView,
+    RunView,
+    StateSummary,
+)
 
 _TOTAL_S = 15.0  # a total older than this is ignored
 _FIRST_NAMED_MAX = 3  # peers that the first snapshot names one by one
@@ -216,7 +225,7 @@ class Model:
             checkpoint=self.checkpoint,
         )
 
-    def _status(self, now_s: float) -> str:
+    def _status(self, now_s: float) -> LinkStatus:
         if self._link.status == "lost":
             return "lost"
         if self._snapshot_s is None or self._snapshot is None:
@@ -268,7 +277,7 @@ class Model:
             self._strangers -= 1
         return len(self._peers) < PEERS_MAX
 
-    def _add_event(self, now_s: float, kind: str, level: str, text: str, peer: PeerId) -> None:
+    def _add_event(self, now_s: float, kind: str, level: EventLevel, text: str, peer: PeerId) -> None:
         self.events.add(now_s, kind, level, text, str(peer), stranger=self._is_stranger(peer))
 
     def _is_quiet(self, known: TrackedPeer, now_s: float) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from averaging.optim.progress.logic.reports import ProgressReport
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics
-from swarm.monitor.logic.view import PeerView
+from swarm.monitor.logic.view import PeerActivity, PeerView
 
 _BURST_S = 5.0  # time constant of the rates, because bytes come in bursts, round by round
 _SECONDS_MIN = 0.5  # between two records: closer ones would give rates of noise
@@ -78,7 +78,7 @@ class TrackedPeer:
         """Return the view of this peer. Rates of a peer that publishes nothing are shown as zero."""
         metrics, report, fresh = self.records.metrics, self.records.report, assessment.fresh
         rate, epoch = self.pace
-        state = "behind" if assessment.behind else "training"
+        state: PeerActivity = "behind" if assessment.behind else "training"
         if self.gone_s is not None:
             state = "left" if self.left else "lost"
         elif not fresh:
