@@ -19,7 +19,7 @@ from swarm.core.clock import Clock
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.service.dht_service import ManyAnswers
-from swarm.monitor.logic.model import Model, Snapshot
+from swarm.monitor.logic.model import Model, Poll
 from swarm.monitor.logic.reading import RunRecords, keys_of, read
 from swarm.monitor.logic.robust import median
 from swarm.monitor.logic.view import ExpertView, LinkStatus, LinkView, RunView
@@ -112,8 +112,8 @@ class Collector:
             )
             self._remember(run_records)
             self.polls += 1
-            self.model.on_snapshot(
-                Snapshot(
+            self.model.on_poll(
+                Poll(
                     peers=run_records.peers,
                     refused=run_records.refused,
                     states=run_records.states,
