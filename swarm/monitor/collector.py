@@ -19,9 +19,10 @@ from swarm.core.clock import Clock
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.service.dht_service import ManyAnswers
-from swarm.monitor.logic.model import Model, Poll
+from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.reading import RunRecords, keys_of, read
 from swarm.monitor.logic.robust import median
+from swarm.monitor.logic.tracked import Poll
 from swarm.monitor.logic.view import ExpertView, LinkStatus, LinkView, RunView
 
 _log = logging.getLogger(__name__)

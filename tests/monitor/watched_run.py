@@ -7,8 +7,8 @@ from typing import Any
 from averaging.optim.progress.logic.reports import ProgressReport
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics, RoundReport
-from swarm.monitor.logic.model import Model, Poll
-from swarm.monitor.logic.tracked import PeerRecords
+from swarm.monitor.logic.model import Model
+from swarm.monitor.logic.tracked import PeerRecords, Poll
 from swarm.monitor.logic.view import LinkView, MonitorEvent, RunView
 
 RUN = RunView(run_id="a" * 20, name="tiny", version=1, target=1000)

@@ -8,9 +8,7 @@ Inputs are polls (`on_poll`: all records read at one moment) and the state of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from averaging.optim.progress.logic.reports import ProgressTotal
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.dht.logic.blobs import version_text
@@ -19,10 +17,9 @@ from swarm.monitor.logic.eventlog import EventLog
 from swarm.monitor.logic.histories import KnownLines, histories_of
 from swarm.monitor.logic.robust import capped, median, swarm_epoch
 from swarm.monitor.logic.rounds import RoundKey, RoundTable
-from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, TrackedPeer
+from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, Poll, TrackedPeer
 from swarm.monitor.logic.view import (
     EventLevel,
-    ExpertView,
     LinkStatus,
     LinkView,
     MonitorView,
@@ -45,19 +42,6 @@ _BEHIND_EPOCHS = 2
 _OWN_MAX = 24  # names of users' metrics over all peers
 _LATE_INTERVALS = 3.0  # poll intervals without an answer before the whole view is late
 _LATE_S_MIN = 6.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Poll:
-    """All records that were read at one moment."""
-
-    peers: Mapping[PeerId, PeerRecords]
-    refused: int = 0
-    # the epoch and digest that donors declare
-    states: Mapping[PeerId, tuple[int, str]] = field(default_factory=dict)
-    total: ProgressTotal | None = None  # of a run so large that its reports are spread over shards
-    experts: tuple[ExpertView, ...] = ()
-    interval_s: float = 2.0  # until the next poll
 
 
 class Model:
