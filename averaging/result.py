@@ -6,12 +6,18 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from averaging.history.certificate import Certificate
+from averaging.matchmaking.logic.messages import SearchFailure
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.core.ids import PeerId
 from swarm.runtime.waits import WaitEvent
+
+# "": it did not fail
+RoundFailure: TypeAlias = (
+    SearchFailure | Literal["", "nobody contributes", "round", "quorum", "memory", "closed"]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +35,7 @@ class RoundResult:
     """
 
     failed: bool
-    reason: str = ""
+    reason: RoundFailure = ""
     detail: str = ""  # after a retry also why the attempt before failed
     peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
     # fraction of the elements to which each member contributed
@@ -91,7 +97,7 @@ class PendingRound:
         self._outcome: RoundResult | None = None
         self._error: Exception | None = None  # a bug here, not a result of the network
         self._result: RoundResult | None = None
-        self._discarded = ""  # why there will be no result
+        self._discarded: Literal["", "cancelled", "closed"] = ""  # why there will be no result
         self._committed = False
         self._future: concurrent.futures.Future[None] | None = None
 
@@ -129,7 +135,7 @@ class PendingRound:
                     self._release(self)
                     raise self._error
                 if (self._discarded and not self._committed) or outcome is None:
-                    reason = self._discarded or "closed"
+                    reason: Literal["cancelled", "closed"] = self._discarded or "closed"
                     texts = {
                         "cancelled": "the round was cancelled here",
                         "closed": "the averager was closed during the round",
@@ -181,7 +187,7 @@ class PendingRound:
         if not self.done:
             self._discard("closed")
 
-    def _discard(self, why: str) -> None:
+    def _discard(self, why: Literal["cancelled", "closed"]) -> None:
         with self._lock:
             if self._result is not None:
                 return

@@ -31,6 +31,7 @@ from swarm.net.dialback import DialBacks
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
 from swarm.net.listening import given_addresses, parse_listen
+from swarm.net.logic.reachability import NodeReach
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
@@ -207,7 +208,7 @@ class Node:
         return f"swarm/{swarm.__version__}"
 
     @property
-    def reach(self) -> str:
+    def reach(self) -> NodeReach:
         """Return "direct" when others can call this peer, as far as it knows; "hidden" when they have tried
         in vain; "unknown" until one has tried; "none" for a peer that does not listen.
         """

@@ -17,7 +17,7 @@ from dataclasses import replace
 from averaging.history.certificate import Certificate, RoundKind
 from averaging.optim.background_round import CANCEL_S_MAX, CHECK_INTERVAL_S, RoundPlan
 from averaging.optim.history import RunHistory
-from averaging.result import PendingRound, RoundResult
+from averaging.result import PendingRound, RoundFailure, RoundResult
 from swarm.core.backoff import Backoff
 from swarm.core.ids import Contact, PeerId
 
@@ -89,7 +89,7 @@ class GridRound:
 
     # ---- inside
 
-    def _fail(self, reason: str, detail: str) -> None:
+    def _fail(self, reason: RoundFailure, detail: str) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
