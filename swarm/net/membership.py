@@ -113,9 +113,7 @@ class RunMembership:
         self._hear(request.handover)
         self.admission.admit(caller, decode(request.capability), self._now_s())
         self._refused.pop(caller, None)
-        return run_pb2.AdmitReply(
-            member=True, capability=encode(self.capability), handover=self._handover()
-        )
+        return run_pb2.AdmitReply(member=True, capability=encode(self.capability), handover=self._handover())
 
     def _handover(self) -> bytes:
         known = self.admission.handover

@@ -235,7 +235,7 @@ def test_a_handover_that_the_recovery_key_did_not_sign_lets_nobody_in() -> None:
     request = membership_of(run.invite(replace(run.now, handover=forged), run.owner), guest).request()
     for raw in (request.handover, request.handover[:-1], b"\x93\x00\x00\x00", b"x" * 4096):
         request.handover = raw
-        with pytest.raises(PeerError, match="a handover of run .* was refused"):
+        with pytest.raises(PeerError, match=r"a handover of run .* was refused"):
             member.answer(guest.peer_id, request)
     assert member.refusal(guest.peer_id, STATE) != ""
 
