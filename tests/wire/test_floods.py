@@ -68,9 +68,11 @@ async def fill(node: Node, key: Key, entries: int, value: bytes) -> None:
 
 
 @asynccontextmanager
-async def channel_to(node: Node, *, named: bool = True) -> AsyncIterator[grpc.aio.Channel]:
+async def channel_to(
+    node: Node, *, named: bool = True, identity: Identity = ATTACKER
+) -> AsyncIterator[grpc.aio.Channel]:
     """Connect as an attacker would: with a certificate that names it, or nobody."""
-    own = tls.client_certificate(ATTACKER)
+    own = tls.client_certificate(identity)
     if not named:
         key = ec.generate_private_key(ec.SECP256R1())
         own = tls.as_pem(key, tls.courtesy_signed(key.public_key(), UNKNOWN_EXTENSION))
@@ -230,5 +232,44 @@ def test_connections_without_a_call_take_little_memory_and_lose_it_again(
             for _, writer in held:
                 writer.transport.abort()
             await asyncio.gather(*ends, return_exceptions=True)
+
+    run(scenario)
+
+
+def test_connections_beyond_what_a_network_may_make_cost_one_check_each_and_are_closed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members of the same network are served meanwhile, each as often as it connects."""
+    answered, refused = 4, 8
+    monkeypatch.setattr(connections, "ARRIVALS_MAX", answered)
+    monkeypatch.setattr(connections, "ARRIVALS_PER_S", 0.0)
+    member = Identity.generate()
+    node.standing.add_members("run", [member.peer_id])
+    checks: list[object] = []
+    reads: list[object] = []
+    verify, place = tls.verify, room.RequestReads.place
+    monkeypatch.setattr(tls, "verify", lambda *of: checks.append(of) or verify(*of))
+    monkeypatch.setattr(room.RequestReads, "place", lambda self, of: reads.append(of) or place(self, of))
+    request = DhtStoreRequest(sender=SENDER).SerializeToString()
+
+    async def codes(identity: Identity, calls: int) -> list[grpc.StatusCode]:
+        """Make calls on a connection, and wait until it is closed if they were refused."""
+        async with channel_to(node, identity=identity) as channel:
+            made = [channel.unary_unary(STORE.name)(request, timeout=10) for _ in range(calls)]
+            found = [await one.code() for one in made]
+            if grpc.StatusCode.UNAVAILABLE in found:
+                async with asyncio.timeout(10):
+                    await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            return found
+
+    async def scenario() -> None:
+        strangers = [Identity.generate() for _ in range(answered + refused)]
+        found = [await codes(one, 3) for one in strangers]
+        served = [one for one in found if grpc.StatusCode.UNAVAILABLE not in one]
+        assert len(served) == answered
+        assert found == [*served, *[[grpc.StatusCode.UNAVAILABLE] * 3] * refused]
+        assert (len(checks), len(reads)) == (answered + refused, 3 * answered)
+        for _ in range(answered + 1):
+            assert grpc.StatusCode.UNAVAILABLE not in await codes(member, 1)
 
     run(scenario)
