@@ -6,8 +6,9 @@ import asyncio
 import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgpack
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from averaging.optim.exchange import CHUNKS, RunExchange
 from swarm.core.identity import Identity
-from swarm.core.ids import Contact, Key
+from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.records import FORGED, Record, signed
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import key_to_wire, record_to_wire
@@ -248,8 +249,17 @@ def test_connections_beyond_what_a_network_may_make_cost_one_check_each_and_are_
     checks: list[object] = []
     reads: list[object] = []
     verify, place = tls.verify, room.RequestReads.place
-    monkeypatch.setattr(tls, "verify", lambda *of: checks.append(of) or verify(*of))
-    monkeypatch.setattr(room.RequestReads, "place", lambda self, of: reads.append(of) or place(self, of))
+
+    def checked(*of: Any) -> bool:
+        checks.append(of)
+        return verify(*of)
+
+    def placed(places: room.RequestReads, peer: PeerId) -> AbstractAsyncContextManager[None]:
+        reads.append(peer)
+        return place(places, peer)
+
+    monkeypatch.setattr(tls, "verify", checked)
+    monkeypatch.setattr(room.RequestReads, "place", placed)
     request = DhtStoreRequest(sender=SENDER).SerializeToString()
 
     async def codes(identity: Identity, calls: int) -> list[grpc.StatusCode]:
