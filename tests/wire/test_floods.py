@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from averaging.optim.exchange import CHUNKS, RunExchange
-from swarm.core.identity import Identity
+from swarm.core.identity import Identity, verify
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.records import FORGED, Record, signed
 from swarm.dht.service.overlay import FIND, STORE
@@ -248,7 +248,7 @@ def test_connections_beyond_what_a_network_may_make_cost_one_check_each_and_are_
     node.standing.add_members("run", [member.peer_id])
     checks: list[object] = []
     reads: list[object] = []
-    verify, place = tls.verify, room.RequestReads.place
+    place = room.RequestReads.place
 
     def checked(*of: Any) -> bool:
         checks.append(of)
