@@ -34,10 +34,7 @@ class Held:
     endpoint: Endpoint
     since_s: float
     peer_id: PeerId | None
-
-    @property
-    def prefix(self) -> str:
-        return prefix_of(self.endpoint[0])
+    prefix: str  # of its address; the relay's, where it comes through one
 
 
 def surplus(held: Iterable[Held], standing: PeerStanding, now_s: float) -> list[Held]:
@@ -95,12 +92,25 @@ def _fair_share(counts: Iterable[int], total_max: int) -> int:
 class Connections:
     """The connections of one server, by the other end. It belongs to the network thread."""
 
-    def __init__(self, standing: PeerStanding, port: Callable[[], int | None]) -> None:
-        """`port` returns the port of the server, None while it does not listen."""
-        self._standing, self._port = standing, port
+    def __init__(
+        self,
+        standing: PeerStanding,
+        port: Callable[[], int | None],
+        tunnelled: Callable[[Endpoint], str] = lambda endpoint: "",
+    ) -> None:
+        """`port` returns the port of the server, None while it does not listen; `tunnelled` through which
+        relay a connection from an endpoint comes, empty if through none.
+        """
+        self._standing, self._port, self._tunnelled = standing, port, tunnelled
         self._since_s: dict[Endpoint, float] = {}
         self._callers: dict[Endpoint, PeerId] = {}
         self._sockets = SocketList()
+
+    def prefix_of(self, endpoint: Endpoint) -> str:
+        """Return what limits count a connection under: its address prefix, or the relay that it comes
+        through, because then its address is this machine's.
+        """
+        return self._tunnelled(endpoint) or prefix_of(endpoint[0])
 
     def on_called(self, peer_id: PeerId, endpoint: Endpoint) -> None:
         """Record who calls from an endpoint."""
@@ -131,7 +141,7 @@ class Connections:
             if endpoint not in open_now:
                 del self._callers[endpoint]
         held = [
-            Held(endpoint, since_s, self._callers.get(endpoint))
+            Held(endpoint, since_s, self._callers.get(endpoint), self.prefix_of(endpoint))
             for endpoint, since_s in self._since_s.items()
         ]
         closed = surplus(held, self._standing, now_s)

@@ -4,6 +4,7 @@ reduce.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,48 @@ def test_a_peer_whose_address_changes_announces_the_new_one(internet: Internet) 
     now = internet.readdress("moving", host)
     peer.wait("new address", lambda event: any(f"/ip4/{now}/tcp/4000/" in one for one in event["addresses"]))
     wait_until_known(first, before.rpartition("/")[2], now)
+
+
+# A node behind a router: it says how it is reached, and calls the PeerIDs on its input.
+HIDDEN = """
+import json, sys, swarm
+from swarm.net.hello import HELLO
+from swarm.wire.peer_pb2 import Hello
+from swarm.core.ids import Contact, PeerId
+def show(**event): sys.stdout.write(json.dumps(event) + "\\n")  # one write: two threads do
+with swarm.Node(bootstrap=sys.argv[1:], listen="0.0.0.0:4000") as node:
+    node.tell_reach(lambda sentence: show(event="reach", verdict=node.reach, text=sentence,
+        contact=[str(node.peer_id), *node.contact.published]))
+    for line in sys.stdin:
+        peer_id, *published = json.loads(line)
+        contact = Contact.of_published(PeerId.parse(peer_id), published)
+        request = Hello(contact={"peer_id": node.peer_id.to_bytes()})
+        try:
+            reply = node.network.run(node.channels.call(contact, HELLO, request, timeout_s=30.0))
+            show(event="answer", agent=reply.agent)
+        except swarm.NetworkError as error:
+            show(event="failure", text=str(error))
+"""
+
+
+def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet) -> None:
+    internet.public("r")
+    for name in ("a", "b"):
+        internet.behind_router(name, symmetric=True)
+    entry = command(internet, "r", "bootstrap")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    relay = address.rpartition("/")[2]
+    peers = {name: internet.start(name, "-c", HIDDEN, address) for name in ("a", "b")}
+    reached = {}
+    for name, peer in peers.items():
+        reached[name] = peer.wait("relay", lambda event: event.get("verdict") == "relayed")
+        assert f"through relay {relay[-8:]}" in reached[name]["text"]
+        _, circuit = reached[name]["contact"]
+        assert circuit.endswith(f"/p2p/{relay}/p2p-circuit")
+    for caller, callee in (("a", "b"), ("b", "a")):
+        peers[caller].tell(json.dumps(reached[callee]["contact"]))
+        answer = peers[caller].wait("answer", lambda event: event["event"] in ("answer", "failure"))
+        assert answer.get("agent", answer).startswith("swarm/")
 
 
 def command(internet: Internet, host: str, *arguments: str) -> Process:
