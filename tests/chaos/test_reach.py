@@ -234,6 +234,17 @@ def epochs(process: Process, **fits: Any) -> list[dict[str, Any]]:
     ]
 
 
+def assert_same_digests(*processes: Process) -> None:
+    """Check that volunteers had the same parameters at the end of each epoch."""
+    digests: dict[int, set[str]] = {}
+    for process in processes:
+        for event in epochs(process):
+            if event["digest"]:
+                digests.setdefault(event["epoch"], set()).add(event["digest"])
+    assert digests
+    assert all(len(found) == 1 for found in digests.values())
+
+
 def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, tmp_path: Path) -> None:
     run = write_small_run(tmp_path)
     one_public_and_two_behind_routers(internet)
@@ -246,12 +257,7 @@ def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, t
         assert reach["event"] == "notice"
     for process in (public, *hidden):
         process.wait("rounds of three", lambda _, of=process: len(epochs(of, peers=3)) >= 3)
-    digests: dict[int, set[str]] = {}
-    for process in (public, *hidden):
-        for event in epochs(process):
-            if event["digest"]:
-                digests.setdefault(event["epoch"], set()).add(event["digest"])
-    assert all(len(found) == 1 for found in digests.values())
+    assert_same_digests(public, *hidden)
     for process in hidden:
         assert any(event["samples"] > 0 for event in epochs(process, peers=3))
 
@@ -264,6 +270,26 @@ def test_the_doctor_says_what_the_router_would_have_to_forward(internet: Interne
     assert (reach["state"], "others cannot call this machine" in reach["text"]) == ("note", True)
     assert reach["text"].endswith("The line for the router: TCP port 4100 to 192.168.1.2 port 4100")
     assert examined.wait("result", lambda event: event["event"] == "doctor")["can_volunteer"] is True
+
+
+def test_volunteers_behind_routers_train_with_one_another_through_a_relay(
+    internet: Internet, tmp_path: Path
+) -> None:
+    run = write_small_run(tmp_path)
+    internet.public("r")
+    for name in ("a", "b", "c"):
+        internet.behind_router(name, symmetric=True)
+    entry = command(internet, "r", "bootstrap")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    founder = command(internet, "a", "start", str(run), "--bootstrap", address, "--device", "cpu")
+    line = founder.wait("join line", lambda event: event["event"] == "listening")["invite"]
+    guests = [command(internet, name, "join", line, "--yes", "--device", "cpu") for name in ("b", "c")]
+    for process in (founder, *guests):
+        process.wait("relay", lambda event: "reach it through relay" in event.get("text", ""))
+        process.wait("rounds of three", lambda _, of=process: len(epochs(of, peers=3)) >= 3, 240.0)
+    assert_same_digests(founder, *guests)
+    for process in guests:
+        assert any(event["samples"] > 0 for event in epochs(process, peers=3))
 
 
 def test_volunteers_that_nobody_can_call_are_told_so(internet: Internet, tmp_path: Path) -> None:
