@@ -295,7 +295,7 @@ def test_volunteers_behind_routers_train_with_one_another_through_a_relay(
 def test_volunteers_that_nobody_can_call_are_told_so(internet: Internet, tmp_path: Path) -> None:
     run = write_small_run(tmp_path)
     one_public_and_two_behind_routers(internet)
-    entry = command(internet, "r", "bootstrap")
+    entry = command(internet, "r", "bootstrap", "--relay-mbit", "0")
     address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
     founder = command(internet, "a", "start", str(run), "--bootstrap", address, "--device", "cpu")
     invite = founder.wait("invite", lambda event: event["event"] == "listening")["invite"]
