@@ -53,10 +53,10 @@ _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
 _HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed
 _CALLBACKS_S_MAX = 1.0
 _CLOSE_S_MAX = 1.8
+_RELAYS_S_MAX = 20.0
 # the widest network that a node of a preset takes itself to be in
 _WIDEST: dict[Preset, Scope] = {"local": Scope.MACHINE, "lan": Scope.SITE, "wan": Scope.INTERNET}
 ServiceT = TypeVar("ServiceT")
-ResultT = TypeVar("ResultT")
 CallbackT = TypeVar("CallbackT", bound=Callable[[], object])
 
 
@@ -235,8 +235,10 @@ class Node:
         return self._announcing.reach
 
     def relays(self) -> list[RelayView]:
-        """Return the relays that this node knows, those first at which it has a reservation."""
-        return self.network.run(_call(self._reaching.relays), _CALLBACKS_S_MAX)
+        """Ping the relays that this node knows, and return them: those first at which it has a reservation,
+        then the nearest. Takes a few seconds, because libp2p is loaded for it.
+        """
+        return self.network.run(self._reaching.relays(), _RELAYS_S_MAX)
 
     def tell_reach(self, listener: Callable[[str], None]) -> None:
         """Call `listener` on the network thread with a sentence that says how others reach this peer, as soon
@@ -414,10 +416,6 @@ class Node:
             return None
         host, port = self._listen_address
         return Address("127.0.0.1" if host in WILDCARDS else host, port)
-
-
-async def _call(function: Callable[[], ResultT]) -> ResultT:
-    return function()
 
 
 def _entered(callbacks: list[CallbackT], callback: CallbackT) -> Callable[[], None]:

@@ -190,6 +190,12 @@ class Contact:
         """
         return bool(self.addresses or (self.relays and not own.addresses))
 
+    @property
+    def through(self) -> str:
+        """Return the relays through which the peer takes calls, in words; empty if there are none."""
+        names = " and ".join(one.peer_id.short for one in self.relays)
+        return f"{'relays' if len(self.relays) > 1 else 'relay'} {names}" if names else ""
+
     @classmethod
     def parse(cls, text: str) -> Contact:
         """Parse a multiaddr that ends in `/p2p/<PeerID>`. Raises UsageError that names what is wrong."""

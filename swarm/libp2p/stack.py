@@ -7,9 +7,9 @@ from collections.abc import Callable
 from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
-from swarm.core.ids import Address
+from swarm.core.ids import Address, Contact
 from swarm.core.standing import PeerStanding
-from swarm.libp2p.basics import serve_basics
+from swarm.libp2p.basics import ping, serve_basics
 from swarm.libp2p.circuits import Circuits
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.relaying import RelayLimits
@@ -49,6 +49,10 @@ class Stack:
         self.relay = RelayService(self.host, limits, standing, self._clock)
         assert self.host.listening is not None
         return self.host.listening.port
+
+    async def ping(self, relay: Contact) -> float:
+        """Return the round-trip time to a relay in seconds. Raises SwarmError when it does not answer."""
+        return await ping(await self.host.connect(relay.peer_id, relay.addresses))
 
     @property
     def listening(self) -> tuple[Endpoint, ...]:

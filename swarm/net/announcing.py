@@ -102,9 +102,9 @@ class Announcing:
         loopback, and where the user has said it.
         """
         if self._asks():
-            if self._is_searching:
+            if self._is_searching and self.is_hidden and not self._relays:
                 return ""
-            said = _sentence(self._machine.reach, self._relays, was_asked=self._was_asked)
+            said = _sentence(self._machine.reach, self.contact.through, was_asked=self._was_asked)
             is_lent = self._mapping.is_open and self._machine.reach.verdict == "direct"
             return (
                 f"{said}. Its router forwards the port, because this program asked for it by UPnP"
@@ -286,17 +286,13 @@ class Announcing:
             return DialedBack(contact.peer_id, reply.observed, reply.reached), source()
 
 
-def _sentence(reach: Reach, relays: Sequence[Contact], *, was_asked: bool) -> str:
+def _sentence(reach: Reach, through: str, *, was_asked: bool) -> str:
     names = ", ".join(peer.short for peer in reach.by[:_NAMES_MAX])
     if reach.verdict == "direct" and reach.by:
         places = " and ".join(f"{one.host}:{one.port}" for one in reach.addresses)
         return f"others reach this machine at {places}: {names} called it there"
-    if reach.verdict == "hidden" and relays:
-        places = " and ".join(one.peer_id.short for one in relays)
-        return (
-            f"others cannot call this machine directly ({names} tried in vain), and reach it through "
-            f"{'relays' if len(relays) > 1 else 'relay'} {places}"
-        )
+    if reach.verdict == "hidden" and through:
+        return f"others reach this machine through {through}, because {names} called it directly in vain"
     if reach.verdict == "hidden":
         return (
             f"others cannot call this machine ({names} tried in vain), so it takes part over connections "

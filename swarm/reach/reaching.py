@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 
 from swarm.core.errors import SwarmError
@@ -24,23 +25,25 @@ from swarm.reach.on_demand import Libp2p
 _logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
+_PING_S = 5.0  # to connect to a relay and ping it
 _INTERVAL_S = 15.0  # between two looks at what may have changed unseen
-_SEARCH_S = 6.0  # that a search for relays takes before this peer says that there are none
+# until this peer says that nobody can call it: while no relay is known, and while known ones are being asked
+_SEARCH_S, _RESERVE_S = 6.0, 30.0
 _SETTLED_S = 0.5  # for a second reservation to follow the first, before both are announced
 _KNOWN_MAX = 32
 _BYTES_PER_MBIT = 125_000.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RelayView:
-    """A relay as this node sees it. `round_trip_s`: of its libp2p connection; None: not connected.
-    `is_reserved`: this node can be called through it.
+    """A relay as this node sees it. `round_trip_s`: of a ping; None: it did not answer. `is_reserved`: this
+    node can be called through it.
     """
 
     peer_id: PeerId
     address: Address
-    round_trip_s: float | None = None
-    is_reserved: bool = False
+    round_trip_s: float | None
+    is_reserved: bool
 
 
 class Reaching:
@@ -67,13 +70,14 @@ class Reaching:
         self._server, self._relay_mbit = server, relay_mbit
         self._relays: dict[PeerId, tuple[Contact, float]] = {}  # with the round-trip time of their gRPC
         self._search = RelaySearch()
-        self._searching_until_s: float | None = None
+        self._hidden_since_s: float | None = None
         self._takes_calls = False
         self._has_failed = False
         self._changed = ChangeEvent()
         introductions.on_introduced.append(self._on_introduced)
         libp2p.on_change.append(self._changed.notify)
         announcing.on_verdict.append(self._changed.notify)
+        announcing.on_relays((), is_searching=True)
 
     async def run(self) -> None:
         """Follow the verdict about this node, until cancelled."""
@@ -84,8 +88,8 @@ class Reaching:
                 if self._announcing.is_hidden:
                     wait_s = await self._hide()
                 else:
-                    self._searching_until_s = None
-                    self._announcing.on_relays((), is_searching=False)
+                    self._hidden_since_s = None
+                    self._announcing.on_relays((), is_searching=True)
                     await self._offer()
             except SwarmError as error:
                 if not self._has_failed:
@@ -94,37 +98,38 @@ class Reaching:
                 self._announcing.on_relays((), is_searching=False)
             await self._changed.wait(wait_s)
 
-    def relays(self) -> list[RelayView]:
-        """Return the relays that this node knows, those first at which it has a reservation."""
-        held = {one.peer_id for one in self._libp2p.held}
-        stack = self._libp2p.loaded
-        found = []
-        for peer_id, (contact, _) in self._relays.items():
-            connection = stack.host.connection(peer_id) if stack is not None else None
-            round_trip_s = connection.round_trip_s if connection is not None else None
-            found.append(
-                RelayView(
-                    peer_id=peer_id,
-                    address=contact.addresses[0],
-                    round_trip_s=round_trip_s,
-                    is_reserved=peer_id in held,
-                )
-            )
-        return sorted(found, key=lambda one: not one.is_reserved)
+    async def relays(self) -> list[RelayView]:
+        """Ping the relays that this node knows, and return them: those first at which it has a reservation,
+        then the nearest. libp2p is loaded if there are any.
+        """
+        async with asyncio.TaskGroup() as group:
+            views = [group.create_task(self._view(one)) for one, _ in list(self._relays.values())]
+        found = [one.result() for one in views]
+        return sorted(found, key=lambda one: (not one.is_reserved, one.round_trip_s or math.inf))
+
+    async def _view(self, relay: Contact) -> RelayView:
+        is_reserved = relay.peer_id in {one.peer_id for one in self._libp2p.held}
+        try:
+            async with asyncio.timeout(_PING_S):
+                round_trip_s = await (await self._libp2p.stack()).ping(relay)
+        except (SwarmError, TimeoutError):
+            round_trip_s = None
+        return RelayView(relay.peer_id, relay.addresses[0], round_trip_s, is_reserved)
 
     async def _hide(self) -> float:
         """Get reservations, and announce those that stand. Return after how many seconds to look again."""
         loop = asyncio.get_running_loop()
         if self._introductions.relay_port:
             self._introductions.relay_port = 0
-        if self._searching_until_s is None:
-            self._searching_until_s = loop.time() + _SEARCH_S
+        if self._hidden_since_s is None:
+            self._hidden_since_s = loop.time()
             self._search.restart()
         held = self._libp2p.held
         if len(held) == 1 and not self._announcing.contact.relays and len(self._relays) > 1:
             await asyncio.sleep(_SETTLED_S)
             held = self._libp2p.held
-        is_searching = not held and loop.time() < self._searching_until_s
+        until_s = self._hidden_since_s + (_RESERVE_S if self._relays else _SEARCH_S)
+        is_searching = not held and loop.time() < until_s
         self._announcing.on_relays(held, is_searching=is_searching)
         if len(self._relays) < KNOWN_MIN:
             await self._ask(loop.time())
@@ -134,7 +139,7 @@ class Reaching:
             self._search.next_s(loop.time()) - loop.time() if len(self._relays) < KNOWN_MIN else _INTERVAL_S
         )
         if is_searching:
-            wait_s = min(wait_s, self._searching_until_s - loop.time())
+            wait_s = min(wait_s, until_s - loop.time())
         return min(max(wait_s, 0.05), _INTERVAL_S)
 
     async def _reserve(self) -> None:

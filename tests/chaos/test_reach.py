@@ -285,7 +285,7 @@ def test_volunteers_behind_routers_train_with_one_another_through_a_relay(
     line = founder.wait("join line", lambda event: event["event"] == "listening")["invite"]
     guests = [command(internet, name, "join", line, "--yes", "--device", "cpu") for name in ("b", "c")]
     for process in (founder, *guests):
-        process.wait("relay", lambda event: "reach it through relay" in event.get("text", ""))
+        process.wait("relay", lambda event: "reach this machine through relay" in event.get("text", ""))
         process.wait("rounds of three", lambda _, of=process: len(epochs(of, peers=3)) >= 3, 240.0)
     assert_same_digests(founder, *guests)
     for process in guests:

@@ -310,9 +310,7 @@ class PeerTable:
         return not peer.failed and peer.status not in (PeerStatus.REFUSED, PeerStatus.PASSED)
 
     def may_lead(self, other: Contact) -> bool:
-        """Return whether this peer can lead another one: that calls it then. Who can be called directly leads
-        those that can be through relays.
-        """
+        """Return whether this peer can lead another one, that then calls it."""
         return self.query.can_lead and self.query.contact.is_called_by(other)
 
     def _leads_this(self, peer: PeerState) -> bool:
