@@ -395,11 +395,6 @@ class Lineage:
         self._waiting_at_s = now_s
         return self._waited_s >= self.grace_s(epoch_s, refused=refused)
 
-    @property
-    def waited_s(self) -> float:
-        """Return how long this peer has waited for a quorum, in seconds."""
-        return self._waited_s
-
     def waiting_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
         return f"this peer waits for {_DECIDING.format(len(self.electors))} ({self._waited_s:.0f} s so far)"

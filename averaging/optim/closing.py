@@ -30,6 +30,9 @@ _QUORUM_POLL_S = 0.5  # between two looks for a quorum
 _QUORUM_PAUSE_S = 0.1  # at least, between two looks
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 _TOLERATED_LAG_EPOCHS_MAX = 3
+# it may not vote since it restored its state, its values were not finite, or (with local steps) it had missed
+# too many rounds
+_NO_WEIGHT = "this peer had no weight in the round"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class CloseOutcome:
 
     stepped: bool
     reason: str = ""
+    # why this peer's samples, if it had any, are not in what the step was made of; "": they are
+    not_counted: str = ""
     alone: bool = False
     behind: bool = False
     round: RoundResult | None = None
@@ -197,11 +202,18 @@ class EpochCloser:
 
     def step_alone(self, result: RoundResult | None, failed: int) -> CloseOutcome:
         """Step without a round: no other peer is live, or the mode allows it."""
-        self._mode.prepare(self._state.epoch)
+        weight, _ = self._mode.prepare(self._state.epoch)
         if self._history is not None:
             self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
         self._advance([], ())
-        return CloseOutcome(stepped=True, alone=True, round=result, rounds_failed=failed)
+        return CloseOutcome(
+            stepped=True,
+            alone=True,
+            round=result,
+            rounds_failed=failed,
+            # a step alone takes local steps as they are
+            not_counted="" if weight or self._traits.keeps_progress else _NO_WEIGHT,
+        )
 
     def committed(self, result: RoundResult, failed: int, began_ago_s: float = 0.0) -> CloseOutcome:
         if self._history is not None and result.certificate is not None:
@@ -211,7 +223,14 @@ class EpochCloser:
             [peer for peer in result.peers if peer not in result.left_out],
             began_ago_s,
         )
-        return CloseOutcome(stepped=True, round=result, rounds_failed=failed)
+        own = self._tracker.own
+        counted = result.contributions.get(own, 0.0) > 0.0
+        return CloseOutcome(
+            stepped=True,
+            round=result,
+            rounds_failed=failed,
+            not_counted="" if counted else result.left_out.get(own, _NO_WEIGHT),
+        )
 
     def failed(self, result: RoundResult, failed: int) -> CloseOutcome | None:
         """Return the outcome of a failed round, or None when it may be tried again."""
