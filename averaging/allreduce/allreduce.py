@@ -64,6 +64,7 @@ from swarm.compression import find
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
+from swarm.core.notify import ChangeEvent
 from swarm.net.rpc import Handlers, Stream
 from swarm.runtime.supervise import Supervisor
 from swarm.wire import reduce_pb2
@@ -74,7 +75,7 @@ _WAITING_PER_PEER_MAX = 8
 _METHODS = (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
 
 T = TypeVar("T")
-# An elector's answer to a proposal with a result and the contributors' votes for it: its vote, or why not.
+# An elector's answer to a proposal, a result (b"": none) and the votes for it: its own vote, or why not.
 Endorser: TypeAlias = Callable[[PeerId, Proposal, bytes, Sequence[Vote]], Awaitable[Vote | str]]
 
 
@@ -100,7 +101,7 @@ class AllReduce:
         self._notary = notary
         self._rounds: OrderedDict[bytes, RoundDriver | FinishedRound] = OrderedDict()
         self._endorsers: dict[str, Endorser] = {}
-        self._begun = asyncio.Event()
+        self._begun = ChangeEvent()
         self._waiting: Counter[PeerId] = Counter()
         self._background = Supervisor()
         self._conducting: set[RoundDriver] = set()  # they run, or tell members how they ended
@@ -275,8 +276,7 @@ class AllReduce:
         finished = [group_id for group_id, one in self._rounds.items() if isinstance(one, FinishedRound)]
         for group_id in finished[:-_FINISHED_MAX]:
             del self._rounds[group_id]
-        self._begun.set()
-        self._begun = asyncio.Event()
+        self._begun.notify()
         return driver
 
     async def _conclude(self, driver: RoundDriver, finish: Finish) -> RoundOutcome:
@@ -329,9 +329,8 @@ class AllReduce:
             return
         if isinstance(found, RoundDriver):  # it ends at this moment
             found = FinishedRound(found.machine, found.kernels.averages)
-        left_s = found.machine.setup.deadline_s - self._network.now_s
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(found.machine.setup.deadline_s - self._network.now_s):
                 await found.give_averages(place, self._network.framed(stream, _nothing, lambda: None))
         except TimeoutError:
             raise PeerError("this round is over") from None
@@ -397,7 +396,8 @@ class AllReduce:
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
         proposal, result, votes = wire.endorsement_from_wire(request)
-        competes = any(driver.voter.competes_with(proposal) for driver in self.running)
+        votes_there = not result and proposal.group_id in self._rounds
+        competes = votes_there or any(driver.voter.competes_with(proposal) for driver in self.running)
         answer = IN_ANOTHER_ROUND if competes else await endorser(caller, proposal, result, votes)
         if isinstance(answer, Vote):
             return reduce_pb2.EndorseReply(vote=wire.vote_to_wire(answer))
@@ -413,9 +413,7 @@ class AllReduce:
         return found
 
     async def _find(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
-        """Return the round of this name; wait a little for one that has not begun here, because a faster
-        member may be first.
-        """
+        """Return the round of this name; wait a little for one that has begun at a faster member only."""
         if len(group_id) != GROUP_ID_BYTES:
             raise PeerError(f"a round's name has {GROUP_ID_BYTES} bytes, not {len(group_id)}")
         if group_id not in self._rounds:
@@ -431,10 +429,11 @@ class AllReduce:
                     f"this peer is in no round of that name, and did not begin one within {JOIN_S:g} s"
                 ) from None
             finally:
-                self._waiting[caller] -= 1
-                if not self._waiting[caller]:
-                    del self._waiting[caller]
-        return self._rounds[group_id]
+                self._waiting -= Counter([caller])  # without entries that are 0
+        found = self._rounds[group_id]
+        if isinstance(found, RoundDriver):
+            await found.begun.wait()
+        return found
 
 
 async def _ended(driver: RoundDriver) -> Finish:

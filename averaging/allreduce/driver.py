@@ -62,6 +62,8 @@ class RoundDriver:
         self.plan_digest = kernels.plan.digest(kernels.codec)
         self.own_chunks = machine.shard.chunks
         self.bytes_sent = self.bytes_received = 0
+        # set when effects can be performed; the calls and streams of an event that comes before would be lost
+        self.begun = asyncio.Event()
         self.ended: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self.averages: list[bytes] = []  # messages, as they were reduced; b"" once every member has one
         self.refusals: dict[int, str] = {}  # senders that were left out: to be told on their streams
@@ -105,6 +107,7 @@ class RoundDriver:
                 self.ended.set_exception(error)
             raise
         finally:
+            self.begun.set()
             self._calls.close()
 
     async def _run(self) -> None:
@@ -117,6 +120,7 @@ class RoundDriver:
                 self._reducing = work.create_task(self.work.reduce(), name="reduce")
                 work.create_task(self._tick(), name="tick")
                 self._perform(self.machine.begin())
+                self.begun.set()
                 # beside the tasks, which answer members and send heartbeats
                 await self.offload.prepare(self.kernels.prepare, not self.machine.setup.own_auxiliary)
                 self.feed(on.MemoryPrepared())

@@ -145,10 +145,11 @@ class CatchUp:
             if attempt.reason or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:  # another attempt
                 self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt, among)
+            # the records of donors outlive them, and a peer that has a state does not wait for that
+            may_be_alone = not donors or (self._state.epoch and self._tracker.is_alone())
+            if may_be_alone and (alone := self._reason_to_begin(attempt)):
+                return self._not_loaded(attempt, alone, alone=True)
             if not donors:
-                alone = self._reason_to_begin(attempt)
-                if alone:
-                    return self._not_loaded(attempt, alone, alone=True)
                 others = [self._tracker.contact(peer) for peer in self._tracker.others()]
                 is_any_open = any(contact is None or contact.is_callable for contact in others)
                 if attempt.seconds >= _HIDDEN_S and self._tracker.has_begun() and not is_any_open:

@@ -431,7 +431,7 @@ class Optimizer(DelegatingOptimizer):
                 self._mode.learner.restart()
             else:
                 self._mode.load_state_dict(swarm["accumulated"])
-                self._averager.load_feedback(swarm.get("feedback"))
+                self._averager.load_feedback(swarm["feedback"])
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
             self._state.mark_changed(

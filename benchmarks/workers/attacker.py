@@ -151,7 +151,8 @@ async def _repeat(seconds: float, one: Callable[[int], Awaitable[int]], side_by_
         while time.monotonic() < deadline_s:
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + _CALL_S):
-                    total += await one(number)
+                    made = await one(number)
+                    total += made  # not before the others, that add to it meanwhile
             except (grpc.aio.AioRpcError, SwarmError, OSError, TimeoutError):
                 await asyncio.sleep(0.01)  # refused: tried again
 

@@ -23,7 +23,7 @@ _REPORT_S = 5.0  # interval in which the number of known peers is checked
     "--identity",
     metavar="FILE",
     default=None,
-    help="Its identity file; `new` for one that is forgotten. [default: one of its own]",
+    help="Its identity file; `new`: a new one that is not kept. [default: one of its own]",
 )
 @click.option(
     "--bootstrap",
@@ -52,7 +52,7 @@ _REPORT_S = 5.0  # interval in which the number of known peers is checked
 def bootstrap(
     identity: str | None, bootstrap: tuple[str, ...], as_json: bool, exit_with_parent: bool, **where: Any
 ) -> int:
-    """Be a long-lived entry point: a peer that others join by, and that trains nothing.
+    """Run a long-lived entry point: a peer that others join by, and that trains nothing.
 
     Its identity stays the same between starts, so its address does. It needs no torch.
 

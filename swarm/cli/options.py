@@ -29,13 +29,13 @@ listen = click.option(
     "--listen",
     metavar="HOST:PORT",
     default=None,
-    help="Where to listen; port 0 picks a free one, and none takes no calls.",
+    help="Where to listen; port 0: a free one; none: accept no calls.",
 )
 announce = click.option(
     "--announce",
     metavar="HOST[:PORT]",
     multiple=True,
-    help="Where others reach this machine, as a router that forwards the port; may be given several times.",
+    help="Where others call this machine, for instance at a router that forwards the port. Repeatable.",
 )
 relay_mbit = click.option(
     "--relay-mbit",

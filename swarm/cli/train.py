@@ -49,14 +49,14 @@ _upload = click.option(
     metavar="MBIT",
     type=click.FloatRange(min=0.1),
     default=None,
-    help="Send no faster, in Mbit/s.",
+    help="Send at most this many Mbit/s.",
 )
 _download = click.option(
     "--download",
     metavar="MBIT",
     type=click.FloatRange(min=0.1),
     default=None,
-    help="Receive no faster, in Mbit/s.",
+    help="Receive at most this many Mbit/s.",
 )
 _hours = click.option(
     "--hours",
@@ -68,7 +68,7 @@ _memory = click.option(
     "--memory",
     metavar="SIZE",
     default=None,
-    help="Take no more memory than this: 4G. Leaves before it takes more.",
+    help="Use at most this much memory, for instance 4G; leave the run before using more.",
 )
 _from_scratch = click.option(
     "--from-scratch",
@@ -129,7 +129,7 @@ def _training_options(
     "--identity",
     metavar="FILE",
     default=None,
-    help="The owner's identity; `new` for one that is forgotten. [default: this user's]",
+    help="The owner's identity; `new`: a new one that is not kept. [default: this user's]",
 )
 @click.option(
     "--recovery-key",

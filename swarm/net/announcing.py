@@ -17,7 +17,7 @@ from swarm.net.channels import Channels
 from swarm.net.dialback import DIAL_BACK, DIAL_S
 from swarm.net.hello import Introduction
 from swarm.net.listening import WILDCARDS, machine_addresses
-from swarm.net.logic.reachability import DialedBack, Reach, Reachability
+from swarm.net.logic.reachability import DialedBack, NodeReach, Reach, Reachability
 from swarm.net.peerbook import PeerBook
 from swarm.net.port_mapping import PortMapping
 from swarm.net.scope import Scope, Surroundings, ip_of, prefix_of, scope_of
@@ -86,7 +86,7 @@ class Announcing:
         self._followed = self.reach, self.contact
 
     @property
-    def reach(self) -> str:
+    def reach(self) -> NodeReach:
         """Return "direct" when others can call this peer, as far as it knows; "relayed" when they can through
         relays, and "hidden" when they have tried in vain; "none" when it does not listen; else "unknown".
         """

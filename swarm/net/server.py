@@ -44,6 +44,7 @@ _logger = logging.getLogger(__name__)
 _NOT_INVITED = grpc.StatusCode.PERMISSION_DENIED
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
 STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
+_TOO_MANY = "busy: strangers in your network make too many connections"
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # A caller pings every 20 s on an idle connection (`swarm.net.dial`). Half of that leaves room for pings that
 # the network delays; gRPC's own 300 s would end every stream that is idle for a minute ("too_many_pings").
@@ -141,10 +142,8 @@ class Server:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             bound: int = server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise UsageError(
-                f"cannot listen on {address}: is the port taken, or not an address of this machine? ({error})"
-            ) from None
+        except RuntimeError:  # its text adds nothing
+            bound = 0
         if not bound:
             raise UsageError(
                 f"cannot listen on {address}: is the port taken, or not an address of this machine?"
@@ -175,9 +174,13 @@ class Server:
             self.call_streams.leave(caller)
 
     def called(self, peer_id: PeerId, peer: str) -> RemoteCaller:
-        """Return the caller of a connection whose other end gRPC names `peer`, in the task that serves it."""
+        """Return the caller of a connection whose other end gRPC names `peer`, in the task that serves it.
+        Raises _Busy for a stranger of an address prefix that makes too many connections.
+        """
         endpoint = endpoint_of(peer)
-        self.connections.on_called(peer_id, endpoint)
+        now_s = asyncio.get_running_loop().time()
+        if not self.connections.on_called(peer_id, endpoint, now_s):
+            raise _Busy
         host = "" if self._tunnelled(endpoint) else endpoint[0]  # a tunnel's says nothing about its caller
         self._surroundings.on_called(peer_id, host)
         set_caller_host(host)
@@ -301,7 +304,10 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             peer_id = self._caller(_certificate_of(context))
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
-        return self._server.called(peer_id, context.peer())
+        try:
+            return self._server.called(peer_id, context.peer())
+        except _Busy:
+            await _refuse(context, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
 
     async def _guarded(
         self,

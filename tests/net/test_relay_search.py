@@ -1,4 +1,4 @@
-"""Whom a peer that nobody can call asks whether they relay."""
+"""The search for relays: which peers are asked when."""
 
 from __future__ import annotations
 

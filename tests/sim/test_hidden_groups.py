@@ -1,4 +1,4 @@
-"""Groups of peers that can be called through relays only: who leads, who reduces, and who calls whom."""
+"""Groups of peers that can be called through relays only: who leads, reduces, and is called."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ class RoundMachine:
         if event.question == EVERYTHING:
             self.agreement.on_inventory(event.place, event.inventory)
             return []
-        return self.repairs.on_inventory(event.place, event.question, event.inventory)
+        return self.repairs.on_inventory(event.place, event.question, event.inventory, self._now_s)
 
     def _on_fetched(self, event: on.ChunkFetched) -> list[Effect]:
         chunk, version = event.chunk, event.version

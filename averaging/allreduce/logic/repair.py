@@ -156,8 +156,12 @@ class Repair:
         if report.failures >= FAILURES_MAX:
             report.held, report.sealed = {}, True
 
+    def pause(self, place: int) -> None:
+        """Do not ask this member again before `on_silence`."""
+        self._reports[place].asking = True
+
     def on_silence(self, place: int) -> None:
-        """A member could not be asked, or refused: it is asked again."""
+        """A member could not be asked, or refused, or the pause is over: it is asked again."""
         self._reports[place].asking = False
 
     def on_held(self, chunk: int) -> None:

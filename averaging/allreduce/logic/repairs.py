@@ -26,7 +26,7 @@ from averaging.allreduce.logic.values import Inventory, InventoryQuestion
 from averaging.allreduce.logic.versions import Version
 
 _QUESTION_S = 1.0  # how long a member that asks what is held waits for news
-_RETRY_S = 0.1  # before a member that could not be asked is asked again
+_RETRY_S = 0.1  # before a member that could not be asked, or said nothing new, is asked again
 # How long values may take that are fetched again: this share of the time that the round has left, and at most
 # FETCH_S.
 _FETCH_SHARE = 0.4
@@ -113,16 +113,24 @@ class Repairs:
             found += self._missed(chunk, place, "it failed", own=own)
         return found
 
-    def on_inventory(self, place: int, question: InventoryQuestion, inventory: Inventory) -> list[Effect]:
+    def on_inventory(
+        self, place: int, question: InventoryQuestion, inventory: Inventory, now_s: float
+    ) -> list[Effect]:
         """A member said what it holds of a lost reducer's shard."""
         found: list[Effect] = []
         for chunk in inventory.wanted:
             if chunk < len(self._setup.plan.chunks) and (place, chunk) not in self._offered:
                 self._offered.add((place, chunk))
                 found.append(OfferContribution(place, chunk))
-        repair = self._repairs.get(question.reducer if question.reducer is not None else -1)
+        reducer = question.reducer if question.reducer is not None else -1
+        repair = self._repairs.get(reducer)
         if repair is not None:
+            known = repair.known(place)
             repair.on_report(place, inventory.versions, inventory.sealed)
+            # a member whose round is over does not wait for news, and says the same again at once
+            if question.wait and repair.known(place) == known:
+                repair.pause(place)
+                self._retries.append((now_s + _RETRY_S, reducer, place))
         return found
 
     def on_offer_ended(self, place: int, chunk: int, taken: bool) -> None:
