@@ -178,8 +178,7 @@ class Server:
         Raises _Busy for a stranger of an address prefix that makes too many connections.
         """
         endpoint = endpoint_of(peer)
-        now_s = asyncio.get_running_loop().time()
-        if not self.connections.on_called(peer_id, endpoint, now_s):
+        if not self.connections.on_called(peer_id, endpoint, asyncio.get_running_loop().time()):
             raise _Busy
         host = "" if self._tunnelled(endpoint) else endpoint[0]  # a tunnel's says nothing about its caller
         self._surroundings.on_called(peer_id, host)

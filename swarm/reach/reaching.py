@@ -47,7 +47,7 @@ class RelayView:
 
 @dataclass(frozen=True, slots=True)
 class RelayTerms:
-    """The facts about a node that decide about relays. `server`: where its gRPC server listens; None: nowhere.
+    """The facts that decide about a node's relays. `server`: where its gRPC server listens; None: nowhere.
     `relay_mbit`: how much it relays for others, in Mbit/s; 0: nothing.
     """
 
