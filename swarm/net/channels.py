@@ -32,7 +32,7 @@ from swarm.net.calls import (
     SharedCallsUnavailable,
 )
 from swarm.net.certificate import client_certificate
-from swarm.net.dial import Connection, dial
+from swarm.net.dial import Connection, Tunnels, dial
 from swarm.net.membership import ADMIT, RunMembership
 from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
@@ -87,20 +87,23 @@ class _PooledConnection:
 
 class Channels:
     """Call peers by contact. It belongs to one event loop. `on_connected(contact, address, seconds)` is
-    called for every new connection.
+    called for every new connection; the address is None for a tunnel.
     """
 
     def __init__(
         self,
         identity: Identity,
-        on_connected: Callable[[Contact, Address, float], None] | None = None,
+        on_connected: Callable[[Contact, Address | None, float], None] | None = None,
         throttle: Throttle | None = None,
         *,
         membership: RunMembership | None = None,
         surroundings: Surroundings | None = None,
         limits: ConnectionLimits | None = None,
+        tunnels: Tunnels | None = None,
     ) -> None:
-        """`surroundings` say which addresses of a peer are dialed; None: all."""
+        """`surroundings` say which addresses of a peer are dialed; None: all. `tunnels` lead to peers that
+        take calls through relays; None: these cannot be called.
+        """
         limits = limits or ConnectionLimits()
         self._dial_timeout_s = limits.dial_timeout_s
         self._connections_max, self._idle_s = limits.connections_max, limits.idle_s
@@ -110,6 +113,7 @@ class Channels:
         self._throttle = throttle or Throttle(Bandwidth())
         self._membership = membership  # of this process in an invited run: shown to every peer that is dialed
         self._surroundings = surroundings or Surroundings()
+        self._tunnels = tunnels
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
@@ -382,6 +386,7 @@ class Channels:
                 first=self._last_working.get(contact.peer_id),
                 options=self._throttle.options + (BULK_OPTIONS if link.number > 0 else ()),
                 permitted=functools.partial(self._permitted, contact.peer_id),
+                tunnels=self._tunnels,
             )
             if self._membership is not None:
                 await _admit(self._membership, contact.peer_id, connection, deadline_s - loop.time())
@@ -394,7 +399,8 @@ class Channels:
         link.connection, link.failure = connection, None
         link.used_s = loop.time()
         self._pooled[id(connection)] = _PooledConnection(connection)
-        self._last_working[contact.peer_id] = connection.address
+        if connection.address is not None:
+            self._last_working[contact.peer_id] = connection.address
         if self._on_connected is not None:
             self._on_connected(contact, connection.address, connection.seconds)
         return connection

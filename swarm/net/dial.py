@@ -1,4 +1,6 @@
-"""Open a connection: race the addresses of a contact; the first one that proves to be the peer wins."""
+"""Open a connection: race the addresses of a contact, and a tunnel through its relays; the first one that
+proves to be the peer wins.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 from grpc import aio
 
-from swarm.core.errors import DeadlineExceeded, NetworkError
-from swarm.core.ids import ADDRESSES_MAX, Address, Contact
+from swarm.core.errors import DeadlineExceeded, NetworkError, SwarmError
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
 from swarm.net.rpc import SIZE_OPTIONS
 from swarm.net.scope import NOT_DIALED
@@ -34,14 +37,31 @@ _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+class Tunnels(Protocol):
+    """Ways to peers that take calls through relays only."""
+
+    async def endpoint(self, contact: Contact) -> Address:
+        """Return the address on loopback that stands for this peer. Raises SwarmError when there is none."""
+        ...
+
+    def failure(self, peer_id: PeerId) -> str:
+        """Return why the last connection to a peer through its address failed; empty if it did not."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open, authenticated connection."""
+    """An open, authenticated connection. `address`: what was dialed; None: a tunnel through a relay."""
 
     channel: aio.Channel
-    address: Address
+    address: Address | None
     endpoints: frozenset[tuple[str, int]]  # the dialed (IP, port) pairs, one of which is connected
     seconds: float  # time that connecting took
+
+    @property
+    def where(self) -> str:
+        """Return how the peer is reached, for sentences."""
+        return _where(self.address)
 
 
 async def dial(
@@ -52,21 +72,27 @@ async def dial(
     first: Address | None = None,
     options: tuple[tuple[str, int], ...] = (),
     permitted: Callable[[Address, list[Endpoint]], list[Endpoint]] = lambda address, endpoints: endpoints,
+    tunnels: Tunnels | None = None,
 ) -> Connection:
-    """Connect to the peer at any of its addresses; `first` is tried before the others. `options` are gRPC
-    options that add to the usual ones or replace them. `permitted` is called with each address and its
-    resolved (IP, port) pairs before they are dialed, and returns those that may be.
+    """Connect to the peer at any of its addresses; `first` is tried before the others, and a tunnel through
+    its relays after them. `options` are gRPC options that add to the usual ones or replace them. `permitted`
+    is called with each address and its resolved (IP, port) pairs before they are dialed, and returns those
+    that may be.
 
     Raises NetworkError that names the peer, each address and why it failed, or DeadlineExceeded when some
     address did not answer at all in `timeout_s`.
     """
-    if not contact.addresses:
+    addresses: list[Address | None] = [
+        *sorted(contact.addresses[:ADDRESSES_MAX], key=lambda address: address != first)
+    ]
+    if contact.relays and tunnels is not None:
+        addresses.append(None)
+    if not addresses:
         raise NetworkError(f"peer {contact.peer_id} has no address that can be dialed")
     credentials = grpc.ssl_channel_credentials(
         trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem
     )
-    addresses = sorted(contact.addresses[:ADDRESSES_MAX], key=lambda address: address != first)
-    race = _Race(contact, credentials, options, permitted)
+    race = _Race(contact, credentials, options, permitted, tunnels)
     try:
         return await race.run(addresses, timeout_s)
     finally:
@@ -80,8 +106,10 @@ class _Race:
         credentials: grpc.ChannelCredentials,
         options: tuple[tuple[str, int], ...],
         permitted: Callable[[Address, list[Endpoint]], list[Endpoint]],
+        tunnels: Tunnels | None,
     ) -> None:
         self._permitted = permitted
+        self._tunnels = tunnels
         self._contact = contact
         self._credentials = credentials
         self._options = [
@@ -90,10 +118,10 @@ class _Race:
             ("grpc.ssl_target_name_override", tls_name(contact.peer_id)),
         ]
         self._channels: list[aio.Channel] = []
-        self._failures: dict[Address, str] = {}
+        self._failures: dict[Address | None, str] = {}  # by what was dialed; None: the tunnel
         self._winner: Connection | None = None
 
-    async def run(self, addresses: list[Address], timeout_s: float) -> Connection:
+    async def run(self, addresses: list[Address | None], timeout_s: float) -> Connection:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         waiting = list(addresses)
@@ -120,24 +148,18 @@ class _Race:
             if self._winner is None or channel is not self._winner.channel:
                 await channel.close()
 
-    def _error(self, addresses: list[Address], timeout_s: float) -> NetworkError:
+    def _error(self, addresses: list[Address | None], timeout_s: float) -> NetworkError:
         silent = f"no answer within {timeout_s:.3g} s"
         reasons = "; ".join(
-            f"{address.multiaddr}: {self._failures.get(address, silent)}" for address in addresses
+            f"{_where(address)}: {self._failures.get(address, silent)}" for address in addresses
         )
         kind = NetworkError if all(address in self._failures for address in addresses) else DeadlineExceeded
         return kind(f"cannot reach peer {self._contact.peer_id}: {reasons}")
 
-    async def _attempt(self, address: Address) -> Connection | None:
+    async def _attempt(self, address: Address | None) -> Connection | None:
         started_s = asyncio.get_running_loop().time()
-        try:
-            resolved = await _resolve(address)
-        except OSError as error:
-            self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
-            return None
-        resolved = self._permitted(address, resolved)
+        resolved = await (self._tunnel() if address is None else self._endpoints(address))
         if not resolved:
-            self._failures[address] = NOT_DIALED
             return None
         channel = aio.secure_channel(_target(resolved), self._credentials, options=self._options)
         self._channels.append(channel)
@@ -150,11 +172,39 @@ class _Race:
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
         if state is not grpc.ChannelConnectivity.READY:
-            self._failures[address] = await _failure_reason(channel)
+            tunnels = self._tunnels if address is None else None
+            reason = tunnels.failure(self._contact.peer_id) if tunnels is not None else ""
+            self._failures[address] = reason or await _failure_reason(channel)
             return None
         return Connection(
             channel, address, frozenset(resolved), asyncio.get_running_loop().time() - started_s
         )
+
+    async def _endpoints(self, address: Address) -> list[Endpoint]:
+        """Return where to connect to for this address; nothing, and the reason noted, when it is nowhere."""
+        try:
+            resolved = await _resolve(address)
+        except OSError as error:
+            self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
+            return []
+        resolved = self._permitted(address, resolved)
+        if not resolved:
+            self._failures[address] = NOT_DIALED
+        return resolved
+
+    async def _tunnel(self) -> list[Endpoint]:
+        """Return the end of a tunnel to the peer; nothing, and the reason noted, when there is none."""
+        assert self._tunnels is not None
+        try:
+            end = await self._tunnels.endpoint(self._contact)
+        except SwarmError as error:
+            self._failures[None] = str(error)
+            return []
+        return [(end.host, end.port)]
+
+
+def _where(address: Address | None) -> str:
+    return "the other end of a relay" if address is None else address.multiaddr
 
 
 async def _resolve(address: Address) -> list[tuple[str, int]]:

@@ -5,7 +5,8 @@ their order and the codec.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from averaging.history.certificate import GRID_ROUNDS_MAX
 from averaging.history.electors import ELECTORS_MAX
@@ -64,7 +65,18 @@ def can_dial(member: Member) -> bool:
     """Return whether other peers can open connections to this member. A member that cannot be dialed cannot
     reduce.
     """
-    return member.bandwidth > 0.0 and bool(member.contact.addresses)
+    return member.bandwidth > 0.0 and member.contact.is_callable
+
+
+def with_roles(members: Sequence[Member], is_stranger: Callable[[PeerId], bool]) -> tuple[Member, ...]:
+    """Return the members of a group as its leader announces them. Where some can be dialed directly, who are
+    no strangers, those that can be through relays only open all connections themselves: relays carry nothing.
+    """
+    if not any(can_dial(one) and one.contact.addresses and not is_stranger(one.peer_id) for one in members):
+        return tuple(members)
+    return tuple(
+        one if one.contact.addresses else replace(one, contact=Contact(one.peer_id)) for one in members
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
