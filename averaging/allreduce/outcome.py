@@ -25,7 +25,7 @@ class RoundOutcome:
     contributions: Mapping[PeerId, float]
     # members that lied, as this member can prove or as reducers according to its own audit, and in what
     accused: Mapping[PeerId, str]
-    # members that were left out somewhere or failed, and why; our own id when it was us
+    # members that were left out somewhere or failed, and why; this member's own id when it was itself
     left_out: Mapping[PeerId, str]
     # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
     digest: str
