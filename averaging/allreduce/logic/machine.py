@@ -485,7 +485,7 @@ class RoundMachine:
         effects: list[Effect] = []
         if vote is None and not self.agreement.signing and self._own in self.setup.contributors:
             effects.append(do.Sign(b""))
-        # also with the certificate at hand: its average is out of reach, and nobody may vote on its head again
+        # also with the certificate at hand: its average is out of reach, and its head is voted on no more
         unresolved = bool(vote is not None and vote.result and not self.votes.tally.is_dead())
         return effects + self._finish(do.Finish(reason, certificate, unresolved))
 
