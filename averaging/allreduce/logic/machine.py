@@ -485,7 +485,7 @@ class RoundMachine:
         effects: list[Effect] = []
         if vote is None and not self.agreement.signing and self._own in self.setup.contributors:
             effects.append(do.Sign(b""))
-        # also with the certificate at hand: what it certifies cannot be had, and its head must not be voted on
+        # also where the certificate is known: nobody may vote on its head again
         unresolved = bool(vote is not None and vote.result and not self.votes.tally.is_dead())
         return effects + self._finish(do.Finish(reason, certificate, unresolved))
 
