@@ -13,6 +13,7 @@ import asyncio
 from averaging.allreduce import wire
 from averaging.allreduce.config import ENDORSE, VOTE
 from averaging.allreduce.logic.machine import RoundMachine
+from averaging.allreduce.logic.membership import JOIN_S
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.network import RoundNetwork
 from averaging.history.lineage import GRACE_S_MAX
@@ -72,11 +73,14 @@ async def _ask(place: int, machine: RoundMachine, network: RoundNetwork) -> None
 
 
 async def _ask_to_decline(place: int, machine: RoundMachine, network: RoundNetwork) -> None:
-    """Ask a member to vote for none if it never heard of this round, and count its vote."""
+    """Ask a member to vote for none if it never heard of this round, and count its vote. It waits `JOIN_S`
+    for the message that the round has begun: an elector that asks too early ends no round.
+    """
     setup, votes = machine.setup, machine.votes
+    contact = setup.group.members[place].contact
     request = wire.endorsement_to_wire(setup.proposal, b"", ())
     try:
-        reply = await network.call(setup.group.members[place].contact, ENDORSE, request, timeout_s=_CALL_S)
+        reply = await network.call(contact, ENDORSE, request, timeout_s=JOIN_S + _CALL_S)
         if reply.HasField("vote"):
             votes.on_statement(place, Statement((wire.vote_from_wire(reply.vote),)), network.now_s)
     except (NetworkError, PeerError):

@@ -92,7 +92,7 @@ class KnownHeads:
         alone: list[list[Contact]] = []
         holders: tuple[dict[bytes, list[Contact]], ...] = {}, {}
         for peer, (head, contact) in reversed(self._heads.items()):
-            if not contact.addresses:
+            if not contact.is_callable:
                 continue
             if peer in needed:
                 alone.append([contact])

@@ -151,7 +151,7 @@ class CatchUp:
                 return self._not_loaded(attempt, alone, alone=True)
             if not donors:
                 others = [self._tracker.contact(peer) for peer in self._tracker.others()]
-                is_any_open = any(contact is None or contact.addresses for contact in others)
+                is_any_open = any(contact is None or contact.is_callable for contact in others)
                 if attempt.seconds >= _HIDDEN_S and self._tracker.has_begun() and not is_any_open:
                     return self._not_loaded(attempt, hidden_reason(len(others)))
             else:
@@ -285,7 +285,7 @@ class CatchUp:
         contacts = [
             self._tracker.contact(peer) for peer in found if peer not in ignored and peer in (among or found)
         ]
-        return [contact for contact in contacts if contact is not None and contact.addresses]
+        return [contact for contact in contacts if contact is not None and contact.is_callable]
 
     def _reserve(self, attempt: _Attempt, download: Download, donors: list[Contact]) -> bool:
         """Return whether a donor keeps a place for this peer; if not, note why."""

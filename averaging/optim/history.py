@@ -393,7 +393,7 @@ class RunHistory:
             voices = self._heads.reported(self._node.clock.monotonic_s())
             needed = self._offers.to_ask(self._lineage, voices)
             holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts)
-            holders += [[one] for one in self._asked.values() if one.addresses]
+            holders += [[one] for one in self._asked.values() if one.is_callable]
             self._asked.clear()
         await ask_holders(holders, _FETCHES_MAX, self._fetch)
         with self._lock:

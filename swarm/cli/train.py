@@ -100,6 +100,7 @@ def _training_options(
         _memory,
         options.listen,
         options.announce,
+        options.relay_mbit,
         options.preset,
         options.device,
         options.data,
@@ -229,6 +230,7 @@ class TrainChoices:
     identity: str | None
     listen: str | None
     announce: tuple[str, ...]
+    relay_mbit: float
     device: str
     data: Path | None
     as_json: bool
@@ -366,6 +368,7 @@ def _session(
                 name=choices.name,
                 bandwidth=choices.bandwidth(),
                 announce=choices.announce,
+                relay_mbit=choices.relay_mbit,
             )
             entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
             entries += choices.bootstrap

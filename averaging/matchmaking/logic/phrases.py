@@ -84,7 +84,7 @@ def _sentence(
     elsewhere = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key != query.round_key]
     taken = [p for p in rest if p.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
     near = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key == query.round_key]
-    if not query.can_lead and not any(peer.can_lead and peer.contact.addresses for peer in peers):
+    if not query.can_lead and not any(peer.can_lead and peer.contact.is_callable for peer in peers):
         parts.append(_HIDDEN)
     parts += [
         _count_phrase(idle, "holds this averager and is not averaging now"),

@@ -424,7 +424,7 @@ class Donor:
         contact = self._node.contact
         if not self._serving:
             return True  # it is closing
-        if not contact.addresses:
+        if not contact.is_callable:
             await self._withdraw_all()
             return False
         exact = self._latest.get(EXACT)
