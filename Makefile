@@ -5,7 +5,7 @@
 # make gpu     checks and figures on a machine with a GPU, in eight minutes, without a network (docs/gpu.md)
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
-# make histories  peers that keep one history through cuts, restarts and a liar: a million random steps, every order of votes
+# make histories  peers that keep one history through cuts, restarts and a liar: millions of random steps, every order of votes and rounds
 # make fuzz    made and mutated input for every decoder and every call, ten minutes: make fuzz [SEED=7]
 # make proto   regenerate swarm/wire from proto/
 # make docs    the documentation as a site in build/docs; needs no network once its tools are installed
@@ -84,7 +84,7 @@ sim: install-dev
 	@$(BIN)/python -m swarm.testing.scenarios --seed $(SEED) --peers $(PEERS) --hours $(HOURS) --scenario $(SCENARIO) $(ARGS)
 
 histories: install-dev
-	$(BIN)/python -m pytest -m "slow" tests/sim/test_histories.py tests/sim/test_vote_states.py $(ARGS)
+	$(BIN)/python -m pytest -m "slow" tests/sim/test_histories.py tests/sim/test_vote_states.py tests/sim/test_round_states.py $(ARGS)
 
 SECONDS ?= 600
 fuzz: install-dev
