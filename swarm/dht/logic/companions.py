@@ -226,8 +226,9 @@ class Companions:
         callers[caller] = now_s
 
     def members_for(self, key: Key, caller: PeerId, now_s: float) -> list[Contact]:
-        """Return the members of a run to name to a caller: the nearest to the key, or where this peer knows
-        none, those that have asked about the run for the longest time.
+        """Return the members of a run to name to a caller: the nearest to the key, or of a peer that is no
+        member and knows none, those that have asked about the run for the longest time. A member that knows
+        no other one names nobody: whoever asks it has asked all that are known.
         """
         run = circle_of(key)
         if run is None:
@@ -235,6 +236,8 @@ class Companions:
         members = [one for one in self._members(run) if one.peer_id != caller]
         if members:
             return self._nearest(members, key)[:HOLDERS]
+        if self._standing.is_member(self._own, run):
+            return []
         callers = self._callers.get(run, {})
         live = [peer for peer, s in callers.items() if now_s - s < CALLER_S and peer != caller]
         return self._reachable(live)[:NAMED_MAX]
