@@ -22,6 +22,7 @@ from swarm.core.identity import Identity
 
 if TYPE_CHECKING:
     from averaging.optim.state.checkpoint import Checkpoint
+    from swarm.dht.logic.blobs import Handover
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.specification import SignedSpecification
@@ -73,10 +74,8 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     control = Control(control_folder())
     found = [one for one in control.running() if one.matches(run)]
     if not found:
-        raise SwarmError(
-            f"nothing {'of ' + run + ' ' if run else ''}trains on this machine, "
-            "or not under this user's SWARM_HOME"
-        )
+        who = f"no volunteer of {run!r}" if run else "nothing"
+        raise SwarmError(f"{who} trains on this machine, or its SWARM_HOME is another one")
     for one in found:
         control.set_paused(one, paused)
         print_result(
@@ -246,8 +245,12 @@ def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, 
 
 
 @contextlib.contextmanager
-def temporary_node(where: RunAddress, owner: Identity | None = None) -> Iterator[tuple[Node, RunDirectory]]:
-    """Open a node with a new identity, and a directory of runs. `owner`: lets it into an invited run."""
+def temporary_node(
+    where: RunAddress, owner: Identity | None = None, handover: Handover | None = None
+) -> Iterator[tuple[Node, RunDirectory]]:
+    """Open a node with a new identity, and a directory of runs. `owner`: lets it into an invited run, with
+    the `handover` by which it is getting the run.
+    """
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.specification_store import SpecificationStore
@@ -256,7 +259,7 @@ def temporary_node(where: RunAddress, owner: Identity | None = None) -> Iterator
     entries = (
         run_addresses(where.run, where.addresses)
         if owner is None
-        else owners_entries(where.run, where.addresses, owner, own.peer_id)
+        else owners_entries(where.run, where.addresses, owner, own.peer_id, handover)
     )
     hosts = [address.host for contact in contacts_of(entries) for address in contact.addresses]
     local = all(host.startswith(("127.", "::1", "localhost")) for host in hosts)

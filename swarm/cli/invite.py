@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from swarm.membership.invite import Entrance, Invite, RunIdentity, Terms, make_i
 from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
+    from swarm.dht.logic.blobs import Handover
     from swarm.node import Node
     from swarm.run.specification import RunSpecification, SignedSpecification
 
@@ -77,7 +79,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
       swarm invite bytelm --for 12D3KooW... --role train --role invite
       swarm change bytelm --revoke swarm1...
     """
-    from swarm.run.membership import load_capability
+    from swarm.run.membership import identity_of, load_capability
 
     signed = stored_run(run)
     if signed.specification.members == "open":
@@ -90,7 +92,7 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
         peer=PeerId.parse(given["peer"]) if given["peer"] is not None else None,
     )
     held = load_capability(specifications_folder(), signed.run_id, issuer.peer_id)
-    made = make_invite(_identity_of(signed), issuer, held, terms, now_s=time.time()).with_contacts(
+    made = make_invite(identity_of(signed), issuer, held, terms, now_s=time.time()).with_contacts(
         Entrance.of(run_addresses(signed.run_id, addresses)).contacts
     )
     last = made.grants[-1]
@@ -108,17 +110,14 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
 
 def starting_invite(owner: Identity, specification: RunSpecification) -> Invite:
     """Return the invite by which an owner's own volunteer enters its run, and which it prints."""
+    from swarm.run.membership import identity_of
     from swarm.run.specification_store import SpecificationStore
 
     run = RunIdentity(owner.peer_id, specification.name, specification.recovery_peer)
     for known in SpecificationStore(specifications_folder()).all():
         if known.name == run.name and owner.peer_id in (known.founder, known.owner):
-            run = _identity_of(known)  # a run that goes on has the recovery key that it began with
+            run = identity_of(known)  # a run that goes on has the recovery key that it began with
     return make_invite(run, owner, (), _START_TERMS, now_s=time.time())
-
-
-def _identity_of(signed: SignedSpecification) -> RunIdentity:
-    return RunIdentity(signed.founder, signed.name, signed.specification.recovery_peer, signed.handover)
 
 
 def stored_run(run: str) -> SignedSpecification:
@@ -149,19 +148,25 @@ def run_addresses(run: str, given: Sequence[str]) -> list[str]:
     return found
 
 
-def owners_entries(run: str, given: Sequence[str], owner: Identity, own: PeerId) -> list[str]:
+def owners_entries(
+    run: str, given: Sequence[str], owner: Identity, own: PeerId, handover: Handover | None = None
+) -> list[str]:
     """Return the entries of a command with which an owner changes its run: addresses and, for an invited run,
-    an invite of the owner for this command's own peer.
+    an invite of the owner for this command's own peer. `handover`: by which the owner is getting the run.
     """
+    from swarm.run.membership import identity_of
+
     entries = run_addresses(run, given)
     try:
         signed = stored_run(run)
     except SwarmError:
         return entries
-    if signed.owner != owner.peer_id or signed.specification.members != "invited":
+    known = identity_of(signed)
+    known = replace(known, handover=handover or known.handover)
+    if known.owner != owner.peer_id or signed.specification.members != "invited":
         return entries
     terms = Terms(roles=("observe",), uses=1, lifetime_s=_OWN_COMMAND_S, peer=own)
-    own_invite = make_invite(_identity_of(signed), owner, (), terms, now_s=time.time())
+    own_invite = make_invite(known, owner, (), terms, now_s=time.time())
     return [own_invite.text(), *entries]
 
 

@@ -12,6 +12,7 @@ from swarm.cli.control import Control
 from swarm.cli.invite import stored_run
 from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
+from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 
 
@@ -51,13 +52,20 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
     """
     from swarm.dht.logic.blobs import version_text
     from swarm.run.membership import first_subjects, load_capability
+    from swarm.run.recovery import make_handover
     from swarm.run.recovery import recover as sign_recovery
 
     key = Identity.read(recovery)
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
     asked = following = 0
     if addresses or any(one.matches(run) for one in Control(control_folder()).running()):
-        with temporary_node(RunAddress(run=run, addresses=addresses)) as (node, directory):
+        try:
+            stored = stored_run(run)
+        except SwarmError:  # the run was never here: an invite lets this command in
+            stored = None
+        handover = make_handover(stored, key, owner) if stored is not None else None
+        where = RunAddress(run=run, addresses=addresses)
+        with temporary_node(where, owner, handover) as (node, directory):
             known = node.network.run(directory.find(run), 30.0)
             confirmed = node.network.run(first_subjects(node), 30.0)
             signed = sign_recovery(known, key, owner, confirmed)

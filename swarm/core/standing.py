@@ -76,6 +76,10 @@ class PeerStanding:
         tables = [*list(self._members.values()), *list(self._holders.values())]
         return any(peer in members for members in tables)
 
+    def runs(self) -> list[str]:
+        """Return the runs of which this node knows members."""
+        return [run for run in dict.fromkeys([*self._members, *self._holders]) if self.has_members(run)]
+
     def members(self, run: str) -> list[PeerId]:
         """Return the known members of a run, those that certificates named last first."""
         named = self._members.get(run, {})

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from swarm.core.errors import NotInvited
 from swarm.core.ids import PeerId
+from swarm.dht.logic.blobs import Handover
 from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_rooted
+from swarm.membership.invite import RunIdentity
 
 # What a caller needs for the methods of a service; methods that are not listed here take any member.
 NEEDED_ROLES: dict[str, frozenset[Role]] = {
@@ -39,16 +41,17 @@ class _Uses:
 class Admission:
     """The peers that this process has admitted to one run."""
 
-    def __init__(self, run_id: str, owner: PeerId, founder: PeerId | None = None) -> None:
-        """`founder`: the first owner, if another one has the run now (`follow_owner`)."""
-        self.run_id, self.owner, self._founder = run_id, owner, founder or owner
+    def __init__(self, run: RunIdentity) -> None:
+        self.run_id, self.owner, self._founder = run.run_id, run.owner, run.founder
+        self.recovery = run.recovery
+        self.handover = run.handover  # the last one that this process has heard of
         # the peers and invites of the founder whose capabilities the present owner has confirmed; None: all,
         # as far as this process knows
         self._confirmed: frozenset[PeerId] | None = None
         self.revoked: frozenset[PeerId] = frozenset()
         self.removed: frozenset[PeerId] = frozenset()  # peers that were admitted until they were revoked
         # by holder; the owner is one without a capability
-        self._standings: dict[PeerId, Rights] = {owner: _OWNERS_RIGHTS}
+        self._standings: dict[PeerId, Rights] = {self.owner: _OWNERS_RIGHTS}
         self._uses: dict[PeerId, _Uses] = {}  # by subject of a grant
 
     @property
@@ -61,7 +64,7 @@ class Admission:
 
         Raises NotInvited with the reason for which it is not valid here and now.
         """
-        if holder == self.owner:
+        if holder in self._owners:
             return
         known = self._standings.get(holder)
         if known is not None and known.grants == grants and now_s < known.expires_s:
@@ -100,16 +103,34 @@ class Admission:
             return frozenset()
         return standing.roles
 
-    def follow_owner(self, owner: PeerId, confirmed: Iterable[PeerId]) -> None:
+    def hear(self, handover: Handover) -> None:
+        """Let the owner in that the recovery key has named in this checked statement, and those that it
+        invites. Everything else changes with its specification (`follow_owner`), which it may be about to
+        bring.
+        """
+        known = self.handover
+        if known is not None and handover.after < known.after:
+            return
+        if known is not None and known.owner != self.owner:
+            self._standings.pop(known.owner, None)
+        self.handover = handover
+        self._standings[handover.owner] = _OWNERS_RIGHTS
+        self.removed -= {handover.owner}
+        self.revoked -= {handover.owner}
+
+    def follow_owner(self, run: RunIdentity, confirmed: Iterable[PeerId]) -> None:
         """Take the run's present owner, that its recovery key has named, from its specification. Of the
         founder's capabilities only those count that the new owner has confirmed: the founder's key may be
         stolen, and a grant can be given any date.
         """
+        owner = run.owner
+        if run.handover is not None:
+            self.hear(run.handover)
         self._confirmed = frozenset(confirmed) if owner != self._founder else None
         if owner != self.owner:
             self._standings.pop(self.owner, None)
             self.owner = owner
-        self._standings[owner] = _OWNERS_RIGHTS
+        self._standings |= dict.fromkeys(self._owners, _OWNERS_RIGHTS)
         for holder, one in list(self._standings.items()):
             if one.grants:
                 try:
@@ -128,14 +149,19 @@ class Admission:
 
     def _roots_of(self, grants: Grants) -> list[PeerId]:
         """Return the owners whose signature a capability may begin with."""
-        if self.owner == self._founder:
-            return [self.owner]
-        confirmed = self._confirmed is None or grants[0].subject in self._confirmed
-        return [self.owner, self._founder] if confirmed else [self.owner]
+        is_lost = self._confirmed is not None and grants[0].subject not in self._confirmed
+        founders = [] if is_lost or self._founder in self._owners else [self._founder]
+        return [*self._owners, *founders]
+
+    @property
+    def _owners(self) -> list[PeerId]:
+        """Return the owner whose specification this process follows, and a later one that it has heard of."""
+        named = self.handover.owner if self.handover is not None else self.owner
+        return list(dict.fromkeys((self.owner, named)))
 
     def revoke(self, peers: Iterable[PeerId]) -> None:
         """Replace the list of revoked peers and invites, and forget the peers that they concern."""
-        self.revoked = frozenset(peers) - {self.owner}
+        self.revoked = frozenset(peers) - {*self._owners}
         removed = {holder for holder, one in self._standings.items() if one.concerns(self.revoked)}
         for holder in removed:
             self._forget(holder)
@@ -143,7 +169,7 @@ class Admission:
 
     def problem(self, peer: PeerId, grants: Grants, now_s: float) -> str:
         """Return why a capability would be refused here, without admitting anybody; empty if it would not."""
-        if peer == self.owner:
+        if peer in self._owners:
             return ""
         if any(grant.subject in self.revoked for grant in grants):
             return _REVOKED

@@ -1,14 +1,19 @@
-"""How many connections callers may hold open: the surplus of strangers is closed.
+"""How many connections callers may hold open, and how many strangers may make: the surplus is closed.
 
 A connection costs memory before its caller is known. gRPC counts connections, but not whose they are, so the
 sockets of the server are listed once a second. A caller that has made no call yet is not known, and honest
 callers make one at once.
+
+A new connection costs a TLS handshake, and its calls cost what they ask for. Only the handshake tells a
+member from a stranger of the same address. Strangers of one address prefix that make too many connections
+therefore get the handshake and nothing else: the first call is refused before its request is read, and the
+connection is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -23,6 +28,11 @@ UNKNOWN_MAX = 96
 UNKNOWN_PER_PREFIX_MAX = 64
 UNKNOWN_AT_ONCE_MAX = 512  # 43 MiB, also of those that came a moment ago
 UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine could not serve in time
+# New connections of strangers of one address prefix: at once, and per second. Too small:
+# newcomers behind one public address wait for their first calls. Each makes a few connections.
+ARRIVALS_MAX = 128
+ARRIVALS_PER_S = 1.0
+_PREFIXES_MAX = 4096
 _INTERVAL_S = 1.0
 _PER_TURN = 64  # connections that are looked up or closed in a turn of the event loop: about 2 ms
 
@@ -34,10 +44,7 @@ class Held:
     endpoint: Endpoint
     since_s: float
     peer_id: PeerId | None
-
-    @property
-    def prefix(self) -> str:
-        return prefix_of(self.endpoint[0])
+    prefix: str  # of its address; the relay's, where it comes through one
 
 
 def surplus(held: Iterable[Held], standing: PeerStanding, now_s: float) -> list[Held]:
@@ -92,20 +99,64 @@ def _fair_share(counts: Iterable[int], total_max: int) -> int:
     return max(share, total_max)
 
 
+class Arrivals:
+    """Which new connections of strangers are answered: a token bucket for each address prefix. Pure."""
+
+    def __init__(self) -> None:
+        # by prefix, the one that was used longest ago first: what is left, and when it was
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def enter(self, prefix: str, now_s: float) -> bool:
+        """Count one in, and return whether it is answered."""
+        left, at_s = self._left.pop(prefix, (float(ARRIVALS_MAX), now_s))
+        left = min(left + (now_s - at_s) * ARRIVALS_PER_S, float(ARRIVALS_MAX))
+        is_answered = left >= 1.0
+        self._left[prefix] = (left - 1.0 if is_answered else left, now_s)
+        if len(self._left) > _PREFIXES_MAX:
+            self._left.popitem(last=False)
+        return is_answered
+
+
 class Connections:
     """The connections of one server, by the other end. It belongs to the network thread."""
 
-    def __init__(self, standing: PeerStanding, port: Callable[[], int | None]) -> None:
-        """`port` returns the port of the server, None while it does not listen."""
-        self._standing, self._port = standing, port
+    def __init__(
+        self,
+        standing: PeerStanding,
+        port: Callable[[], int | None],
+        tunnelled: Callable[[Endpoint], str] = lambda endpoint: "",
+    ) -> None:
+        """`port` returns the port of the server, None while it does not listen; `tunnelled` through which
+        relay a connection from an endpoint comes, empty if through none.
+        """
+        self._standing, self._port, self._tunnelled = standing, port, tunnelled
         self._since_s: dict[Endpoint, float] = {}
         self._callers: dict[Endpoint, PeerId] = {}
+        self._refused: set[Endpoint] = set()  # of strangers that made too many
+        self._arrivals = Arrivals()
         self._sockets = SocketList()
 
-    def on_called(self, peer_id: PeerId, endpoint: Endpoint) -> None:
-        """Record who calls from an endpoint."""
+    def prefix_of(self, endpoint: Endpoint) -> str:
+        """Return what limits count a connection under: its address prefix, or the relay that it comes
+        through, because then its address is this machine's.
+        """
+        return self._tunnelled(endpoint) or prefix_of(endpoint[0])
+
+    def on_called(self, peer_id: PeerId, endpoint: Endpoint, now_s: float) -> bool:
+        """Record who calls from an endpoint, and return whether it is answered."""
+        if self._callers.get(endpoint) == peer_id:
+            return endpoint not in self._refused
+        is_answered = (
+            self._standing.is_member(peer_id)
+            or not self._standing.has_members()
+            or self._arrivals.enter(self.prefix_of(endpoint), now_s)
+        )
         if len(self._callers) < 2 * CONNECTIONS_MAX or endpoint in self._callers:
             self._callers[endpoint] = peer_id
+            self._refused.discard(endpoint)
+            if not is_answered:
+                self._refused.add(endpoint)
+        return is_answered
 
     async def run(self) -> None:
         """Close the surplus once a second, until cancelled."""
@@ -130,11 +181,15 @@ class Connections:
         for endpoint in callers:  # not those that have come meanwhile
             if endpoint not in open_now:
                 del self._callers[endpoint]
+                self._refused.discard(endpoint)
         held = [
-            Held(endpoint, since_s, self._callers.get(endpoint))
+            Held(endpoint, since_s, self._callers.get(endpoint), self.prefix_of(endpoint))
             for endpoint, since_s in self._since_s.items()
         ]
-        closed = surplus(held, self._standing, now_s)
+        refused = [one for one in held if one.endpoint in self._refused]
+        closed = refused + surplus(
+            [one for one in held if one.endpoint not in self._refused], self._standing, now_s
+        )
         for number, one in enumerate(closed, 1):
             shut_down(open_now[one.endpoint])
             if number % _PER_TURN == 0:

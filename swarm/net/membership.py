@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from swarm.core.errors import NotInvited, PeerError
+import msgpack
+
+from swarm.core.errors import NotInvited, PeerError, UsageError
 from swarm.core.ids import PeerId
+from swarm.dht.logic.blobs import Handover
 from swarm.membership.admission import ENTRY_POINT_METHODS, Admission
 from swarm.membership.capability import CAPABILITY_BYTES_MAX, decode, encode
 from swarm.membership.invite import Invite
@@ -21,12 +24,13 @@ from swarm.wire import run_pb2
 
 _REFUSED_S = 30.0  # a peer that is no member is not asked again for this time
 _REFUSED_MAX = 4096
+_HANDOVER_BYTES_MAX = 160
 ADMIT = Method(
     name="/swarm.Run/Admit",
     request=run_pb2.AdmitRequest,
     reply=run_pb2.AdmitReply,
-    request_bytes_max=CAPABILITY_BYTES_MAX + 100,
-    reply_bytes_max=CAPABILITY_BYTES_MAX + 100,
+    request_bytes_max=CAPABILITY_BYTES_MAX + _HANDOVER_BYTES_MAX + 100,
+    reply_bytes_max=CAPABILITY_BYTES_MAX + _HANDOVER_BYTES_MAX + 100,
 )
 
 
@@ -40,7 +44,7 @@ class RunMembership:
         self.invite = invite
         self.own = own
         self.capability = invite.capability_of(own, now_s())
-        self.admission = Admission(invite.run_id, invite.owner, invite.run.founder)
+        self.admission = Admission(invite.run)
         # without those that turn out to be members: what these may do follows from their capability alone
         self._entry_points = set(entry_points)
         self._now_s = now_s
@@ -81,13 +85,16 @@ class RunMembership:
 
     def request(self) -> run_pb2.AdmitRequest:
         """Return what this process shows to a peer that it dialed."""
-        return run_pb2.AdmitRequest(run=self.run_id, capability=encode(self.capability))
+        return run_pb2.AdmitRequest(
+            run=self.run_id, capability=encode(self.capability), handover=self._handover()
+        )
 
     def check_reply(self, peer_id: PeerId, reply: run_pb2.AdmitReply) -> None:
         """Admit the peer that was dialed. Raises NotInvited if it is neither a member nor an entry point."""
         try:
             if reply.member:
                 self._entry_points.discard(peer_id)
+                self._hear(reply.handover)
                 self.admission.admit(peer_id, decode(reply.capability), self._now_s())
             elif peer_id not in self._entry_points:
                 raise NotInvited(f"peer {peer_id} takes no part in run {self.run_id}")
@@ -103,9 +110,28 @@ class RunMembership:
         if request.run != self.run_id:
             raise NotInvited(f"this peer takes part in run {self.run_id}, and in no other one")
         self._entry_points.discard(caller)
+        self._hear(request.handover)
         self.admission.admit(caller, decode(request.capability), self._now_s())
         self._refused.pop(caller, None)
-        return run_pb2.AdmitReply(member=True, capability=encode(self.capability))
+        return run_pb2.AdmitReply(member=True, capability=encode(self.capability), handover=self._handover())
+
+    def _handover(self) -> bytes:
+        known = self.admission.handover
+        packed: bytes = msgpack.packb(known.encode()) if known is not None else b""
+        return packed
+
+    def _hear(self, raw: bytes) -> None:
+        """Take the handover that a peer shows. Raises PeerError when it is none of this run."""
+        if not raw or raw == self._handover():
+            return
+        run = self.invite.run
+        try:
+            shown = msgpack.unpackb(raw[:_HANDOVER_BYTES_MAX], max_array_len=3, max_map_len=0)
+            handover = Handover.decode(shown, run.founder, run.run_id, run.recovery)
+        except (ValueError, TypeError, UsageError, msgpack.UnpackException) as error:
+            raise PeerError(f"a handover of run {run.run_id} was refused: {error}") from error
+        if handover is not None:
+            self.admission.hear(handover)
 
 
 def register(handlers: Handlers, membership: RunMembership | None) -> None:

@@ -35,14 +35,16 @@ from swarm.net.rpc import (
     check_incoming,
     check_outgoing,
 )
-from swarm.net.scope import Surroundings, endpoint_of, prefix_of
+from swarm.net.scope import Surroundings, endpoint_of
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.runtime.sockets import Endpoint
 
 _logger = logging.getLogger(__name__)
 
 _NOT_INVITED = grpc.StatusCode.PERMISSION_DENIED
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
 STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
+_TOO_MANY = "busy: strangers in your network make too many connections"
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # A caller pings every 20 s on an idle connection (`swarm.net.dial`). Half of that leaves room for pings that
 # the network delays; gRPC's own 300 s would end every stream that is idle for a minute ("too_many_pings").
@@ -92,9 +94,12 @@ class Server:
         standing: PeerStanding | None = None,
         membership: RunMembership | None = None,
         surroundings: Surroundings | None = None,
+        tunnelled: Callable[[Endpoint], str] = lambda endpoint: "",
     ) -> None:
         """`standing`: callers that are strangers share half of every limit. `membership`: of this process in
         an invited run; it says which caller is answered. `surroundings` learn from where peers call.
+        `tunnelled` returns through which relay calls from an endpoint of this machine come; empty if they do
+        not.
         """
         limits = limits or CallLimits()
         self.throttle = throttle or Throttle(Bandwidth())
@@ -113,7 +118,8 @@ class Server:
         self.call_streams = OpenCalls(
             self.standing, "streams of shared calls", limits.calls_max, STREAMS_PER_PEER_MAX
         )
-        self.connections = Connections(self.standing, lambda: self._port)
+        self._tunnelled = tunnelled
+        self.connections = Connections(self.standing, lambda: self._port, tunnelled)
         self._port: int | None = None
         self._streams: set[ServedCalls] = set()
         self._server: aio.Server | None = None
@@ -136,10 +142,8 @@ class Server:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             bound: int = server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise UsageError(
-                f"cannot listen on {address}: is the port taken, or not an address of this machine? ({error})"
-            ) from None
+        except RuntimeError:  # its text adds nothing
+            bound = 0
         if not bound:
             raise UsageError(
                 f"cannot listen on {address}: is the port taken, or not an address of this machine?"
@@ -170,12 +174,16 @@ class Server:
             self.call_streams.leave(caller)
 
     def called(self, peer_id: PeerId, peer: str) -> RemoteCaller:
-        """Return the caller of a connection whose other end gRPC names `peer`, in the task that serves it."""
-        host, port = endpoint_of(peer)
-        self.connections.on_called(peer_id, (host, port))
+        """Return the caller of a connection whose other end gRPC names `peer`, in the task that serves it.
+        Raises _Busy for a stranger of an address prefix that makes too many connections.
+        """
+        endpoint = endpoint_of(peer)
+        if not self.connections.on_called(peer_id, endpoint, asyncio.get_running_loop().time()):
+            raise _Busy
+        host = "" if self._tunnelled(endpoint) else endpoint[0]  # a tunnel's says nothing about its caller
         self._surroundings.on_called(peer_id, host)
         set_caller_host(host)
-        return RemoteCaller(peer_id, prefix_of(host))
+        return RemoteCaller(peer_id, self.connections.prefix_of(endpoint))
 
     def refusal(self, peer_id: PeerId, method: str) -> str:
         """Return why this peer may not call this method here; empty if it may."""
@@ -295,7 +303,10 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             peer_id = self._caller(_certificate_of(context))
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
-        return self._server.called(peer_id, context.peer())
+        try:
+            return self._server.called(peer_id, context.peer())
+        except _Busy:
+            await _refuse(context, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
 
     async def _guarded(
         self,

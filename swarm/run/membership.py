@@ -15,6 +15,7 @@ from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.files import write_private
 from swarm.core.ids import PeerId
 from swarm.membership.capability import CAPABILITY_BYTES_MAX, Grants, Role, decode, encode
+from swarm.membership.invite import RunIdentity
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import read_members
@@ -29,6 +30,11 @@ _log = logging.getLogger(__name__)
 CAPABILITIES_MAX = 64  # files; above this, those that were written longest ago are deleted
 _SUFFIX = ".capability"
 _FIND_FIRST_S, _FIND_S_MAX = 1.0, 60.0  # between two searches for the run's specification
+
+
+def identity_of(signed: SignedSpecification) -> RunIdentity:
+    """Return what the id of this run follows from, with its present owner."""
+    return RunIdentity(signed.founder, signed.name, signed.specification.recovery_peer, signed.handover)
 
 
 def check_invited(signed: SignedSpecification, membership: RunMembership | None) -> None:
@@ -88,7 +94,7 @@ def excluded_peers(signed: SignedSpecification, membership: RunMembership | None
     banned = signed.specification.banned_peers
     if membership is None:
         return banned
-    membership.admission.follow_owner(signed.owner, signed.specification.confirmed_peers)
+    membership.admission.follow_owner(identity_of(signed), signed.specification.confirmed_peers)
     membership.admission.revoke(signed.specification.revoked_peers)
     return banned | membership.admission.removed
 

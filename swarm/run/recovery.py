@@ -28,11 +28,7 @@ def recover(
 
     Raises UsageError if `recovery` is not the run's recovery key, or the new owner is the present one.
     """
-    _check(known, recovery, owner)
-    after = ((known.version - 1) // VERSION_MAX + 1) * VERSION_MAX
-    if after > HANDOVERS_MAX * VERSION_MAX:
-        raise UsageError(f"{known.full_name} was recovered {HANDOVERS_MAX} times, and that is the limit")
-    signature = recovery.sign(handover_message(known.run_id, owner.peer_id, after))
+    handover = make_handover(known, recovery, owner)
     kept = tuple(sorted(str(peer) for peer in confirmed if peer not in known.specification.revoked_peers))
     specification = known.specification.model_copy(
         update={"paused": False, "ended": False, "banned": (), "confirmed": kept[:CONFIRMED_MAX]}
@@ -40,10 +36,20 @@ def recover(
     return sign(
         specification,
         owner,
-        version=after + 1,
+        version=handover.after + 1,
         created_s=known.created_s,
-        handover=Handover(known.founder, owner.peer_id, after, signature),
+        handover=handover,
     )
+
+
+def make_handover(known: SignedSpecification, recovery: Identity, owner: Identity) -> Handover:
+    """Sign the statement that the run has this new owner. Raises UsageError as `recover` does."""
+    _check(known, recovery, owner)
+    after = ((known.version - 1) // VERSION_MAX + 1) * VERSION_MAX
+    if after > HANDOVERS_MAX * VERSION_MAX:
+        raise UsageError(f"{known.full_name} was recovered {HANDOVERS_MAX} times, and that is the limit")
+    signature = recovery.sign(handover_message(known.run_id, owner.peer_id, after))
+    return Handover(known.founder, owner.peer_id, after, signature)
 
 
 def recovery_key_of(text: str) -> str:

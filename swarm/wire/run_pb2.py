@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14swarm/wire/run.proto\x12\nswarm.wire\"3\n\rChangeRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\rspecification\x18\x02 \x01(\x0c\"\x1e\n\x0b\x43hangeReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\"/\n\x0c\x41\x64mitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\ncapability\x18\x02 \x01(\x0c\"0\n\nAdmitReply\x12\x0e\n\x06member\x18\x01 \x01(\x08\x12\x12\n\ncapability\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14swarm/wire/run.proto\x12\nswarm.wire\"3\n\rChangeRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\rspecification\x18\x02 \x01(\x0c\"\x1e\n\x0b\x43hangeReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\"A\n\x0c\x41\x64mitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\ncapability\x18\x02 \x01(\x0c\x12\x10\n\x08handover\x18\x03 \x01(\x0c\"B\n\nAdmitReply\x12\x0e\n\x06member\x18\x01 \x01(\x08\x12\x12\n\ncapability\x18\x02 \x01(\x0c\x12\x10\n\x08handover\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,7 +36,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHANGEREPLY']._serialized_start=89
   _globals['_CHANGEREPLY']._serialized_end=119
   _globals['_ADMITREQUEST']._serialized_start=121
-  _globals['_ADMITREQUEST']._serialized_end=168
-  _globals['_ADMITREPLY']._serialized_start=170
-  _globals['_ADMITREPLY']._serialized_end=218
+  _globals['_ADMITREQUEST']._serialized_end=186
+  _globals['_ADMITREPLY']._serialized_start=188
+  _globals['_ADMITREPLY']._serialized_end=254
 # @@protoc_insertion_point(module_scope)

@@ -19,17 +19,21 @@ class ChangeReply(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class AdmitRequest(_message.Message):
-    __slots__ = ("run", "capability")
+    __slots__ = ("run", "capability", "handover")
     RUN_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
     run: str
     capability: bytes
-    def __init__(self, run: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
+    handover: bytes
+    def __init__(self, run: _Optional[str] = ..., capability: _Optional[bytes] = ..., handover: _Optional[bytes] = ...) -> None: ...
 
 class AdmitReply(_message.Message):
-    __slots__ = ("member", "capability")
+    __slots__ = ("member", "capability", "handover")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
     member: bool
     capability: bytes
-    def __init__(self, member: _Optional[bool] = ..., capability: _Optional[bytes] = ...) -> None: ...
+    handover: bytes
+    def __init__(self, member: _Optional[bool] = ..., capability: _Optional[bytes] = ..., handover: _Optional[bytes] = ...) -> None: ...

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.core.errors import NotInvited, UsageError
+from swarm.core.errors import NotInvited, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.dht.logic.blobs import VERSION_MAX, Handover, handover_message
 from swarm.membership.admission import Admission
 from swarm.membership.capability import ROLES, Grants, roles_of
 from swarm.membership.invite import Invite, RunIdentity, Terms, make_invite
+from swarm.net.membership import RunMembership
 from tests.membership.members import DAY_S, NAME, NOW_S, InvitedRun, identity
 
 JOIN, STATE, REPORT, EXPERT = (
@@ -24,7 +25,7 @@ JOIN, STATE, REPORT, EXPERT = (
 
 
 def door(run: InvitedRun) -> Admission:
-    return Admission(run.run_id, run.owner.peer_id)
+    return Admission(RunIdentity(run.owner.peer_id, NAME))
 
 
 def admitted(admission: Admission, holder: Identity, grants: Grants, now_s: float = NOW_S) -> bool:
@@ -159,11 +160,11 @@ def test_after_a_recovery_the_new_owner_invites_and_a_thief_of_the_founders_key_
     earlier = run.invite(run.before, run.founder)
     stolen = run.invite(run.before, run.founder, now_s=NOW_S - DAY_S)  # a thief gives it any date
     newer = run.invite(run.now, run.owner)
-    admission = Admission(run.before.run_id, run.founder.peer_id)
+    admission = Admission(run.before)
     assert admitted(admission, early, earlier.capability_of(early.peer_id, NOW_S))
     assert admitted(admission, late, stolen.capability_of(late.peer_id, NOW_S))
     assert not admitted(admission, guest, newer.capability_of(guest.peer_id, NOW_S)), "not heard of yet"
-    admission.follow_owner(run.owner.peer_id, [earlier.subject])
+    admission.follow_owner(run.now, [earlier.subject])
     assert admission.refusal(run.owner.peer_id, JOIN, NOW_S) == ""
     assert admission.refusal(early.peer_id, JOIN, NOW_S) == ""
     assert admitted(admission, guest, newer.capability_of(guest.peer_id, NOW_S))
@@ -182,10 +183,10 @@ def test_a_process_that_a_new_owner_invited_admits_members_before_it_has_the_spe
     invite = Invite.parse(run.invite(run.now, run.owner).text())
     assert invite.run == run.now
     assert invite.owner == run.owner.peer_id
-    admission = Admission(invite.run_id, invite.owner, invite.run.founder)
+    admission = Admission(invite.run)
     assert admitted(admission, guest, invite.capability_of(guest.peer_id, NOW_S))
     assert admitted(admission, early, earlier.capability_of(early.peer_id, NOW_S))
-    admission.follow_owner(run.owner.peer_id, [])
+    admission.follow_owner(run.now, [])
     assert admission.refusal(early.peer_id, STATE, NOW_S) != ""
     assert admission.refusal(guest.peer_id, STATE, NOW_S) == ""
 
@@ -203,3 +204,50 @@ def test_the_founder_cannot_invite_to_a_run_that_another_owner_has() -> None:
     run = RecoveredRun(9)
     with pytest.raises(UsageError, match="cannot invite"):
         run.invite(run.now, run.founder)
+
+
+def membership_of(invite: Invite, own: Identity) -> RunMembership:
+    return RunMembership(invite, own.peer_id, (), lambda: NOW_S)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whom_the_recovery_key_named_is_let_in_before_members_have_its_specification(seed: int) -> None:
+    run, rng = RecoveredRun(seed), random.Random(seed + 200)
+    early, guest, thief = (identity(rng) for _ in range(3))
+    member = membership_of(run.invite(run.before, run.founder), early)
+    newcomer = membership_of(run.invite(run.now, run.owner), guest)
+    reply = member.answer(guest.peer_id, newcomer.request())
+    newcomer.check_reply(early.peer_id, reply)
+    assert member.refusal(guest.peer_id, STATE) == ""
+    assert member.refusal(run.owner.peer_id, JOIN) == ""
+    assert member.refusal(run.founder.peer_id, JOIN) == "", "its specification has not come yet"
+    third = membership_of(run.invite(run.before, run.founder), thief)
+    third.answer(early.peer_id, member.request())
+    assert third.admission.handover == run.now.handover, "members pass it on"
+
+
+def test_a_handover_that_the_recovery_key_did_not_sign_lets_nobody_in() -> None:
+    run, rng = RecoveredRun(9), random.Random(209)
+    early, guest = identity(rng), identity(rng)
+    member = membership_of(run.invite(run.before, run.founder), early)
+    assert run.now.handover is not None
+    forged = replace(run.now.handover, signature=run.founder.sign(b"mine"))
+    request = membership_of(run.invite(replace(run.now, handover=forged), run.owner), guest).request()
+    for raw in (request.handover, request.handover[:-1], b"\x93\x00\x00\x00", b"x" * 4096):
+        request.handover = raw
+        with pytest.raises(PeerError, match=r"a handover of run .* was refused"):
+            member.answer(guest.peer_id, request)
+    assert member.refusal(guest.peer_id, STATE) != ""
+
+
+def test_an_earlier_handover_does_not_displace_a_later_one() -> None:
+    run, successor = RecoveredRun(10), identity(random.Random(210))
+    assert run.now.handover is not None
+    message = handover_message(run.before.run_id, successor.peer_id, 2 * VERSION_MAX)
+    later = Handover(run.founder.peer_id, successor.peer_id, 2 * VERSION_MAX, run.recovery.sign(message))
+    admission = Admission(run.before)
+    admission.hear(later)
+    admission.hear(run.now.handover)
+    assert admission.refusal(run.owner.peer_id, JOIN, NOW_S) != ""
+    admission.follow_owner(replace(run.now, handover=later), [])
+    assert admission.refusal(successor.peer_id, JOIN, NOW_S) == ""

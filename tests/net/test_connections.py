@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import socket
 from collections import Counter
@@ -13,11 +14,14 @@ from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net import connections
 from swarm.net.connections import (
+    ARRIVALS_MAX,
+    ARRIVALS_PER_S,
     CONNECTIONS_MAX,
     UNKNOWN_AT_ONCE_MAX,
     UNKNOWN_GRACE_S,
     UNKNOWN_MAX,
     UNKNOWN_PER_PREFIX_MAX,
+    Arrivals,
     Connections,
     Held,
     surplus,
@@ -36,7 +40,12 @@ def standing(*members: PeerId) -> PeerStanding:
 
 def held(count: int, prefix: int, peer_id: PeerId | None, since_s: float = 0.0) -> list[Held]:
     return [
-        Held((f"198.51.{prefix}.{number % 250}", 1024 + number), since_s + number / 1e6, peer_id)
+        Held(
+            (f"198.51.{prefix}.{number % 250}", 1024 + number),
+            since_s + number / 1e6,
+            peer_id,
+            f"198.51.{prefix}.0/24",
+        )
         for number in range(count)
     ]
 
@@ -118,17 +127,47 @@ def test_a_caller_that_comes_while_connections_are_listed_stays_known(
             far = [server.accept()[0] for _ in near]
             gone, *others = [one.getsockname() for one in near]
             for endpoint in (gone, others[0]):
-                kept.on_called(STRANGER, endpoint)
+                kept.on_called(STRANGER, endpoint, NOW_S)
             near.pop(0).close()
             far.pop(0).close()
             listing = asyncio.get_running_loop().create_task(kept.close_surplus(NOW_S))
             await asyncio.sleep(0)
             assert not listing.done(), "other tasks have their turn"
             late = socket.create_connection(("127.0.0.1", port))
-            kept.on_called(STRANGER, late.getsockname())
+            kept.on_called(STRANGER, late.getsockname(), NOW_S)
             assert await listing == 0
             assert set(kept._callers) == {others[0], late.getsockname()}
             for one in (*near, *far, late):
                 one.close()
 
     asyncio.run(scenario())
+
+
+def test_strangers_of_one_prefix_that_connect_again_and_again_are_not_answered_and_members_are() -> None:
+    known, ports = Connections(standing(MEMBER), lambda: None), itertools.count()
+
+    def answered(host: str, peer_id: PeerId, now_s: float, count: int = 400) -> int:
+        return sum(known.on_called(peer_id, (host, next(ports)), now_s) for _ in range(count))
+
+    assert answered("198.51.1.7", STRANGER, NOW_S) == ARRIVALS_MAX
+    assert answered("198.51.1.8", STRANGER, NOW_S + 10.0) == 10 * ARRIVALS_PER_S
+    assert answered("198.51.1.7", MEMBER, NOW_S + 11.0) == 400
+    assert answered("198.51.2.7", STRANGER, NOW_S + 12.0, 50) == 50, "another network has its own"
+    assert known.on_called(STRANGER, ("198.51.1.7", 0), NOW_S + 12.0), "it was answered before"
+    assert not known.on_called(STRANGER, ("198.51.1.7", 399), NOW_S + 500.0), "it is closed soon"
+    nobody_known = Connections(standing(), lambda: None)
+    assert all(nobody_known.on_called(STRANGER, ("198.51.1.7", port), NOW_S) for port in range(400))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_any_time_a_prefix_has_its_burst_and_its_rate_at_most(seed: int) -> None:
+    rng, arrivals = random.Random(seed), Arrivals()
+    now_s, answered_s = NOW_S, list[float]()
+    for _ in range(2000):
+        now_s += rng.choice([0.0, 0.01, 0.3, 5.0])
+        if arrivals.enter("198.51.1.0/24", now_s):
+            answered_s.append(now_s)
+    for first, began_s in enumerate(answered_s):
+        for last in range(first, len(answered_s), 37):
+            allowed = ARRIVALS_MAX + (answered_s[last] - began_s) * ARRIVALS_PER_S
+            assert last - first + 1 <= allowed + 1e-6

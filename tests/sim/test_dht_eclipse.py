@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
+from moe.protocol.declarations import GRIDS, Declarations, Directory, ServerLoad
+from moe.protocol.names import ExpertUid
 from swarm.core.ids import Key, open_run_id
 from swarm.dht.logic.companions import LISTING_KEY
 from swarm.dht.service.dht_service import DhtService
@@ -186,6 +188,48 @@ def test_a_newcomer_finds_the_runs_although_the_key_of_their_list_is_surrounded(
         met_by(newcomer)
         listings = await RunDirectory(newcomer, newcomer.peer_id, clock=newcomer.clock).listings()
         assert [one.run_id for one in listings] == [run_id]
+
+    play(scenario, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", [HostilePeer, SilentPeer])
+def test_members_find_the_experts_of_each_other_while_the_keys_of_the_grid_are_surrounded(
+    kind: type[HostilePeer], seed: int
+) -> None:
+    """Members of one run declare experts, and so does one that takes part in another run as well."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, PEERS)
+        members, readers = services[:MEMBERS], services[: MEMBERS // 2]
+        know_one_another(members)
+        for one in (members[-1], *services[MEMBERS : MEMBERS + 4]):  # the members of the other run
+            names = [other.peer_id for other in (members[-1], *services[MEMBERS : MEMBERS + 4])]
+            one.standing.add_members(open_run_id("another"), names)
+        prefix = ExpertUid.parse_prefix("ffn")
+        below = [ExpertUid.parse_prefix(f"ffn.{number}") for number in range(2)]
+        keys = [GRIDS, *(Key("experts", str(one)) for one in (prefix, *below))]
+        for met_by in [await surround(network, kind, key) for key in keys]:
+            for service in services:
+                met_by(service)
+        await asyncio.sleep(30.0)
+        hosts = members[-3:]
+        uids = {ExpertUid.parse(f"ffn.{number}.{number}"): bytes(16) for number in range(2)}
+        declared = [Declarations(host, host.own, uids, ServerLoad) for host in hosts]
+        renewing = [asyncio.create_task(one.renew()) for one in declared]
+        await asyncio.sleep(10.0)
+        everybody = {host.peer_id for host in hosts}
+        for _ in range(3):
+            for reader in readers:
+                directory = Directory(reader)
+                found = await directory.branches([prefix, *below], timeout_s=8.0)
+                assert found[prefix].deeper == {0, 1}
+                for number, one in enumerate(below):
+                    assert {replica.peer_id for replica in found[one].experts[number]} == everybody
+                assert [str(grid) for grid in await directory.grids(timeout_s=8.0)] == ["ffn"]
+            await asyncio.sleep(5.0)
+        for task in renewing:
+            task.cancel()
 
     play(scenario, seed=seed)
 

@@ -6,8 +6,9 @@ import asyncio
 import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgpack
@@ -16,8 +17,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from averaging.optim.exchange import CHUNKS, RunExchange
-from swarm.core.identity import Identity
-from swarm.core.ids import Contact, Key
+from swarm.core.identity import Identity, verify
+from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.records import FORGED, Record, signed
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import key_to_wire, record_to_wire
@@ -68,9 +69,11 @@ async def fill(node: Node, key: Key, entries: int, value: bytes) -> None:
 
 
 @asynccontextmanager
-async def channel_to(node: Node, *, named: bool = True) -> AsyncIterator[grpc.aio.Channel]:
+async def channel_to(
+    node: Node, *, named: bool = True, identity: Identity = ATTACKER
+) -> AsyncIterator[grpc.aio.Channel]:
     """Connect as an attacker would: with a certificate that names it, or nobody."""
-    own = tls.client_certificate(ATTACKER)
+    own = tls.client_certificate(identity)
     if not named:
         key = ec.generate_private_key(ec.SECP256R1())
         own = tls.as_pem(key, tls.courtesy_signed(key.public_key(), UNKNOWN_EXTENSION))
@@ -230,5 +233,53 @@ def test_connections_without_a_call_take_little_memory_and_lose_it_again(
             for _, writer in held:
                 writer.transport.abort()
             await asyncio.gather(*ends, return_exceptions=True)
+
+    run(scenario)
+
+
+def test_connections_beyond_what_a_network_may_make_cost_one_check_each_and_are_closed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members of the same network are served meanwhile, each as often as it connects."""
+    answered, refused = 4, 8
+    monkeypatch.setattr(connections, "ARRIVALS_MAX", answered)
+    monkeypatch.setattr(connections, "ARRIVALS_PER_S", 0.0)
+    member = Identity.generate()
+    node.standing.add_members("run", [member.peer_id])
+    checks: list[object] = []
+    reads: list[object] = []
+    place = room.RequestReads.place
+
+    def checked(*of: Any) -> bool:
+        checks.append(of)
+        return verify(*of)
+
+    def placed(places: room.RequestReads, peer: PeerId) -> AbstractAsyncContextManager[None]:
+        reads.append(peer)
+        return place(places, peer)
+
+    monkeypatch.setattr(tls, "verify", checked)
+    monkeypatch.setattr(room.RequestReads, "place", placed)
+    request = DhtStoreRequest(sender=SENDER).SerializeToString()
+
+    async def codes(identity: Identity, calls: int) -> list[grpc.StatusCode]:
+        """Make calls on a connection, and wait until it is closed if they were refused."""
+        async with channel_to(node, identity=identity) as channel:
+            made = [channel.unary_unary(STORE.name)(request, timeout=10) for _ in range(calls)]
+            found = [await one.code() for one in made]
+            if grpc.StatusCode.UNAVAILABLE in found:
+                async with asyncio.timeout(10):
+                    await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            return found
+
+    async def scenario() -> None:
+        strangers = [Identity.generate() for _ in range(answered + refused)]
+        found = [await codes(one, 3) for one in strangers]
+        served = [one for one in found if grpc.StatusCode.UNAVAILABLE not in one]
+        assert len(served) == answered
+        assert found == [*served, *[[grpc.StatusCode.UNAVAILABLE] * 3] * refused]
+        assert (len(checks), len(reads)) == (answered + refused, 3 * answered)
+        for _ in range(answered + 1):
+            assert grpc.StatusCode.UNAVAILABLE not in await codes(member, 1)
 
     run(scenario)

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from swarm.cli import main
+from swarm.cli.control import Control
+from swarm.cli.paths import control_folder, specifications_folder
 from swarm.core.identity import Identity
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.changes import Change, send_version, sign_change
 from swarm.run.directory import RunDirectory
+from swarm.run.specification_store import SpecificationStore
 from tests.wire.volunteers import HERE, VolunteerThread, created_run
 
 
@@ -37,8 +40,9 @@ def made(path: Path) -> Identity:
         return Identity.read(path)
 
 
+@pytest.mark.parametrize("reached_by", ["invite", "address", "volunteer on this machine"])
 def test_an_invited_run_follows_its_new_owner_who_invites_while_the_thief_is_refused(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reached_by: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recovery, successor = made(tmp_path / "recovery"), made(tmp_path / "successor")
     keys = ["--recovery-key", str(tmp_path / "recovery"), "--identity", str(tmp_path / "successor")]
@@ -53,7 +57,13 @@ def test_an_invited_run_follows_its_new_owner_who_invites_while_the_thief_is_ref
         two = VolunteerThread(second, signed, new=False, data=texts)
         two.wait(events.EpochDone, lambda event: event.peers == 2)
 
-        recovered = answered(capsys, "recover", "tiny", *keys, "--from", first.entry)
+        if reached_by != "invite":  # no member gives this command an invite: the recovery key lets it in
+            SpecificationStore(specifications_folder()).save(signed)
+        given = {"invite": ["--from", first.entry], "address": ["--from", first.entries[0]]}
+        with Control(control_folder()).announced(
+            signed.name, signed.run_id, str(first.peer_id), first.entries
+        ):
+            recovered = answered(capsys, "recover", "tiny", *keys, *given.get(reached_by, []))
         assert recovered["owner"] == str(successor.peer_id)
         sentence = f"the recovery key made {successor.peer_id} its owner"
         for volunteer in (one, two):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
+from swarm.core.backoff import Backoff
 from swarm.core.ids import PeerId
 from swarm.core.notify import ChangeEvent
 
@@ -18,29 +19,33 @@ STRANGERS_MAX = 32  # that wait for a report; those that wait longest are left t
 # Between two batches of reports to strangers. Larger: newcomers to a run with short epochs learn later that
 # one is full.
 STRANGERS_PAUSE_S = 0.5
+# The same after batches of which most did not answer. Each of those costs a TLS handshake that fails, and
+# identities are free. Larger: honest newcomers among them read in the DHT what they would have been told.
+SILENT_PAUSE_S_MAX = 16.0
 
 
 class ReportSender:
     """Sends reports to other peers. It belongs to the network thread."""
 
-    def __init__(self, report: Callable[[PeerId, bool, bool], Awaitable[None]]) -> None:
-        """`report(peer, full, goodbye)` sends one report; it raises nothing when the peer does not answer."""
+    def __init__(self, report: Callable[[PeerId, bool, bool], Awaitable[bool]]) -> None:
+        """`report(peer, full, goodbye)` sends one report, and returns whether the peer answered."""
         self._report = report
+        self._backoff = Backoff(2 * STRANGERS_PAUSE_S, SILENT_PAUSE_S_MAX)
         self._strangers: dict[PeerId, None] = {}  # that get the next reports
         self._full = False  # those reports say that the epoch is full
         self._wake = ChangeEvent()
 
-    async def send(self, peers: Iterable[PeerId], *, full: bool = False, goodbye: bool = False) -> None:
-        """Report to all of these, and wait until each has answered or failed to."""
+    async def send(self, peers: Iterable[PeerId], *, full: bool = False, goodbye: bool = False) -> int:
+        """Report to all of these, and wait until each has answered or failed to. Return how many failed."""
         limit = asyncio.Semaphore(_CONCURRENT_MAX)
 
-        async def report(peer: PeerId) -> None:
+        async def report(peer: PeerId) -> bool:
             async with limit:
-                await self._report(peer, full, goodbye)
+                return await self._report(peer, full, goodbye)
 
         async with asyncio.TaskGroup() as group:
-            for peer in peers:
-                group.create_task(report(peer))
+            reports = [group.create_task(report(peer)) for peer in peers]
+        return sum(not one.result() for one in reports)
 
     def send_to_strangers(self, peers: Iterable[PeerId], *, full: bool = False) -> None:
         """Report to these as soon as the strangers before them have their reports."""
@@ -57,5 +62,9 @@ class ReportSender:
             await self._wake.wait()
             strangers, self._strangers = self._strangers, {}
             full, self._full = self._full, False
-            await self.send(strangers, full=full)
-            await asyncio.sleep(STRANGERS_PAUSE_S)
+            failed = await self.send(strangers, full=full)
+            if 2 * failed <= len(strangers):
+                self._backoff.reset()
+                await asyncio.sleep(STRANGERS_PAUSE_S)
+            else:
+                await asyncio.sleep(self._backoff.next_s())

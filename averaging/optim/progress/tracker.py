@@ -248,7 +248,7 @@ class Tracker:
 
     def contacts(self) -> list[Contact]:
         """Return the contacts of peers that can be called."""
-        return [contact for contact in list(self._records.contacts.values()) if contact.addresses]
+        return [contact for contact in list(self._records.contacts.values()) if contact.is_callable]
 
     def contact(self, peer: PeerId) -> Contact | None:
         """Return the contact of a peer, if it is known."""
@@ -383,9 +383,8 @@ class Tracker:
                 break
             await self._refresh()
         # in different epochs: one of the two peers is about to notice
-        level = logging.INFO if epoch == ours else logging.DEBUG
         text = "peer %s announced that epoch %d of run %s is full; this one (in epoch %d) has another view"
-        _log.log(level, text, peer, epoch, self.run_id, ours)
+        _log.log(logging.INFO if epoch == ours else logging.DEBUG, text, peer, epoch, self.run_id, ours)
         return False
 
     async def _report_to(
@@ -407,10 +406,10 @@ class Tracker:
         with self._lock:
             return self._progress.standing.counted(dict.fromkeys(peers))
 
-    async def _report_one(self, peer: PeerId, full: bool, goodbye: bool) -> None:
+    async def _report_one(self, peer: PeerId, full: bool, goodbye: bool) -> bool:
         contact = self._records.contacts.get(peer)
-        if self._observes or contact is None or not contact.addresses:
-            return  # a client peer reads the DHT instead
+        if self._observes or contact is None or not contact.is_called_by(self._node.contact):
+            return True  # a client peer reads the DHT instead
         with self._lock:
             report = self._progress.own_report
             full = full and self._full_epoch >= report.epoch  # strangers are told later
@@ -423,10 +422,12 @@ class Tracker:
                 contact, REPORT, request, timeout_s=_GOODBYE_S if goodbye else _CALL_TIMEOUT_S
             )
             self._take_report(peer, reply.claim)
+            return True
         except (PeerError, NetworkError) as error:
             _log.info("peer %s did not take this peer's progress report: %s", peer, error)
             with self._lock:
                 self._progress.on_unreachable(peer, refused=not isinstance(error, DeadlineExceeded))
+            return False
 
     def _take_report(self, peer: PeerId, wire: state_pb2.Claim) -> ProgressReport:
         self._blocklist.check_not_banned(peer)  # it may have been banned since it was called
@@ -436,10 +437,9 @@ class Tracker:
             self._progress.on_report(peer, report, now_s)
             self._changed.notify_all()
         contact = self._records.contacts.get(peer)
-        if contact is None:
-            if self._progress.standing.counts(peer):  # any number of identities may call
-                self._keeper.renew_soon()  # its record has its address
-        elif self.history is not None:
+        if contact is None and self._progress.standing.counts(peer):  # any number of identities may call
+            self._keeper.renew_soon()  # its record has its address
+        elif contact is not None and self.history is not None:
             self.history.heard(contact, report.head)
         return report
 

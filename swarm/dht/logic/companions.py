@@ -7,7 +7,12 @@ that members had. Where all peers near a key are members, these are replicas any
 
 A newcomer knows no members. It asks those that it enters the swarm by, and these name members to it: the
 nearest ones that they know; where they are no members themselves, the peers that have asked them about the
-run for the longest time. Pure: times are seconds of a monotonic clock.
+run for the longest time.
+
+Declarations of experts belong to no run. The members of every run hold them for one another: who declares
+experts and is a member of a run writes them to companions in it, and the other members ask those.
+
+Pure: times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -32,18 +37,23 @@ CALLER_S: Final = 5 * INTRODUCER_INTERVAL_S  # a peer that has not asked for thi
 NAMED_MAX: Final = 8  # contacts in one answer
 _CANDIDATES_MAX: Final = 64  # members among which the nearest are found: those that certificates named last
 _INTRODUCERS_MAX: Final = 8
-_KEYS_MAX: Final = 64  # read lately
+_KEYS_MAX: Final = 512  # read lately. Too small: of the prefixes of a large grid each read asks members
 _NAMING_MAX: Final = 8  # peers that are believed when they name members for a key
 _RUNS_MAX: Final = 256  # that others ask about
 _CALLERS_MAX: Final = 64  # of one run; those that came first stay
 LISTING_KEY: Final = Key("public", "runs")  # where the members of all runs list them
 _LISTING: Final = "public/runs"
+_EXPERTS: Final = "experts"
+_EXPERT_NAMESPACES: Final = ("experts", "expert-grids")
 
 
 def circle_of(key: Key) -> str | None:
     """Return the run whose members hold the records of a key beside its replicas; None where there is none.
-    The list of runs is one of its own, of which nobody knows members by certificates.
+    The list of runs is one of its own, of which nobody knows members by certificates; declarations of experts
+    are another one, to which the members of all runs belong.
     """
+    if key.namespace in _EXPERT_NAMESPACES:
+        return _EXPERTS
     return _LISTING if key == LISTING_KEY else run_of(key)
 
 
@@ -93,12 +103,11 @@ class Companions:
         run = circle_of(key)
         if run is None:
             return []
-        found = self._nearest(self._members(run), key)
-        if len(found) < HOLDERS:
+        found = list(dict.fromkeys(one for near in self._near(run, key) for one in near))
+        if len(found) < HOLDERS and run != _EXPERTS:
             known = {one.peer_id for one in found}
             found += [one for one in self._believed(key) if one.peer_id not in known]
-            return found
-        return found[:HOLDERS]
+        return found
 
     def is_holder(self, key: Key) -> bool:
         """Return whether this peer is one of the members that hold the records of a key. Of the list of runs
@@ -107,11 +116,12 @@ class Companions:
         run = circle_of(key)
         if run == _LISTING:
             return True
-        if run is None or not self._standing.is_member(self._own, run):
-            return False
         distance = self._own.dht_id ^ key.dht_id
-        nearer = [one for one in self._members(run) if one.peer_id.dht_id ^ key.dht_id < distance]
-        return len(nearer) < HOLDERS
+        return any(
+            self._standing.is_member(self._own, one)
+            and sum(other.peer_id.dht_id ^ key.dht_id < distance for other in self._members(one)) < HOLDERS
+            for one in self._runs(run)
+        )
 
     def to_ask(
         self, key: Key, owners: Collection[Owner], answered: Collection[PeerId], now_s: float, now_us: int
@@ -124,13 +134,15 @@ class Companions:
             return []
         asked: list[Contact] = []
         if not self.is_checked(key, owners, now_s, now_us):
-            members = self._nearest(self._members(run), key)[:HOLDERS]
-            if not members:
+            near = [members for members in self._near(run, key) if members]
+            silent = [members for members in near if not any(one.peer_id in answered for one in members)]
+            asked = [one for members in silent for one in members[:ASKED_AT_ONCE]]
+            if not near and run != _EXPERTS:
                 asked = self._believed(key)  # who has answered already is to name members now
-            elif any(one.peer_id in answered for one in members):
+            elif near and not silent:
                 self.on_answer(key, {}, now_s, now_us)
-            else:
-                asked = members[:ASKED_AT_ONCE]
+        if run == _EXPERTS:
+            return list(dict.fromkeys(asked))  # those by which this peer came need not take part in a run
         if now_s - self._introducers_asked_s.get(run, -math.inf) >= INTRODUCER_INTERVAL_S:
             self._introducers_asked_s[run] = now_s
             asked += self._reachable(self._introducers)[:ASKED_AT_ONCE]
@@ -169,7 +181,7 @@ class Companions:
         found = [one for one in contacts[:NAMED_MAX] if one.addresses and one.peer_id != self._own]
         if found:
             read.named[by] = tuple(found)
-        return [] if self._members(run) else found[:HOLDERS]
+        return [] if any(self._near(run, key)) else found[:HOLDERS]
 
     def named_by(self, run: str, introducers: Iterable[PeerId]) -> list[PeerId]:
         """Return the members of a run that these peers have named, each once, in the order of each."""
@@ -183,6 +195,19 @@ class Companions:
         if len(self._reads) > _KEYS_MAX:
             self._reads.popitem(last=False)
         return read
+
+    def _runs(self, circle: str | None) -> list[str]:
+        """Return the runs whose members make a circle."""
+        if circle is None:
+            return []
+        return self._standing.runs() if circle == _EXPERTS else [circle]
+
+    def _near(self, circle: str | None, key: Key, but: PeerId | None = None) -> list[list[Contact]]:
+        """Return the members nearest to a key, of each run of its circle: those of one run need not know
+        those of another one.
+        """
+        members = [[one for one in self._members(run) if one.peer_id != but] for run in self._runs(circle)]
+        return [self._nearest(some, key)[:HOLDERS] for some in members]
 
     def _members(self, run: str) -> list[Contact]:
         members = self._standing.members(run)[:_CANDIDATES_MAX]
@@ -233,11 +258,9 @@ class Companions:
         run = circle_of(key)
         if run is None:
             return []
-        members = [one for one in self._members(run) if one.peer_id != caller]
-        if members:
-            return self._nearest(members, key)[:HOLDERS]
-        if self._standing.is_member(self._own, run):
-            return []
+        members = [one for near in self._near(run, key, caller) for one in near]
+        if members or run == _EXPERTS or self._standing.is_member(self._own, run):
+            return members[:NAMED_MAX]
         callers = self._callers.get(run, {})
         live = [peer for peer, s in callers.items() if now_s - s < CALLER_S and peer != caller]
         return self._reachable(live)[:NAMED_MAX]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 
 from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, Key, PeerId
-from swarm.dht.logic.companions import circle_of
+from swarm.dht.logic.companions import Companions, circle_of
 from swarm.dht.logic.constants import (
     BULK_ACTIVE_MAX,
     BULK_CALLS_MAX,
@@ -222,8 +222,11 @@ class ManyWrites:
     order.
     """
 
-    def __init__(self, overlay: Overlay, replica: ReplicaStore, records: Sequence[Record]) -> None:
-        self._overlay = overlay
+    def __init__(
+        self, overlay: Overlay, replica: ReplicaStore, records: Sequence[Record], companions: Companions
+    ) -> None:
+        """`companions`: the peers that hold records of some keys beside the replicas."""
+        self._overlay, self._companions = overlay, companions
         self._replica = replica
         self._records = records
         self._limit = asyncio.Semaphore(BULK_CALLS_MAX)
@@ -233,19 +236,35 @@ class ManyWrites:
 
     async def run(self) -> None:
         """Run until every replica has answered or failed."""
-        nearest = await self._nearest()
+        async with asyncio.TaskGroup() as group:
+            beside = {record.key: self._beside_replicas(record.key) for record in self._records}
+            held = group.create_task(self._store_at_each(beside))  # peers near a key may not answer
+            nearest = await self._nearest()
+            await held
         for _ in range(_ROUNDS_MAX):
-            calls: dict[PeerId, tuple[Contact, list[Record]]] = {}
-            for record, verdicts in zip(self._records, self.verdicts, strict=True):
-                live = [contact for contact in nearest[record.key] if contact.peer_id not in self._failed]
-                for contact in live[:REPLICAS]:
-                    if contact.peer_id not in verdicts:
-                        calls.setdefault(contact.peer_id, (contact, []))[1].append(record)
-            if not calls:
+            live = {
+                key: [one for one in found if one.peer_id not in self._failed][:REPLICAS]
+                for key, found in nearest.items()
+            }
+            if not await self._store_at_each(live):
                 return
-            async with asyncio.TaskGroup() as group:
-                for contact, records in calls.values():
-                    group.create_task(self._store_at(contact, records))
+
+    async def _store_at_each(self, holders: Mapping[Key, Sequence[Contact]]) -> bool:
+        """Store each record at those of its holders that have not answered. Return whether any was asked."""
+        calls: dict[PeerId, tuple[Contact, list[Record]]] = {}
+        for record, verdicts in zip(self._records, self.verdicts, strict=True):
+            for contact in holders[record.key]:
+                if contact.peer_id not in verdicts:
+                    calls.setdefault(contact.peer_id, (contact, []))[1].append(record)
+        async with asyncio.TaskGroup() as group:
+            for contact, records in calls.values():
+                group.create_task(self._store_at(contact, records))
+        return bool(calls)
+
+    def _beside_replicas(self, key: Key) -> list[Contact]:
+        own = self._overlay.own()
+        holds = bool(own.addresses) and self._companions.is_holder(key)
+        return [*self._companions.holders(key), *([own] if holds else [])]
 
     def store_unplaced(self) -> None:
         """Store the records that no other peer has taken on this peer, if others can reach it: newcomers get

@@ -231,7 +231,7 @@ class DhtService:
                 await asyncio.sleep(0)
         for record in records:
             self.reader.invalidate(record.key)
-        writes = ManyWrites(self.overlay, self._replica, records)
+        writes = ManyWrites(self.overlay, self._replica, records, self.companions)
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
                 await self._wait_for_contact(timeout_s)
