@@ -1,4 +1,5 @@
-"""The search of a peer that nobody can call for relays. Pure; times are seconds, passed in.
+"""The search for relays, by a peer that nobody can call: which peers it asks. Pure; times are seconds, passed
+in.
 
 It learns from the answers to its Hellos which peers relay. While it knows fewer relays than it wants, it
 greets peers that have an address again: some take up relaying only when others have called them.
