@@ -27,6 +27,7 @@ from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
 from swarm.net.announcing import Announcing, OwnAddresses
 from swarm.net.channels import Channels, ConnectionLimits
+from swarm.net.dial import Routes
 from swarm.net.dialback import DialBacks
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
@@ -39,7 +40,7 @@ from swarm.net.scope import Scope, Surroundings
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.reach.on_demand import Libp2p
-from swarm.reach.reaching import Reaching, RelayView
+from swarm.reach.reaching import Reaching, RelayTerms, RelayView
 from swarm.runtime.fork import NodeSockets, close_after_fork
 from swarm.runtime.services import Services
 from swarm.runtime.supervise import Supervisor
@@ -148,15 +149,16 @@ class Node:
         self.supervisor = Supervisor()
         throttle = Throttle(self.config.bandwidth)
         surroundings = Surroundings(bootstrap, _WIDEST[self.config.preset])
-        self._libp2p = Libp2p(self.identity, self.agent, self.clock, surroundings, self.network.pool)
+        self._libp2p = Libp2p(
+            self.identity, self.agent, self.clock, self.standing, surroundings, self.network.pool
+        )
         self.channels = Channels(
             self.identity,
             on_connected=self._connected,
             throttle=throttle,
             membership=self.membership,
-            surroundings=surroundings,
+            routes=Routes(surroundings, self._libp2p),
             limits=ConnectionLimits(dial_timeout_s=self.timings.dial_timeout_s),
-            tunnels=self._libp2p,
         )
         self._server = Server(
             throttle=throttle,
@@ -196,16 +198,7 @@ class Node:
         self.contact = self._announcing.contact
         self._introductions.on_introduced.append(self._announcing.on_introduced)
         self.at_close(self._announcing.close)
-        self._reaching = Reaching(
-            self._libp2p,
-            self._announcing,
-            self._introductions,
-            self.channels,
-            self.book,
-            self.standing,
-            server=self._server_address(),
-            relay_mbit=self.config.relay_mbit,
-        )
+        self._reaching = self._reach_through_relays()
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
@@ -411,12 +404,19 @@ class Node:
         dialed = self.channels.endpoints | self._libp2p.dialed
         return NodeSockets((*own, *self._libp2p.listening), dialed)
 
-    def _server_address(self) -> Address | None:
-        """Return where this process reaches its own server; None when there is none."""
-        if self._listen_address is None:
-            return None
-        host, port = self._listen_address
-        return Address("127.0.0.1" if host in WILDCARDS else host, port)
+    def _reach_through_relays(self) -> Reaching:
+        server = None
+        if self._listen_address is not None:  # as this process reaches it
+            host, port = self._listen_address
+            server = Address("127.0.0.1" if host in WILDCARDS else host, port)
+        return Reaching(
+            self._libp2p,
+            self._announcing,
+            self._introductions,
+            self.channels,
+            self.book,
+            RelayTerms(server, self.config.relay_mbit),
+        )
 
 
 def _entered(callbacks: list[CallbackT], callback: CallbackT) -> Callable[[], None]:

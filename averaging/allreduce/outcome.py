@@ -39,7 +39,8 @@ class RoundOutcome:
     # The proof that the round was committed. Also of a failed round, when the others committed it and this
     # member could not: then its state is behind theirs.
     certificate: Certificate | None = None
-    unresolved: bool = False  # it failed here, and others may have committed what this member voted for
+    # it failed here, and others have committed what this member voted for, or may have
+    unresolved: bool = False
     # members that kept the round from going well, as this member saw itself, and how
     faults: Mapping[PeerId, str] = field(default_factory=dict)
 

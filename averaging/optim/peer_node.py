@@ -92,7 +92,7 @@ class PeerNode(Protocol):
 
 
 class HasReach(Protocol):
-    """What a node knows about how others call it."""
+    """A node that knows how others call it."""
 
     @property
     def contact(self) -> Contact:

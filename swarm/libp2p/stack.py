@@ -24,8 +24,15 @@ class Stack:
     `on_change` is called when the relays change at which this peer has reservations.
     """
 
-    def __init__(self, identity: Identity, agent: str, clock: Clock, on_change: Callable[[], None]) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        identity: Identity,
+        agent: str,
+        clock: Clock,
+        standing: PeerStanding,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._clock, self._standing = clock, standing
         self.host = Host(identity)
         serve_basics(self.host, agent)
         self.circuits = Circuits(self.host, clock, on_change)
@@ -37,7 +44,7 @@ class Stack:
         self.tunnels.serve(server)
         self.host.supervisor.spawn("reservations at relays", self.circuits.run, restart=True)
 
-    async def offer_relay(self, host: str, port: int, bytes_per_s: float, standing: PeerStanding) -> int:
+    async def offer_relay(self, host: str, port: int, bytes_per_s: float) -> int:
         """Listen, and relay for others. Return the port: the system's choice where `port` is taken. Raises
         UsageError when it cannot listen at all.
         """
@@ -46,7 +53,7 @@ class Stack:
         except UsageError:
             await self.host.listen(host, 0)
         limits = RelayLimits(bytes_per_s=bytes_per_s)
-        self.relay = RelayService(self.host, limits, standing, self._clock)
+        self.relay = RelayService(self.host, limits, self._standing, self._clock)
         assert self.host.listening is not None
         return self.host.listening.port
 

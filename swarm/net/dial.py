@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
@@ -17,11 +17,12 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, SwarmError
 from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
 from swarm.net.rpc import SIZE_OPTIONS
-from swarm.net.scope import NOT_DIALED
+from swarm.net.scope import NOT_DIALED, Surroundings
 from swarm.runtime.sockets import Endpoint
 
 _STAGGER_S = 0.2  # head start of the address that is dialed first
 _RESOLVED_MAX = 4
+_DIALED_MAX = 256
 
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     *SIZE_OPTIONS,
@@ -37,7 +38,7 @@ _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-class Tunnels(Protocol):
+class TunnelWays(Protocol):
     """Ways to peers that take calls through relays only."""
 
     async def endpoint(self, contact: Contact) -> Address:
@@ -47,6 +48,25 @@ class Tunnels(Protocol):
     def failure(self, peer_id: PeerId) -> str:
         """Return why the last connection to a peer through its address failed; empty if it did not."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """How peers are reached: `surroundings` say which of their addresses are dialed, `tunnels` lead to those
+    that take calls through relays; None: these cannot be called.
+    """
+
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    tunnels: TunnelWays | None = None
+    # (IP, port) pairs that were dialed last: a connection to them may be under way
+    dialed: deque[Endpoint] = field(default_factory=lambda: deque(maxlen=_DIALED_MAX))
+
+    def permitted(self, peer_id: PeerId, address: Address, endpoints: list[Endpoint]) -> list[Endpoint]:
+        """Return where a peer may be dialed, of what an address was resolved to, and remember it."""
+        hosts = self.surroundings.dialable(peer_id, address, [host for host, _ in endpoints])
+        found = [one for one in endpoints if one[0] in hosts]
+        self.dialed.extend(found)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +91,11 @@ async def dial(
     timeout_s: float,
     first: Address | None = None,
     options: tuple[tuple[str, int], ...] = (),
-    permitted: Callable[[Address, list[Endpoint]], list[Endpoint]] = lambda address, endpoints: endpoints,
-    tunnels: Tunnels | None = None,
+    routes: Routes | None = None,
 ) -> Connection:
     """Connect to the peer at any of its addresses; `first` is tried before the others, and a tunnel through
-    its relays after them. `options` are gRPC options that add to the usual ones or replace them. `permitted`
-    is called with each address and its resolved (IP, port) pairs before they are dialed, and returns those
-    that may be.
+    its relays after them. `options` are gRPC options that add to the usual ones or replace them. `routes`
+    say where the peer may be dialed; None: at all its addresses.
 
     Raises NetworkError that names the peer, each address and why it failed, or DeadlineExceeded when some
     address did not answer at all in `timeout_s`.
@@ -85,14 +103,15 @@ async def dial(
     addresses: list[Address | None] = [
         *sorted(contact.addresses[:ADDRESSES_MAX], key=lambda address: address != first)
     ]
-    if contact.relays and tunnels is not None:
+    routes = routes or Routes()
+    if contact.relays and routes.tunnels is not None:
         addresses.append(None)
     if not addresses:
         raise NetworkError(f"peer {contact.peer_id} has no address that can be dialed")
     credentials = grpc.ssl_channel_credentials(
         trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem
     )
-    race = _Race(contact, credentials, options, permitted, tunnels)
+    race = _Race(contact, credentials, options, routes)
     try:
         return await race.run(addresses, timeout_s)
     finally:
@@ -105,11 +124,9 @@ class _Race:
         contact: Contact,
         credentials: grpc.ChannelCredentials,
         options: tuple[tuple[str, int], ...],
-        permitted: Callable[[Address, list[Endpoint]], list[Endpoint]],
-        tunnels: Tunnels | None,
+        routes: Routes,
     ) -> None:
-        self._permitted = permitted
-        self._tunnels = tunnels
+        self._routes = routes
         self._contact = contact
         self._credentials = credentials
         self._options = [
@@ -172,7 +189,7 @@ class _Race:
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
         if state is not grpc.ChannelConnectivity.READY:
-            tunnels = self._tunnels if address is None else None
+            tunnels = self._routes.tunnels if address is None else None
             reason = tunnels.failure(self._contact.peer_id) if tunnels is not None else ""
             self._failures[address] = reason or await _failure_reason(channel)
             return None
@@ -187,16 +204,16 @@ class _Race:
         except OSError as error:
             self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
             return []
-        resolved = self._permitted(address, resolved)
+        resolved = self._routes.permitted(self._contact.peer_id, address, resolved)
         if not resolved:
             self._failures[address] = NOT_DIALED
         return resolved
 
     async def _tunnel(self) -> list[Endpoint]:
         """Return the end of a tunnel to the peer; nothing, and the reason noted, when there is none."""
-        assert self._tunnels is not None
+        assert self._routes.tunnels is not None
         try:
-            end = await self._tunnels.endpoint(self._contact)
+            end = await self._routes.tunnels.endpoint(self._contact)
         except SwarmError as error:
             self._failures[None] = str(error)
             return []

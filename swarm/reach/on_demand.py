@@ -16,6 +16,7 @@ from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.standing import PeerStanding
 from swarm.net.scope import Surroundings
 from swarm.runtime.sockets import Endpoint
 
@@ -27,10 +28,16 @@ class Libp2p:
     """The libp2p host of a node and what runs on it. It belongs to the network thread."""
 
     def __init__(
-        self, identity: Identity, agent: str, clock: Clock, surroundings: Surroundings, pool: Executor
+        self,
+        identity: Identity,
+        agent: str,
+        clock: Clock,
+        standing: PeerStanding,
+        surroundings: Surroundings,
+        pool: Executor,
     ) -> None:
         """`surroundings` say at which addresses relays are dialed. `pool` is where the library is loaded."""
-        self._identity, self._agent, self._clock = identity, agent, clock
+        self._identity, self._agent, self._clock, self._standing = identity, agent, clock, standing
         self._surroundings, self._pool = surroundings, pool
         self._stack: Stack | None = None
         self._loading = asyncio.Lock()
@@ -48,7 +55,9 @@ class Libp2p:
                 loop = asyncio.get_running_loop()
                 # 0.5 s of processor time: not on the event loop
                 module = await loop.run_in_executor(self._pool, importlib.import_module, "swarm.libp2p.stack")
-                stack: Stack = module.Stack(self._identity, self._agent, self._clock, self._tell)
+                stack: Stack = module.Stack(
+                    self._identity, self._agent, self._clock, self._standing, self._tell
+                )
                 await stack.host.start()
                 self._stack = stack
             return self._stack

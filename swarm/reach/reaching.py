@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import ChangeEvent
-from swarm.core.standing import PeerStanding
 from swarm.net.announcing import Announcing
 from swarm.net.channels import Channels
 from swarm.net.hello import Introduction, Introductions
@@ -46,6 +45,16 @@ class RelayView:
     is_reserved: bool
 
 
+@dataclass(frozen=True, slots=True)
+class RelayTerms:
+    """The facts that decide about a node's relays. `server`: where its gRPC server listens; None: nowhere.
+    `relay_mbit`: how much it relays for others, in Mbit/s; 0: nothing.
+    """
+
+    server: Address | None
+    relay_mbit: float
+
+
 class Reaching:
     """The relays of a node. It belongs to the network thread."""
 
@@ -56,18 +65,11 @@ class Reaching:
         introductions: Introductions,
         channels: Channels,
         book: PeerBook,
-        standing: PeerStanding,
-        *,
-        server: Address | None,
-        relay_mbit: float,
+        terms: RelayTerms,
     ) -> None:
-        """`server`: where the node's gRPC server listens; None: nowhere. `relay_mbit`: how much it relays for
-        others, in Mbit/s; 0: nothing.
-        """
         self._libp2p, self._announcing = libp2p, announcing
         self._introductions, self._channels = introductions, channels
-        self._book, self._standing = book, standing
-        self._server, self._relay_mbit = server, relay_mbit
+        self._book, self._terms = book, terms
         self._relays: dict[PeerId, tuple[Contact, float]] = {}  # with the round-trip time of their gRPC
         self._search = RelaySearch()
         self._hidden_since_s: float | None = None
@@ -146,9 +148,9 @@ class Reaching:
         stack = await self._libp2p.stack()
         stack.circuits.offer([contact for contact, _ in self._relays.values()], self._round_trip_s)
         if not self._takes_calls:
-            assert self._server is not None
+            assert self._terms.server is not None
             self._takes_calls = True
-            stack.take_calls(self._server)
+            stack.take_calls(self._terms.server)
 
     def _round_trip_s(self, peer_id: PeerId) -> float:
         return self._relays[peer_id][1]
@@ -157,7 +159,6 @@ class Reaching:
         """Greet peers that may relay, so that they say whether they do."""
         known = [peer.contact for peer in self._book.known()]
         candidates = [one for one in known if one.addresses and one.peer_id not in self._relays]
-        candidates.sort(key=lambda one: not self._standing.is_member(one.peer_id))
         async with asyncio.TaskGroup() as group:
             for contact in self._search.due(candidates, now_s):
                 group.create_task(self._greet(contact))
@@ -187,15 +188,15 @@ class Reaching:
 
     async def _offer(self) -> None:
         """Relay for others, if this node may, and peers of the internet can call it."""
-        if not self._relay_mbit or self._server is None or self._introductions.relay_port:
+        rate = self._terms.relay_mbit
+        if not rate or self._terms.server is None or self._introductions.relay_port:
             return
         if not self._announcing.is_open_to_all:
             return
         stack = await self._libp2p.stack()
         if stack.relay is None:
             host, port = self._announcing.listening
-            bytes_per_s = self._relay_mbit * _BYTES_PER_MBIT
-            port = await stack.offer_relay(host, port + 1 if port < 65535 else 0, bytes_per_s, self._standing)
-            _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, self._relay_mbit)
+            port = await stack.offer_relay(host, port + 1 if port < 65535 else 0, rate * _BYTES_PER_MBIT)
+            _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, rate)
         assert stack.host.listening is not None
         self._introductions.relay_port = stack.host.listening.port

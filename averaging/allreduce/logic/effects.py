@@ -180,7 +180,7 @@ class Finish:
 
     failure: str | None  # None: it is committed, and every average is in place
     certificate: Certificate | None  # also of a failed round, when the others committed it
-    unresolved: bool = False  # others may have committed what this member voted for
+    unresolved: bool = False  # others have committed what this member voted for, or may have
 
 
 Effect: TypeAlias = (

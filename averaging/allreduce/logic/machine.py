@@ -485,9 +485,8 @@ class RoundMachine:
         effects: list[Effect] = []
         if vote is None and not self.agreement.signing and self._own in self.setup.contributors:
             effects.append(do.Sign(b""))
-        unresolved = bool(
-            vote is not None and vote.result and certificate is None and not self.votes.tally.is_dead()
-        )
+        # also with the certificate at hand: its average is out of reach, and its head is voted on no more
+        unresolved = bool(vote is not None and vote.result and not self.votes.tally.is_dead())
         return effects + self._finish(do.Finish(reason, certificate, unresolved))
 
     def _finish(self, finish: do.Finish) -> list[Effect]:

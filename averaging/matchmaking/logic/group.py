@@ -74,9 +74,11 @@ def with_roles(members: Sequence[Member], is_stranger: Callable[[PeerId], bool])
     """
     if not any(can_dial(one) and one.contact.addresses and not is_stranger(one.peer_id) for one in members):
         return tuple(members)
-    return tuple(
-        one if one.contact.addresses else replace(one, contact=Contact(one.peer_id)) for one in members
-    )
+    return tuple(_without_relays(one) for one in members)
+
+
+def _without_relays(member: Member) -> Member:
+    return replace(member, contact=replace(member.contact, relays=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ def mismatch(group: Group, *, leader: PeerId, own: Member, gathered: bytes, code
     if leader not in group.peer_ids or own.peer_id not in group.peer_ids:
         return "it announced a group without itself or without this peer"
     place = group.index(own.peer_id)
-    if group.members[place] != own or group.gathered[place] != gathered:
+    if group.members[place] not in (own, _without_relays(own)) or group.gathered[place] != gathered:
         return "it announced a group with other values of this peer than this peer had sent"
     if group.codec != codec:
         return f"it announced a group with codec {group.codec!r}, not {codec!r}"
