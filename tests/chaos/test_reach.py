@@ -305,6 +305,19 @@ def test_the_doctor_says_what_the_router_would_have_to_forward(internet: Interne
     assert examined.wait("result", lambda event: event["event"] == "doctor")["can_volunteer"] is True
 
 
+def test_the_doctor_lists_the_relays_with_their_latency(internet: Internet) -> None:
+    one_public_and_two_behind_routers(internet)
+    entry = command(internet, "r", "bootstrap")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    examined = internet.start("a", "-m", "swarm.cli", "doctor", address, "--json")
+    reach = examined.wait("finding", lambda event: event.get("subject") == "reach")
+    assert "others reach this machine through relay" in reach["text"]
+    relays = examined.wait("relays", lambda event: event.get("subject") == "relays")
+    assert relays["state"] == "good"
+    assert address.rpartition("/")[2] in relays["text"]
+    assert " ms, used here)" in relays["text"]
+
+
 def test_volunteers_behind_routers_train_with_one_another_through_a_relay(
     internet: Internet, tmp_path: Path
 ) -> None:
