@@ -34,6 +34,8 @@ FLOODS = {
     "idle_tls": "500 TLS connections that call nothing",
     "scattered_tls": "500 TLS connections from 20 networks that call nothing",
     "empty_streams": "256 empty streams on each of 13 connections",
+    "unnamed_tls": "TLS handshakes that show no certificate",
+    "reconnects": "connections of one call each, made again and again",
 }
 LATE_S_MAX = 0.05
 MEMORY_BYTES_MAX = 64 << 20

@@ -1,6 +1,8 @@
 """Costs of membership to honest peers: runs for invited peers beside open runs, in turns.
 
-Bytes are those of the loopback device, so that nothing else may use it meanwhile.
+Bytes are those of the loopback device, so that nothing else may use it meanwhile. The comparison does not
+resolve a hundredth. So one more invited run is profiled: what the functions of membership take of the
+processor time of all peers, and how many bytes the messages have that show a capability.
 """
 
 from __future__ import annotations
@@ -17,12 +19,20 @@ from benchmarks.launch import Launch, LaunchFailed, Worker
 from benchmarks.results import Aim, Failures, Row, Series
 from benchmarks.small_runs import configuration
 from swarm.core.identity import Identity
-from swarm.membership.invite import RunIdentity, Terms, make_invite
+from swarm.membership.invite import Invite, RunIdentity, Terms, make_invite
+from swarm.net.membership import RunMembership
 
 COST_MAX = 1.01  # of an open run
 JOINING_SHARE_MIN = 0.95  # of the time that joining by an address takes
 _MODULE = "benchmarks.workers.small_run_peer"
 _READY_S, _ANSWER_S = 180.0, 60.0
+
+_SHARES = {
+    "own-processor": "processor time of the functions of membership, of that of all peers",
+    "own-history": "processor time of the functions of histories and certificates, of that of all peers",
+    "own-bytes": "bytes of the messages that show a capability, of those that all peers send",
+}
+_FRAMES_BYTES = 200  # of gRPC, TLS and TCP around such a message
 
 Say = Callable[[str], None]
 Members = Literal["open", "invited"]
@@ -48,6 +58,8 @@ class Costs(Failures):
     processor_s: list[float] = field(default_factory=list)  # of all peers per epoch
     sent_bytes: list[float] = field(default_factory=list)  # of all peers per epoch
     joining_s: list[float] = field(default_factory=list)  # from the end of the imports to a contribution
+    # of all processor time, and of all bytes, in a run that is profiled: in %
+    shares: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _SHARES})
 
 
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
@@ -66,11 +78,17 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
                 f"{members}: {1e3 * costs.processor_s[-1]:.0f} ms and {costs.sent_bytes[-1] / 1e6:.2f} MB an "
                 f"epoch; a newcomer contributes after {costs.joining_s[-1]:.1f} s"
             )
+    try:
+        _measure("invited", plan, found["invited"], is_profiled=True)
+    except LaunchFailed as failure:
+        found["invited"].launches_failed += 1
+        found["invited"].fail(str(failure).partition("; its log ends")[0])
+    say("; ".join(f"{name}: {values}" for name, values in found["invited"].shares.items()))
     yield _rows(plan, found["invited"], found["open"])
 
 
-def _measure(members: Members, plan: Plan, costs: Costs) -> None:
-    first, *others = _configurations(members, plan)
+def _measure(members: Members, plan: Plan, costs: Costs, *, is_profiled: bool = False) -> None:
+    first, *others = _configurations(members, plan, is_profiled=is_profiled)
     with Launch("membership", python=OWN_PYTHON, module=_MODULE, configurations=[first]) as launch:
         for other in others[: plan.peers - 1]:
             launch.add(other)
@@ -80,6 +98,9 @@ def _measure(members: Members, plan: Plan, costs: Costs) -> None:
         after, after_bytes = _count(launch.workers), psutil.net_io_counters(pernic=True)["lo"].bytes_sent
         epochs = max(after[0]["epoch"] - before[0]["epoch"], 1)
         used_s = sum(one["processor_s"] for one in after) - sum(one["processor_s"] for one in before)
+        if is_profiled:
+            _add_shares(costs, after, used_s, after_bytes - before_bytes, first["invites"][0])
+            return
         costs.processor_s.append(used_s / epochs)
         costs.sent_bytes.append((after_bytes - before_bytes) / epochs)
         for other in others[plan.peers - 1 :]:
@@ -88,9 +109,22 @@ def _measure(members: Members, plan: Plan, costs: Costs) -> None:
             costs.joining_s.append(contributed["seconds"])
 
 
-def _configurations(members: Members, plan: Plan) -> list[dict[str, Any]]:
+def _add_shares(
+    costs: Costs, counts: list[dict[str, Any]], used_s: float, sent_bytes: int, invite: str
+) -> None:
+    profiles = [one["profile"] for one in counts]
+    membership = RunMembership(Invite.parse(invite), Identity.generate().peer_id, (), time.time)
+    message_bytes = membership.request().ByteSize() + _FRAMES_BYTES
+    costs.shares["own-processor"].append(100.0 * sum(one["membership_s"] for one in profiles) / used_s)
+    costs.shares["own-history"].append(100.0 * sum(one["history_s"] for one in profiles) / used_s)
+    shown = sum(one["shown"] for one in profiles)
+    costs.shares["own-bytes"].append(100.0 * shown * message_bytes / max(sent_bytes, 1))
+
+
+def _configurations(members: Members, plan: Plan, *, is_profiled: bool = False) -> list[dict[str, Any]]:
     found = [
-        configuration(founds=number == 0, peers=plan.peers) for number in range(plan.peers + plan.newcomers)
+        {**configuration(founds=number == 0, peers=plan.peers), "is_profiled": is_profiled}
+        for number in range(plan.peers + plan.newcomers)
     ]
     if members == "invited":
         owner = Identity.generate()
@@ -123,6 +157,16 @@ def _rows(plan: Plan, invited: Costs, opened: Costs) -> list[Row]:
             aim=aim,
         )
 
+    def share(name: str) -> Row:
+        return Row(
+            identifier=f"membership-{plan.peers}-{name}",
+            workload=f"{plan.peers} peers of a run for invited peers, profiled",
+            quantity=_SHARES[name],
+            ours=invited.series_of(f"swarm, invited run: {name}", invited.shares[name], "%"),
+            peer=None,
+            aim=Aim(of="ours", sense="at most", value=1.0) if name != "own-history" else None,
+        )
+
     cheap = Aim(of="ours / peer", sense="at most", value=COST_MAX)
     fast = Aim(of="peer / ours", sense="at least", value=JOINING_SHARE_MIN)
     return [
@@ -135,4 +179,5 @@ def _rows(plan: Plan, invited: Costs, opened: Costs) -> list[Row]:
             fast,
             lambda one: one.joining_s,
         ),
+        *(share(name) for name in _SHARES),
     ]

@@ -15,9 +15,14 @@ def test_peers_of_an_invited_and_an_open_run_are_compared_in_the_short_form() ->
         "membership-2-processor",
         "membership-2-bytes",
         "membership-2-invite",
+        "membership-2-own-processor",
+        "membership-2-own-history",
+        "membership-2-own-bytes",
     ]
     assert not any(series.reasons for row in found for series in (row.ours, row.peer) if series is not None)
-    assert all(row.ratio is not None for row in found)
+    assert all(row.ratio is not None for row in found[:3])
+    assert all(0.0 <= row.ours.samples[0] < 100.0 for row in found[3:])
+    assert found[3].ours.samples[0] > 0.0, "the functions of membership are found in the profile"
 
 
 def test_a_small_run_is_measured_while_its_peers_are_killed_and_started_again() -> None:

@@ -296,7 +296,7 @@ class AllReduce:
             return outcome
         try:
             await uninterrupted(driver.offload.start(kernels.conclude, machine.assembly.held))
-        except OutOfMemory:  # the others have committed, and go on without us
+        except OutOfMemory:  # the others have committed, and go on without this member
             kernels.roll_back()
             name = setup.name(setup.own)
             return outcome.without_memory(f"{name} {driver.offload.out_of_memory}")

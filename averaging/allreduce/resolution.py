@@ -31,10 +31,11 @@ _RELAYS_MAX = 4  # members that are asked for the votes of those that cannot be 
 async def resolve(machine: RoundMachine, network: RoundNetwork, history: RoundLineage) -> None:
     """Ask the members of a failed round how they voted, until nobody can commit it any more, which frees this
     peer's vote, or until its head moves; at most for the longest grace, after which it goes on without.
+    Where the round's certificate is known there is nothing to ask: the vote binds until the head moves.
     """
     pauses = Backoff(_PAUSE_S_FIRST, _PAUSE_S_MAX)
     end_s = network.now_s + GRACE_S_MAX
-    while history.leave(machine.setup.proposal) and network.now_s < end_s:
+    while history.leave(machine.setup.proposal) and network.now_s < end_s and not machine.votes.certificate:
         async with asyncio.TaskGroup() as calls:
             for place in _to_ask(machine):
                 calls.create_task(_ask(place, machine, network))

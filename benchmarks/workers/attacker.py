@@ -72,12 +72,16 @@ class Target:
             yield channel
 
     async def connect(
-        self, identity: Identity | None = None, own_host: str | None = None
+        self,
+        identity: Identity | None = None,
+        own_host: str | None = None,
+        context: ssl.SSLContext | None = None,
     ) -> asyncio.StreamWriter:
-        """Connect by TCP, and with an identity by TLS as gRPC does. `own_host`: an address of this machine to
-        connect from.
+        """Connect by TCP, and with an identity or a `context` by TLS as gRPC does. `own_host`: an address of
+        this machine to connect from.
         """
-        context = _context(identity) if identity is not None else None
+        if identity is not None:
+            context = _context(identity)
         own = (own_host, 0) if own_host is not None else None
         _, writer = await asyncio.wait_for(
             asyncio.open_connection(self.host, self.port, ssl=context, local_addr=own), _CALL_S
@@ -129,12 +133,14 @@ Flood = Callable[
 ]  # returns how many requests or connections it made
 
 
-def _context(identity: Identity) -> ssl.SSLContext:
-    own = tls.client_certificate(identity)
+def _context(identity: Identity | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
+    if identity is None:
+        return context
+    own = tls.client_certificate(identity)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "certificate"
         path.write_bytes(own.key_pem + own.certificate_pem)
@@ -387,6 +393,35 @@ async def garbage(target: Target, seconds: float) -> int:
     return await _repeat(seconds, one, 4 * CONNECTIONS)
 
 
+async def unnamed_tls(target: Target, seconds: float) -> int:
+    """Begin TLS without a certificate, again and again."""
+    context = _context(None)
+
+    async def one(_number: int) -> int:
+        try:
+            writer = await target.connect(context=context)
+        except ssl.SSLError:
+            return 1
+        writer.transport.abort()
+        return 1
+
+    return await _repeat(seconds, one, CONNECTIONS)
+
+
+async def reconnects(target: Target, seconds: float) -> int:
+    """Connect as one of 64 identities, ask one question, and begin again."""
+    identities = [Identity.generate() for _ in range(64)]
+
+    async def one(_number: int) -> int:
+        identity = random.choice(identities)
+        find = DhtFindRequest(sender=_sender(identity), queries=[DhtFindQuery(key=key_to_wire(LONG_KEY))])
+        async with target.channel(identity) as channel:
+            await channel.unary_unary(FIND.name)(find.SerializeToString(), timeout=_CALL_S)
+        return 1
+
+    return await _repeat(seconds, one, CONNECTIONS)
+
+
 async def _hold(target: Target, seconds: float, identity: Identity | None, networks: int = 1) -> int:
     """Hold connections from addresses of as many /24 networks, all of them loopback."""
     deadline_s, writers = time.monotonic() + seconds, []
@@ -434,6 +469,8 @@ FLOODS: dict[str, Flood] = {
         idle_tls,
         scattered_tls,
         empty_streams,
+        unnamed_tls,
+        reconnects,
     )
 }
 

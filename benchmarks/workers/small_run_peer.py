@@ -11,6 +11,7 @@ import time
 import torch
 
 import swarm
+from benchmarks.membership_profile import ProcessProfile
 from benchmarks.worker_channel import WorkerChannel
 
 PARAMETERS = 1 << 18
@@ -34,6 +35,7 @@ def main() -> None:
             inner, node=node, run=settings["run"], target_batch_size=settings["target"], batch_size_per_step=1
         ) as optimizer,
     ):
+        profile: ProcessProfile | None = None
         if settings["founds"]:
             channel.publish(address, node.addresses[0])
         else:
@@ -43,7 +45,15 @@ def main() -> None:
                 does = channel.receive()["do"]
                 if does == "count":
                     processor_s = time.process_time()
-                    channel.send("counted", samples=samples, epoch=optimizer.epoch, processor_s=processor_s)
+                    channel.send(
+                        "counted",
+                        samples=samples,
+                        epoch=optimizer.epoch,
+                        processor_s=processor_s,
+                        profile=profile.end() if profile is not None else {},
+                    )
+                    # between two counts, so that joining is not part of it
+                    profile = ProcessProfile(node) if settings.get("is_profiled") and not profile else None
                 continue
             parameter.grad = torch.zeros_like(parameter)
             contributed = optimizer.step().contributed

@@ -19,11 +19,11 @@ from ipaddress import ip_address
 from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, PeerId
-from swarm.libp2p import cures
 from swarm.libp2p.agreement import answer, propose
 from swarm.libp2p.connection import NEGOTIATION_S, MuxedStream, PeerConnection
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import ConnectionCounts
+from swarm.libp2p.noise import PROTOCOL, Noise
 from swarm.libp2p.pipes import Pipe, TcpPipe, serve
 from swarm.libp2p.racing import Races
 from swarm.runtime.sockets import Endpoint
@@ -59,7 +59,7 @@ class Host:
     """
 
     def __init__(self, identity: Identity) -> None:
-        self.noise = cures.Noise(identity)
+        self.noise = Noise(identity)
         self.identity = identity
         self.peer_id = identity.peer_id
         self.supervisor = Supervisor()
@@ -178,9 +178,9 @@ class Host:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 if is_client:
-                    await propose(pipe, cures.PROTOCOL)
+                    await propose(pipe, PROTOCOL)
                 else:
-                    await answer(pipe, frozenset([cures.PROTOCOL]))
+                    await answer(pipe, frozenset([PROTOCOL]))
                 channel = await self.noise.handshake(pipe, is_client=is_client, expected=expected)
                 if is_client:
                     await propose(channel, yamux.PROTOCOL)

@@ -28,7 +28,7 @@ UNKNOWN_MAX = 96
 UNKNOWN_PER_PREFIX_MAX = 64
 UNKNOWN_AT_ONCE_MAX = 512  # 43 MiB, also of those that came a moment ago
 UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine could not serve in time
-# New connections of strangers of one address prefix: so many at once, and so many a second. Too small:
+# New connections of strangers of one address prefix: at once, and per second. Too small:
 # newcomers behind one public address wait for their first calls. Each makes a few connections.
 ARRIVALS_MAX = 128
 ARRIVALS_PER_S = 1.0

@@ -15,6 +15,7 @@ from averaging.history.certificate import RoundKind, Vote
 from averaging.history.lineage import GRACE_S_MIN
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S
 from averaging.optim.state.donor import Donor
+from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
@@ -150,6 +151,49 @@ def test_a_peer_that_goes_on_with_a_break_does_not_wait_for_one_that_loads_a_sta
 
     # a search that began with others is given up; then two epochs of one peer
     assert run_virtual(main()) <= GOES_ON_S + OBSOLETE_ROUND_GRACE_S + 2 * count * 1.0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_peer_gives_up_a_state_that_nobody_who_lives_has(
+    seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: a peer that had been cut off learned what the others had committed, and these died
+    before they gave it the state. Their records as donors stand for a minute more.
+    """
+    caplog.set_level(logging.CRITICAL)
+    asked = False
+
+    async def is_busy(donor: Donor, peer: PeerId, request: OpenRequest) -> OpenReply:
+        nonlocal asked
+        asked = True
+        raise PeerError("busy: it never has a place")
+
+    async def main() -> float:
+        network = SimulatedNetwork(seed, LinkConfig(delay_s=0.03, jitter=0.5))
+        checks, loop = TrainingChecks(Violations(), step_s_max=600.0), asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            swarm = TrainingSwarm(network, TrainingConfig(target_batch_size=24), checks.on_step, group)
+            peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(3)]
+            await _until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0)
+            left, *others = peers[::-1]
+            network.partition([left.peer])
+            epoch = _epoch(left)
+            assert await _until(lambda: min(map(_epoch, others)) > epoch + 1, 60.0)
+            with monkeypatch.context() as patched:
+                patched.setattr(Donor, "on_open", is_busy)
+                network.heal()
+                assert await _until(lambda: asked, 30.0)
+            for one in others:
+                await swarm.kill(one)
+            began_s, epoch = loop.time(), _epoch(left)
+            await _until(lambda: _epoch(left) > epoch, 200.0)
+            goes_on_s = loop.time() - began_s
+            await swarm.close()
+        assert not checks.violations.count, checks.violations.lines
+        return goes_on_s
+
+    # for as long as a peer without an answer waits, and for the grace
+    assert run_virtual(main()) <= 15.0 + GOES_ON_S
 
 
 async def _seconds_until_two_of_four_go_on(

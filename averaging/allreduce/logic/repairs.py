@@ -55,7 +55,7 @@ class Repairs:
         self._successors: dict[int, StragglerDetector] = {}  # by reducer
         self._takeovers: dict[int, _Takeover] = {}  # by chunk
         self._retries: list[tuple[float, int, int]] = []  # (when, reducer, place)
-        self._offered: set[tuple[int, int]] = set()  # (owner, chunk): what we have offered
+        self._offered: set[tuple[int, int]] = set()  # (owner, chunk): what this member has offered
         self.lost: dict[int, str] = {}  # reducers, and why
         self.left_out: dict[int, str] = {}  # members that did not give their values again, and why
         # members that wait for an answer, and until when
@@ -134,7 +134,7 @@ class Repairs:
         return found
 
     def on_offer_ended(self, place: int, chunk: int, taken: bool) -> None:
-        """Our offer was taken, or is to be repeated when the member asks again."""
+        """This member's offer was taken, or is to be repeated when the member asks again."""
         if not taken:
             self._offered.discard((place, chunk))
 
@@ -184,7 +184,7 @@ class Repairs:
     def on_contribution(
         self, place: int, chunk: int, size_bytes: int, error: str, *, own: bool
     ) -> list[Effect]:
-        """A member's values of a chunk that we take over came, or did not."""
+        """A member's values of a chunk that this member takes over came, or did not."""
         takeover = self._takeovers.get(chunk)
         if takeover is None or place not in takeover.waiting:
             return []
@@ -199,7 +199,7 @@ class Repairs:
         return self._reduce(chunk, takeover, own)
 
     def on_reduced(self, chunk: int) -> None:
-        """A chunk that we took over was averaged and settled."""
+        """A chunk that this member took over was averaged and settled."""
         self._takeovers.pop(chunk, None)
         repair = self._repairs.get(self._setup.plan.chunks[chunk].reducer)
         if repair is not None:

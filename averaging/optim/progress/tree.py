@@ -20,6 +20,7 @@ from averaging.optim.progress.logic.shards import (
     aggregators,
     bits_for,
     children_of,
+    counted_sums,
     median_of,
     shard_of,
     sum_of_children,
@@ -181,7 +182,8 @@ class Tree:
             children = children_of(parent, self._run, written, now_s, self._electors)
             summed = sum_of_children(children, parent.level, now_s)
             aggregating = aggregators(parent, self._run, written, now_s, self._electors)
-            totals_above = [totals[peer] for peer in aggregating if peer in totals and peer != self.own]
+            others = [peer for peer in aggregating if peer != self.own]
+            totals_above = counted_sums(totals, others, self._electors)
             published = median_of(totals_above) if len(totals_above) > 1 else None
             if self.own in aggregating:
                 own_nodes.append(parent)

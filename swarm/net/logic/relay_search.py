@@ -1,8 +1,8 @@
 """The search for relays, by a peer that nobody can call: which peers it asks. Pure; times are seconds, passed
 in.
 
-It learns that from the answers to its Hellos. While it knows fewer relays than it wants, it greets peers that
-have an address again: some take up relaying only when others have called them.
+It learns from the answers to its Hellos which peers relay. While it knows fewer relays than it wants, it
+greets peers that have an address again: some take up relaying only when others have called them.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def begun() -> tuple[Lineage, Certificate]:
 
 
 def test_a_contributor_that_never_heard_of_its_round_votes_for_none_when_an_elector_asks() -> None:
-    """Its vote is what the others lack to know that nobody can commit the round."""
+    """The others lack this vote to know that nobody can commit the round."""
 
     async def play() -> None:
         lineage, certificate = begun()

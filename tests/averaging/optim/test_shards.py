@@ -104,14 +104,20 @@ def test_electors_aggregate_before_any_number_of_other_identities(electors: int)
     assert found[electors:] == last[: AGGREGATORS - min(electors, AGGREGATORS)]
 
 
-def test_sums_of_strangers_do_not_stand_for_a_shard_that_has_three_electors() -> None:
+@pytest.mark.parametrize("there", [1, 2, 3])
+def test_sums_of_strangers_do_not_stand_for_a_shard_that_has_an_elector(there: int) -> None:
     root = TreeNode(2, 1, 0)
     shard = [peer for peer in PEERS if shard_of(RUN, peer, 2).prefix == 1]
     chosen = aggregators(TreeNode(2, 0, 1), RUN, shard, NOW_S)
-    electors = [peer for peer in shard if peer not in chosen][:AGGREGATORS]
+    electors = [peer for peer in shard if peer not in chosen][:there]
     written = {peer: (1, total() if peer in electors else LIES[0]) for peer in shard}
     assert children_of(root, RUN, written, NOW_S)[1] == [LIES[0]] * 3, "by the hash alone liars decide"
-    assert children_of(root, RUN, written, NOW_S, electors)[1] == [total()] * 3
+    sums = children_of(root, RUN, written, NOW_S, electors)[1]
+    assert sums == [total()] * max(there, 2)
+    assert median_of(sums) == total(), "that of a single elector stands as it is"
+    del written[electors[0]]  # its sum is too old
+    if there == 1:
+        assert children_of(root, RUN, written, NOW_S, electors)[1] == [LIES[0]] * 3
 
 
 def test_an_elector_aggregates_the_shard_that_it_is_in() -> None:

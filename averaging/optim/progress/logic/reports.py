@@ -352,11 +352,10 @@ class EpochProgress:
         }
 
     def is_alone(self, now_s: float) -> bool:
-        """Return whether no other peer takes part in the run, as far as is known, or for a peer that has left
-        the first epoch, whether none has a state. A peer that does not answer in time may be busy.
+        """Return whether no other peer takes part in the run, as far as is known. A peer that does not answer
+        in time may be busy.
         """
-        present = self._present(now_s)
-        return not (with_state(present) if self.epoch else present)
+        return not self._present(now_s)
 
     def has_begun(self, now_s: float, believed: Collection[PeerId] | None = None) -> bool:
         """Return whether the run has completed an epoch that this peer has not: by a certificate, or by the

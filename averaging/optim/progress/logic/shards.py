@@ -125,6 +125,19 @@ def aggregators(
     return sorted(writers, key=rank)[:AGGREGATORS]
 
 
+def counted_sums(
+    sums: Mapping[PeerId, ProgressTotal], chosen: Iterable[PeerId], electors: Collection[PeerId]
+) -> list[ProgressTotal]:
+    """Return those sums of the chosen aggregators that count: of electors alone, where there is one.
+
+    Beside identities that were made for the part, the median of three would be theirs. The sum of a single
+    elector is returned twice: it stands as it is (`median_of`).
+    """
+    found = {peer: sums[peer] for peer in chosen if peer in sums}
+    deciding = [one for peer, one in found.items() if peer in electors]
+    return (deciding * 2 if len(deciding) == 1 else deciding) or list(found.values())
+
+
 def sum_of_reports(reports: Mapping[PeerId, ProgressReport], now_s: float) -> ProgressTotal:
     """Return the sum of a shard's reports. Each counts with at most `RATE_RATIO_MAX` times the median rate
     since the epoch began.
@@ -240,12 +253,12 @@ def children_of(
         child = TreeNode(node.bits, node.level - 1, prefix)
         if child.parent == node and child.holds(place_of(run, writer)):
             by_child.setdefault(prefix, []).append(writer)
+    sums = {writer: total for writer, (_, total) in written.items()}
     return {
-        prefix: [
-            written[writer][1]
-            for writer in aggregators(
-                TreeNode(node.bits, node.level - 1, prefix), run, writers, now_s, electors
-            )
-        ]
+        prefix: counted_sums(
+            sums,
+            aggregators(TreeNode(node.bits, node.level - 1, prefix), run, writers, now_s, electors),
+            electors,
+        )
         for prefix, writers in by_child.items()
     }
