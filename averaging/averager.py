@@ -390,7 +390,7 @@ class Averager:
         return Member(
             contact=contact,
             weight=weight,
-            bandwidth=bandwidth if contact.addresses else 0.0,
+            bandwidth=bandwidth if contact.is_callable else 0.0,
             bandwidth_is_set=is_set,
             auxiliary=self.auxiliary,
             grid_rounds=history.grid_rounds if history is not None else 0,

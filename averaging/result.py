@@ -6,12 +6,18 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from averaging.history.certificate import Certificate
+from averaging.matchmaking.logic.messages import SearchFailure
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.core.ids import PeerId
 from swarm.runtime.waits import WaitEvent
+
+# "": it did not fail
+RoundFailure: TypeAlias = (
+    SearchFailure | Literal["", "nobody contributes", "round", "quorum", "memory", "closed"]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +35,13 @@ class RoundResult:
     """
 
     failed: bool
-    reason: str = ""
+    reason: RoundFailure = ""
     detail: str = ""  # after a retry also why the attempt before failed
     peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
     # fraction of the elements to which each member contributed
     contributions: Mapping[PeerId, float] = field(default_factory=dict)
+    # with which each member counted in the average: less than it asked for where the run caps it
+    weights: Mapping[PeerId, float] = field(default_factory=dict)
     gathered: Mapping[PeerId, Any] = field(default_factory=dict)  # what each member passed as `gather`
     # fraction of the elements in which `clip_to_median` shortened its values
     clipped: Mapping[PeerId, float] = field(default_factory=dict)
@@ -63,6 +71,7 @@ class RoundResult:
             reason="memory",
             detail=detail,
             contributions={},
+            weights={},
             clipped={},
             weight=0.0,
             digest="",
@@ -88,7 +97,7 @@ class PendingRound:
         self._outcome: RoundResult | None = None
         self._error: Exception | None = None  # a bug here, not a result of the network
         self._result: RoundResult | None = None
-        self._discarded = ""  # why there will be no result
+        self._discarded: Literal["", "cancelled", "closed"] = ""  # why there will be no result
         self._committed = False
         self._future: concurrent.futures.Future[None] | None = None
 
@@ -126,7 +135,7 @@ class PendingRound:
                     self._release(self)
                     raise self._error
                 if (self._discarded and not self._committed) or outcome is None:
-                    reason = self._discarded or "closed"
+                    reason: Literal["cancelled", "closed"] = self._discarded or "closed"
                     texts = {
                         "cancelled": "the round was cancelled here",
                         "closed": "the averager was closed during the round",
@@ -178,7 +187,7 @@ class PendingRound:
         if not self.done:
             self._discard("closed")
 
-    def _discard(self, why: str) -> None:
+    def _discard(self, why: Literal["cancelled", "closed"]) -> None:
         with self._lock:
             if self._result is not None:
                 return

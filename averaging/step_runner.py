@@ -22,7 +22,7 @@ from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.vector import FlatVector
-from averaging.result import RoundResult
+from averaging.result import RoundFailure, RoundResult
 from swarm.core.backoff import backoff_s
 from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
@@ -223,6 +223,7 @@ class StepRunner:
             failed=False,
             detail=self._explain(""),
             contributions=dict(outcome.contributions),
+            weights=weights,
             clipped=dict(outcome.clipped),
             weight=_weight_of_average(group, outcome),
             digest=outcome.digest,
@@ -236,7 +237,7 @@ class StepRunner:
             members=tuple(member.contact for member in group.members),
         )
 
-    def _failure(self, reason: str, detail: str, group: Group | None) -> StepOutcome:
+    def _failure(self, reason: RoundFailure, detail: str, group: Group | None) -> StepOutcome:
         result = RoundResult(failed=True, reason=reason, detail=detail, **self._common(group))
         return StepOutcome(result=result, averages=None, last_round_s=self._last_round_s)
 

@@ -27,16 +27,20 @@ from swarm.dht.service.dht_service import DhtService
 from swarm.membership.invite import Entrance
 from swarm.net.announcing import Announcing, OwnAddresses
 from swarm.net.channels import Channels, ConnectionLimits
+from swarm.net.dial import Routes
 from swarm.net.dialback import DialBacks
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining
-from swarm.net.listening import given_addresses, parse_listen
+from swarm.net.listening import WILDCARDS, given_addresses, parse_listen
+from swarm.net.logic.reachability import NodeReach
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
 from swarm.net.scope import Scope, Surroundings
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
+from swarm.reach.on_demand import Libp2p
+from swarm.reach.reaching import Reaching, RelayTerms, RelayView
 from swarm.runtime.fork import NodeSockets, close_after_fork
 from swarm.runtime.services import Services
 from swarm.runtime.supervise import Supervisor
@@ -51,6 +55,7 @@ _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
 _HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed
 _CALLBACKS_S_MAX = 1.0
 _CLOSE_S_MAX = 1.8
+_RELAYS_S_MAX = 20.0
 # the widest network that a node of a preset takes itself to be in
 _WIDEST: dict[Preset, Scope] = {"local": Scope.MACHINE, "lan": Scope.SITE, "wan": Scope.INTERNET}
 ServiceT = TypeVar("ServiceT")
@@ -70,6 +75,9 @@ class NodeConfig:
     announce: tuple[str, ...] = ()
     # Caps for tensors and other bulk data; too small: rounds wait for this peer.
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    # Relay calls to peers that nobody can call, at most at this rate in Mbit/s, on the TCP port after that of
+    # `listen`; 0: none. Only where others can call this machine.
+    relay_mbit: float = 0.0
 
 
 class Node:
@@ -141,12 +149,15 @@ class Node:
         self.supervisor = Supervisor()
         throttle = Throttle(self.config.bandwidth)
         surroundings = Surroundings(bootstrap, _WIDEST[self.config.preset])
+        self._libp2p = Libp2p(
+            self.identity, self.agent, self.clock, self.standing, surroundings, self.network.pool
+        )
         self.channels = Channels(
             self.identity,
             on_connected=self._connected,
             throttle=throttle,
             membership=self.membership,
-            surroundings=surroundings,
+            routes=Routes(surroundings, self._libp2p),
             limits=ConnectionLimits(dial_timeout_s=self.timings.dial_timeout_s),
         )
         self._server = Server(
@@ -154,6 +165,7 @@ class Node:
             standing=self.standing,
             membership=self.membership,
             surroundings=surroundings,
+            tunnelled=self._libp2p.tunnelled,
         )
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
@@ -186,11 +198,13 @@ class Node:
         self.contact = self._announcing.contact
         self._introductions.on_introduced.append(self._announcing.on_introduced)
         self.at_close(self._announcing.close)
+        self._reaching = self._reach_through_relays()
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("addresses of this peer", self._announcing.run, restart=True)
+        self.supervisor.spawn("relays of this peer", self._reaching.run, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
@@ -207,11 +221,18 @@ class Node:
         return f"swarm/{swarm.__version__}"
 
     @property
-    def reach(self) -> str:
-        """Return "direct" when others can call this peer, as far as it knows; "hidden" when they have tried
-        in vain; "unknown" until one has tried; "none" for a peer that does not listen.
+    def reach(self) -> NodeReach:
+        """Return "direct" when others can call this peer, as far as it knows; "relayed" when they can through
+        relays, and "hidden" when they have tried in vain; "unknown" until one has tried; "none" for a peer
+        that does not listen.
         """
         return self._announcing.reach
+
+    def relays(self) -> list[RelayView]:
+        """Ping the relays that this node knows, and return them: those first at which it has a reservation,
+        then the nearest. Takes a few seconds, because libp2p is loaded for it.
+        """
+        return self.network.run(self._reaching.relays(), _RELAYS_S_MAX)
 
     def tell_reach(self, listener: Callable[[str], None]) -> None:
         """Call `listener` on the network thread with a sentence that says how others reach this peer, as soon
@@ -346,6 +367,7 @@ class Node:
         await goodbyes.close(0.1)
         await self.supervisor.close(0.3)
         await self.channels.close()
+        await self._libp2p.close()
         await self._server.stop(0.1)
 
     async def _run_housekeeping(self) -> None:
@@ -358,11 +380,12 @@ class Node:
         self.contact = contact
         for callback in list(self._at_announced):
             callback()
-        if contact.addresses:
+        if contact.addresses:  # the DHT calls nobody through relays
             self.supervisor.spawn("telling the neighbours", self.dht.service.announce)
 
-    def _connected(self, contact: Contact, address: Address, seconds: float) -> None:
-        self.book.record_connection(contact.peer_id, address)
+    def _connected(self, contact: Contact, address: Address | None, seconds: float) -> None:
+        if address is not None:
+            self.book.record_connection(contact.peer_id, address)
         if self._introductions.is_due(contact.peer_id):
             self.supervisor.spawn(
                 f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact)
@@ -377,7 +400,23 @@ class Node:
             _logger.debug("%s", error)
 
     def _own_sockets(self) -> NodeSockets:
-        return NodeSockets(self._listen_address, self.channels.endpoints)
+        own = (self._listen_address,) if self._listen_address is not None else ()
+        dialed = self.channels.endpoints | self._libp2p.dialed
+        return NodeSockets((*own, *self._libp2p.listening), dialed)
+
+    def _reach_through_relays(self) -> Reaching:
+        server = None
+        if self._listen_address is not None:  # as this process reaches it
+            host, port = self._listen_address
+            server = Address("127.0.0.1" if host in WILDCARDS else host, port)
+        return Reaching(
+            self._libp2p,
+            self._announcing,
+            self._introductions,
+            self.channels,
+            self.book,
+            RelayTerms(server, self.config.relay_mbit),
+        )
 
 
 def _entered(callbacks: list[CallbackT], callback: CallbackT) -> Callable[[], None]:

@@ -224,11 +224,6 @@ UNUSED_WORDS = re.compile(
     re.IGNORECASE,
 )
 CODE_CHARACTERS_MAX = 110
-# public class names that two modules use
-SHARED_CLASS_NAMES: set[str] = {
-    "Snapshot",
-    "Table",
-}
 
 
 def folder_of(path: Path) -> str:
@@ -293,11 +288,7 @@ def test_a_public_class_name_has_one_meaning() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(name_of(path))
     shared = {name: paths for name, paths in modules.items() if len(paths) > 1}
-    unexpected = {name: paths for name, paths in shared.items() if name not in SHARED_CLASS_NAMES}
-    assert not unexpected, f"rename one of each: {unexpected}"
-    assert shared.keys() >= SHARED_CLASS_NAMES, (
-        f"take out of the list: {sorted(SHARED_CLASS_NAMES - shared.keys())}"
-    )
+    assert not shared, f"rename one of each: {shared}"
 
 
 COPIED_LINES_MAX = 9

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -36,10 +35,10 @@ from averaging.allreduce.config import (
 from averaging.allreduce.driver import RoundDriver
 from averaging.allreduce.finished import FinishedRound
 from averaging.allreduce.kernels import ReductionKernels
+from averaging.allreduce.known_rounds import KnownRound, KnownRounds
 from averaging.allreduce.logic.effects import Finish
 from averaging.allreduce.logic.events import Heard
 from averaging.allreduce.logic.machine import RoundMachine
-from averaging.allreduce.logic.membership import JOIN_S
 from averaging.allreduce.logic.setup import RoundSetup, proposal_of
 from averaging.allreduce.logic.values import RoundState
 from averaging.allreduce.network import RoundNetwork
@@ -50,7 +49,7 @@ from averaging.allreduce.voter import IN_ANOTHER_ROUND, Voter
 from averaging.history.certificate import Proposal, Vote
 from averaging.history.electors import NEW_REGISTER
 from averaging.history.round_lineage import RoundLineage
-from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group
+from averaging.matchmaking.logic.group import Group
 from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.balance import shares_of
@@ -68,13 +67,10 @@ from swarm.net.rpc import Handlers, Stream
 from swarm.runtime.supervise import Supervisor
 from swarm.wire import reduce_pb2
 
-_FINISHED_MAX = 16  # rounds whose end is remembered, for members that ask late
-_WAITING_MAX = 256  # streams and votes of rounds that have not begun here
-_WAITING_PER_PEER_MAX = 8
 _METHODS = (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
 
 T = TypeVar("T")
-# An elector's answer to a proposal with a result and the contributors' votes for it: its vote, or why not.
+# An elector's answer to a proposal, a result (b"": none) and the votes for it: its own vote, or why not.
 Endorser: TypeAlias = Callable[[PeerId, Proposal, bytes, Sequence[Vote]], Awaitable[Vote | str]]
 
 
@@ -98,10 +94,8 @@ class AllReduce:
         self._own = notary.identity.peer_id
         self._pool = pool
         self._notary = notary
-        self._rounds: OrderedDict[bytes, RoundDriver | FinishedRound] = OrderedDict()
+        self._rounds = KnownRounds()
         self._endorsers: dict[str, Endorser] = {}
-        self._begun = asyncio.Event()
-        self._waiting: Counter[PeerId] = Counter()
         self._background = Supervisor()
         self._conducting: set[RoundDriver] = set()  # they run, or tell members how they ended
         self._resolving: set[asyncio.Task[None]] = set()  # of rounds that others may have committed
@@ -133,12 +127,12 @@ class AllReduce:
     @property
     def running(self) -> list[RoundDriver]:
         """Return the rounds that have not ended here."""
-        return [one for one in self._rounds.values() if isinstance(one, RoundDriver)]
+        return self._rounds.running
 
     @property
     def waiting(self) -> int:
         """Return how many calls of faster members wait for rounds that have not begun here."""
-        return self._waiting.total()
+        return self._rounds.waiting
 
     def serve_history(self, run: str, endorser: Endorser | None) -> None:
         """Answer questions for this peer's vote as an elector of a run with `endorser`; None: no more."""
@@ -197,7 +191,7 @@ class AllReduce:
         finally:
             if not driver.ended.done() or driver.ended.cancelled():
                 kernels.roll_back()
-            self._rounds[group.group_id] = FinishedRound(driver.machine, averages)
+            self._rounds.finish(group.group_id, FinishedRound(driver.machine, averages))
             self.speed.round_over()
             if history is not None:
                 self._free_vote(driver.machine, history)
@@ -271,12 +265,7 @@ class AllReduce:
             Voter(self._notary.identity, setup.proposal, history),
             Auditor(setup.group, kernels, self._notary, config.audit) if config.audit else None,
         )
-        self._rounds[setup.group.group_id] = driver
-        finished = [group_id for group_id, one in self._rounds.items() if isinstance(one, FinishedRound)]
-        for group_id in finished[:-_FINISHED_MAX]:
-            del self._rounds[group_id]
-        self._begun.set()
-        self._begun = asyncio.Event()
+        self._rounds.begin(setup.group.group_id, driver)
         return driver
 
     async def _conclude(self, driver: RoundDriver, finish: Finish) -> RoundOutcome:
@@ -307,7 +296,7 @@ class AllReduce:
             return outcome
         try:
             await uninterrupted(driver.offload.start(kernels.conclude, machine.assembly.held))
-        except OutOfMemory:  # the others have committed, and go on without us
+        except OutOfMemory:  # the others have committed, and go on without this member
             kernels.roll_back()
             name = setup.name(setup.own)
             return outcome.without_memory(f"{name} {driver.offload.out_of_memory}")
@@ -322,16 +311,15 @@ class AllReduce:
         header, _ = unpack(message)
         if not header.HasField("open"):
             raise PeerError("a stream of a round begins with an opening")
-        found = await self._find(header.open.group_id, stream.peer_id)
+        found = await self._rounds.find(header.open.group_id, stream.peer_id)
         place = _place(found, stream.peer_id)
         if isinstance(found, RoundDriver) and found.running:
             await found.serve(place, header.open, stream)
             return
         if isinstance(found, RoundDriver):  # it ends at this moment
             found = FinishedRound(found.machine, found.kernels.averages)
-        left_s = found.machine.setup.deadline_s - self._network.now_s
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(found.machine.setup.deadline_s - self._network.now_s):
                 await found.give_averages(place, self._network.framed(stream, _nothing, lambda: None))
         except TimeoutError:
             raise PeerError("this round is over") from None
@@ -349,7 +337,7 @@ class AllReduce:
         return wire.state_to_wire(found.machine.state, (finish.failure or "") if finish is not None else "")
 
     async def _serve_vote(self, caller: PeerId, request: reduce_pb2.VoteRequest) -> reduce_pb2.VoteReply:
-        found = await self._find(request.group_id, caller)
+        found = await self._rounds.find(request.group_id, caller)
         place = _place(found, caller)
         statement = wire.statement_from_wire(request.statement, len(found.machine.setup.members))
         return reduce_pb2.VoteReply(
@@ -397,44 +385,22 @@ class AllReduce:
         if endorser is None:
             raise PeerError("this peer takes no part in that run")
         proposal, result, votes = wire.endorsement_from_wire(request)
-        competes = any(driver.voter.competes_with(proposal) for driver in self.running)
+        # before this peer votes for none, the message that the round has begun gets the time that it may take
+        is_here = not result and await self._rounds.wait_for(proposal.group_id, caller) is not None
+        competes = is_here or any(driver.voter.competes_with(proposal) for driver in self.running)
         answer = IN_ANOTHER_ROUND if competes else await endorser(caller, proposal, result, votes)
         if isinstance(answer, Vote):
             return reduce_pb2.EndorseReply(vote=wire.vote_to_wire(answer))
         return reduce_pb2.EndorseReply(refusal=answer)
 
-    async def _find_repairable(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
+    async def _find_repairable(self, group_id: bytes, caller: PeerId) -> KnownRound:
         """Return the round of this name. Raises PeerError where reducers are audited: a member that took a
         shard over could not be.
         """
-        found = await self._find(group_id, caller)
+        found = await self._rounds.find(group_id, caller)
         if found.machine.setup.audited:
             raise PeerError("this round is audited: nobody takes over what another member reduces")
         return found
-
-    async def _find(self, group_id: bytes, caller: PeerId) -> RoundDriver | FinishedRound:
-        """Return the round of this name; wait a little for one that has not begun here, because a faster
-        member may be first.
-        """
-        if len(group_id) != GROUP_ID_BYTES:
-            raise PeerError(f"a round's name has {GROUP_ID_BYTES} bytes, not {len(group_id)}")
-        if group_id not in self._rounds:
-            if self._waiting[caller] >= _WAITING_PER_PEER_MAX or self._waiting.total() >= _WAITING_MAX:
-                raise PeerError("too many calls wait here for rounds that have not begun")
-            self._waiting[caller] += 1
-            try:
-                async with asyncio.timeout(JOIN_S):
-                    while group_id not in self._rounds:
-                        await self._begun.wait()
-            except TimeoutError:
-                raise PeerError(
-                    f"this peer is in no round of that name, and did not begin one within {JOIN_S:g} s"
-                ) from None
-            finally:
-                self._waiting[caller] -= 1
-                if not self._waiting[caller]:
-                    del self._waiting[caller]
-        return self._rounds[group_id]
 
 
 async def _ended(driver: RoundDriver) -> Finish:

@@ -62,6 +62,8 @@ class RoundDriver:
         self.plan_digest = kernels.plan.digest(kernels.codec)
         self.own_chunks = machine.shard.chunks
         self.bytes_sent = self.bytes_received = 0
+        # set when effects can be performed; the calls and streams of an event that comes before would be lost
+        self.begun = asyncio.Event()
         self.ended: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self.averages: list[bytes] = []  # messages, as they were reduced; b"" once every member has one
         self.refusals: dict[int, str] = {}  # senders that were left out: to be told on their streams
@@ -105,6 +107,7 @@ class RoundDriver:
                 self.ended.set_exception(error)
             raise
         finally:
+            self.begun.set()
             self._calls.close()
 
     async def _run(self) -> None:
@@ -117,6 +120,7 @@ class RoundDriver:
                 self._reducing = work.create_task(self.work.reduce(), name="reduce")
                 work.create_task(self._tick(), name="tick")
                 self._perform(self.machine.begin())
+                self.begun.set()
                 # beside the tasks, which answer members and send heartbeats
                 await self.offload.prepare(self.kernels.prepare, not self.machine.setup.own_auxiliary)
                 self.feed(on.MemoryPrepared())
@@ -125,7 +129,7 @@ class RoundDriver:
                 raise _RoundOver
         except* _RoundOver:
             pass
-        except* UsageError as errors:  # the node was closed under our feet
+        except* UsageError as errors:  # the node was closed meanwhile
             self.feed(on.GiveUp(f"{name} cannot go on: {first_error(errors)}"))
         except* OutOfMemory:
             self.feed(on.GiveUp(f"{name} {self.offload.out_of_memory}"))
@@ -239,7 +243,7 @@ class RoundDriver:
             return False
         return True
 
-    # ---- our own work
+    # ---- this member's own work
 
     async def find_elector(self, elector: PeerId) -> Contact | None:
         """Return the contact of an elector outside of the group; None when it is not known."""
@@ -266,7 +270,7 @@ class RoundDriver:
         return digest is not None
 
     async def encoded(self, chunk: int) -> bytes:
-        """Return our encoded values of a chunk. Raises PeerError when there are none to give."""
+        """Return this member's encoded values of a chunk. Raises PeerError when there are none to give."""
         if not self.running:
             raise PeerError("the round is over")
         if not self.machine.contributes:
@@ -295,7 +299,7 @@ class RoundDriver:
         await stream.send(message)
 
     def on_bytes(self, place: int, averages: bool, size_bytes: int) -> None:
-        """Something came on a stream; `averages`: on one that we opened."""
+        """Something came on a stream; `averages`: on one that this member opened."""
         self.feed(on.BytesArrived(place, size_bytes, averages))
 
     def on_sent(self, place: int) -> None:
@@ -317,7 +321,7 @@ class RoundDriver:
         self.feed(on.ContributionArrived(place, chunk, len(payload)))
 
     def give(self, message: bytes) -> None:
-        """Give another average of our shard to everybody that takes averages."""
+        """Give another average of this member's shard to everybody that takes averages."""
         self.averages.append(message)
         self._changed.set()
 
@@ -371,13 +375,13 @@ class RoundDriver:
                 self.feed(on.CallEnded(number))
 
     async def answer_votes(self, place: int, statement: Statement) -> Statement:
-        """A member says what it knows, and asks for what we know."""
+        """A member says what it knows of the votes, and asks what this one knows."""
         answer = await self._ask(lambda number: on.VotesAsked(number, place, statement))
         assert isinstance(answer, do.AnswerVotes)
         return answer.statement
 
     async def answer_inventory(self, place: int, request: InventoryRequest) -> InventoryReply:
-        """A member asks what we hold."""
+        """A member asks what this member holds."""
         setup = self.machine.setup
         question = wire.question_from_wire(request, len(setup.members))
         answer = await self._ask(lambda number: on.InventoryAsked(number, place, question))
@@ -388,7 +392,7 @@ class RoundDriver:
         return reply
 
     async def answer_fetch(self, request: FetchRequest) -> FetchReply:
-        """A member asks for an average, or for our values of a chunk that it takes over."""
+        """A member asks for an average, or for this member's values of a chunk that it takes over."""
         if request.digest:
             reply = FetchReply(payload=payload_of(self.machine, self.kernels.averages, request))
         else:
@@ -397,7 +401,7 @@ class RoundDriver:
         return reply
 
     def take_offer(self, place: int, chunk: int, payload: bytes, withdrawn: str) -> None:
-        """A member that cannot be dialed gives its values of a chunk that we take over."""
+        """A member that cannot be dialed gives its values of a chunk that this member takes over."""
         refusal = self.machine.repairs.refusal(place, chunk)
         if refusal:
             raise PeerError(refusal)
@@ -406,7 +410,7 @@ class RoundDriver:
         self.feed(on.ContributionFetched(place, chunk, len(payload), error))
 
     def keep_value(self, place: int, chunk: int, payload: memoryview) -> None:
-        """Keep a member's values of a chunk that we take over."""
+        """Keep a member's values of a chunk that this member takes over."""
         self.bytes_received += len(payload)
         self.work.keep_value(place, chunk, payload)
 

@@ -33,7 +33,7 @@ class FinishedRound:
         self._averages = weakref.ref(averages)
 
     async def answer_votes(self, place: int, statement: Statement) -> Statement:
-        """A member says what it knows, and asks for what we know."""
+        """A member says what it knows of the votes, and asks what this one knows."""
         machine = self.machine
         for effect in machine.step(on.VotesAsked(0, place, statement), machine.setup.deadline_s):
             if isinstance(effect, do.AnswerVotes):
@@ -41,7 +41,7 @@ class FinishedRound:
         raise AssertionError("a finished round answers at once")
 
     async def answer_inventory(self, place: int, request: InventoryRequest) -> InventoryReply:
-        """A member asks what we hold. Raises PeerError when it is not in memory any more."""
+        """A member asks what this member holds. Raises PeerError when it is not in memory any more."""
         self._alive()
         wire.question_from_wire(request, len(self.machine.setup.members))
         reply = wire.inventory_to_wire(request, self.machine.setup.plan, self.machine.assembly.held)

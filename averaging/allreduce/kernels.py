@@ -83,7 +83,7 @@ class _Scratch:
     values: torch.Tensor  # what one member contributes to a block
     total: torch.Tensor  # the sum, of the whole chunk: float32's encoding is a view of it
     encoded: torch.Tensor
-    read: torch.Tensor  # our own values, where tensors meet within a chunk
+    read: torch.Tensor  # this member's own values, where tensors meet within a chunk
     rows: Rows  # of all members, for rules that compare them
 
 
@@ -148,8 +148,8 @@ class ReductionKernels:
             self.vector.queues.finish()
 
     def encode(self, chunks: Sequence[Chunk]) -> list[bytes | int]:
-        """Return the messages that carry our values of `chunks`; an element of the vector that cannot be sent
-        ends the list with its index.
+        """Return the messages that carry this member's values of `chunks`; an element of the vector that
+        cannot be sent ends the list with its index.
         """
         started_s = time.perf_counter()
         messages: list[bytes | int] = []
@@ -164,7 +164,7 @@ class ReductionKernels:
         return messages
 
     def reduce(self, jobs: Sequence[ReductionJob]) -> list[Averaged | Spoiled]:
-        """Average chunks of our own shard, into `averages`."""
+        """Average chunks of this member's own shard, into `averages`."""
         started_s = time.perf_counter()
         done: list[Averaged | Spoiled] = []
         with (
@@ -235,7 +235,7 @@ class ReductionKernels:
         return found or "together they are too large"
 
     def encoded(self, chunk: Chunk) -> bytes:
-        """Return our values of a chunk as they would travel."""
+        """Return this member's values of a chunk as they would travel."""
         with self._borrowed() as scratch, self._fetching([chunk], self._launch) as launched:
             return bytes(self._payload(chunk, scratch, launched.get(chunk.index))[1])
 
@@ -291,7 +291,7 @@ class ReductionKernels:
         return values, encoded
 
     def _launch_own(self, chunk: Chunk, queue: Queue) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as `_launch`, for a chunk that we reduce: its values stay as they are."""
+        """Do as `_launch`, for a chunk that this member reduces: its values stay as they are."""
         values = self._own(chunk)
         return values, values
 

@@ -25,7 +25,7 @@ class RoundOutcome:
     contributions: Mapping[PeerId, float]
     # members that lied, as this member can prove or as reducers according to its own audit, and in what
     accused: Mapping[PeerId, str]
-    # members that were left out somewhere or failed, and why; our own id when it was us
+    # members that were left out somewhere or failed, and why; this member's own id when it was itself
     left_out: Mapping[PeerId, str]
     # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
     digest: str
@@ -39,7 +39,8 @@ class RoundOutcome:
     # The proof that the round was committed. Also of a failed round, when the others committed it and this
     # member could not: then its state is behind theirs.
     certificate: Certificate | None = None
-    unresolved: bool = False  # it failed here, and others may have committed what this member voted for
+    # it failed here, and others have committed what this member voted for, or may have
+    unresolved: bool = False
     # members that kept the round from going well, as this member saw itself, and how
     faults: Mapping[PeerId, str] = field(default_factory=dict)
 

@@ -2,7 +2,8 @@
 
 Others may have committed such a round, so this peer votes on no other attempt at the head. Most often nobody
 has: the members that did not vote for the same result have signed votes for none since, and say so when they
-are asked.
+are asked. A member that never heard of the round, since the message that its group had begun was lost,
+votes for none when it is asked.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import asyncio
 
 from averaging.allreduce import wire
-from averaging.allreduce.config import VOTE
+from averaging.allreduce.config import ENDORSE, VOTE
 from averaging.allreduce.logic.machine import RoundMachine
+from averaging.allreduce.logic.membership import JOIN_S
+from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.network import RoundNetwork
 from averaging.history.lineage import GRACE_S_MAX
 from averaging.history.round_lineage import RoundLineage
@@ -28,13 +31,16 @@ _RELAYS_MAX = 4  # members that are asked for the votes of those that cannot be 
 async def resolve(machine: RoundMachine, network: RoundNetwork, history: RoundLineage) -> None:
     """Ask the members of a failed round how they voted, until nobody can commit it any more, which frees this
     peer's vote, or until its head moves; at most for the longest grace, after which it goes on without.
+    Where the round's certificate is known there is nothing to ask: the vote binds until the head moves.
     """
     pauses = Backoff(_PAUSE_S_FIRST, _PAUSE_S_MAX)
     end_s = network.now_s + GRACE_S_MAX
-    while history.leave(machine.setup.proposal) and network.now_s < end_s:
+    while history.leave(machine.setup.proposal) and network.now_s < end_s and not machine.votes.certificate:
         async with asyncio.TaskGroup() as calls:
             for place in _to_ask(machine):
                 calls.create_task(_ask(place, machine, network))
+                if machine.setup.peer_id(place) not in machine.votes.tally.votes:
+                    calls.create_task(_ask_to_decline(place, machine, network))
         if machine.votes.tally.is_dead():
             history.release(machine.setup.proposal)
             return
@@ -62,5 +68,20 @@ async def _ask(place: int, machine: RoundMachine, network: RoundNetwork) -> None
         reply = await network.call(contact, VOTE, request, timeout_s=_CALL_S)
         statement = wire.statement_from_wire(reply.statement, len(setup.members))
         votes.on_statement(place, statement, network.now_s)
+    except (NetworkError, PeerError):
+        return  # it is asked again
+
+
+async def _ask_to_decline(place: int, machine: RoundMachine, network: RoundNetwork) -> None:
+    """Ask a member to vote for none if it never heard of this round, and count its vote. It waits `JOIN_S`
+    for the message that the round has begun: an elector that asks too early ends no round.
+    """
+    setup, votes = machine.setup, machine.votes
+    contact = setup.group.members[place].contact
+    request = wire.endorsement_to_wire(setup.proposal, b"", ())
+    try:
+        reply = await network.call(contact, ENDORSE, request, timeout_s=JOIN_S + _CALL_S)
+        if reply.HasField("vote"):
+            votes.on_statement(place, Statement((wire.vote_from_wire(reply.vote),)), network.now_s)
     except (NetworkError, PeerError):
         return  # it is asked again

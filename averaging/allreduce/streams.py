@@ -1,5 +1,5 @@
-"""The streams of a round: ours to reducers, on which our values go out and averages come back, and those that
-other members opened here.
+"""The streams of a round: this member's to reducers, on which its values go out and averages come back, and
+those that other members opened here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _BATCH_CHUNKS = 2  # encoded in one hop to the pool; larger: fewer hops, later f
 
 
 class ReducerStream:
-    """Our stream to one reducer."""
+    """This member's stream to one reducer."""
 
     def __init__(self, driver: RoundDriver, reducer: int) -> None:
         self._driver, self._reducer = driver, reducer
-        self.refused = False  # the reducer takes no more of our values
+        self.refused = False  # the reducer takes no more of this member's values
 
     async def run(self) -> None:
-        """Send our values, and take averages, until the reducer has finished the stream."""
+        """Send this member's values, and take averages, until the reducer has finished the stream."""
         driver, place = self._driver, self._reducer
         came = functools.partial(driver.on_bytes, place, True)
         try:
@@ -97,7 +97,7 @@ class ReducerStream:
 
 
 class SenderStream:
-    """A stream that another member opened here: its values come in, our averages go out."""
+    """A stream that another member opened here: its values come in, this member's averages go out."""
 
     def __init__(self, driver: RoundDriver, sender: int) -> None:
         self._driver, self._sender = driver, sender
@@ -201,7 +201,7 @@ async def _side_by_side(
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error to report: our own bugs first, then what peers did, then what the network did."""
+    """Return the error to report: first bugs of this program, then faults of peers, then of the network."""
     found: list[BaseException] = []
     for error in group.exceptions:
         found.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)

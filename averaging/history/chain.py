@@ -16,10 +16,10 @@ class Relation(Enum):
     """How another peer's history relates to this peer's."""
 
     SAME = auto()  # equal heads
-    BEHIND = auto()  # its head is in our history
-    AHEAD = auto()  # our head is in its history: we fetch the state
-    LOSES = auto()  # they have parted, and ours continues
-    WINS = auto()  # they have parted, and theirs continues: we fetch the state
+    BEHIND = auto()  # its head is in this peer's history
+    AHEAD = auto()  # this peer's head is in its history: fetch the state
+    LOSES = auto()  # they have parted, and this peer's continues
+    WINS = auto()  # they have parted, and the other continues: fetch the state
     UNRELATED = auto()  # no common head is known: nothing follows from it
 
 

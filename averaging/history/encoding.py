@@ -20,7 +20,7 @@ from averaging.history.certificate import (
     RoundKind,
 )
 from averaging.history.chain import Chain
-from averaging.history.electors import CANDIDATES_MAX, ELECTORS_MAX, NEW_REGISTER, Known, Register
+from averaging.history.electors import CANDIDATES_MAX, ELECTORS_MAX, Known, Register
 from averaging.history.lineage import CERTIFICATES_MAX
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
@@ -29,7 +29,7 @@ CHAIN_BYTES_MAX: Final = (2 << 20) - (8 << 10)  # fits into a unary message
 # head, line, epoch, the keys of at most 64 electors, and of as many former ones and candidates
 ROOT_BYTES_MAX: Final = 8192
 _CHAINS_KEPT_MAX: Final = 4
-_ROOT_VALUES_MAX: Final = 9
+_ROOT_VALUES: Final = 9
 _RUN_CHARACTERS_MAX: Final = 256
 _KEY_BYTES: Final = 32
 _KNOWN_BYTES: Final = _KEY_BYTES + 1  # the key, then the rounds
@@ -88,26 +88,21 @@ def chain_text(chain: Chain) -> str:
 
 
 def read_chain_text(text: object) -> Chain:
-    """Return the chain of `chain_text`, or the empty one of a checkpoint of an older version. Raise PeerError
-    when the text is malformed.
-    """
+    """Return the chain of `chain_text`. Raise PeerError when the text is malformed."""
     if not isinstance(text, str) or len(text) > 2 * CHAIN_BYTES_MAX:
         raise PeerError(f"a history in a checkpoint is a text of at most {2 * CHAIN_BYTES_MAX} characters")
     try:
         data = bytes.fromhex(text)
-        values = msgpack.unpackb(data)
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+    except ValueError as error:
         raise PeerError(f"not a history: {error}") from None
-    has_certificates = isinstance(values, list) and len(values) > _ROOT_VALUES_MAX
-    return decode_chain(data) if has_certificates else decode_root(values)
+    return decode_chain(data)
 
 
 def decode_root(values: object) -> Chain:
     """Return the empty chain of `encode_root`. Raise PeerError when the values are malformed."""
-    if not isinstance(values, list) or len(values) not in (4, 5, 8, 9):
-        raise PeerError("the beginning of a history has nine values")
-    head, electors, epoch, line = values[:4]
-    grid_rounds = values[4] if len(values) > 4 else 1  # checkpoints of older versions have fewer values
+    if not isinstance(values, list) or len(values) != _ROOT_VALUES:
+        raise PeerError(f"the beginning of a history has {_ROOT_VALUES} values")
+    head, electors, epoch, line, grid_rounds, *register = values
     if type(grid_rounds) is not int or not 1 <= grid_rounds <= GRID_ROUNDS_MAX:
         raise PeerError(f"an epoch has 1 to {GRID_ROUNDS_MAX} rounds, not {grid_rounds!r:.40}")
     if not isinstance(line, bytes) or len(line) not in (0, DIGEST_BYTES):
@@ -123,7 +118,7 @@ def decode_root(values: object) -> Chain:
         root_epoch=epoch,
         root_line=line,
         root_grid_rounds=grid_rounds,
-        root_register=decode_register(*values[5:]) if len(values) >= 8 else NEW_REGISTER,
+        root_register=decode_register(*register),
     )
 
 
@@ -138,7 +133,7 @@ def encode_register(register: Register) -> tuple[int, int, bytes, bytes]:
     return register.at_once, register.seats, b"".join(known), bytes(register.misses)
 
 
-def decode_register(at_once: object, seats: object, known: object, misses: object = b"") -> Register:
+def decode_register(at_once: object, seats: object, known: object, misses: object) -> Register:
     """Parse the values of a register. Raise PeerError when they are malformed."""
     if type(at_once) is not int or type(seats) is not int or not isinstance(known, bytes):
         raise PeerError("a register is two numbers and the bytes of peers")

@@ -20,16 +20,17 @@ class KnownHeads:
 
     def __init__(self) -> None:
         self._heads: OrderedDict[PeerId, tuple[bytes, Contact]] = OrderedDict()
+        self._heard_s: dict[PeerId, float] = {}  # when each peer's report, or its record, was read last
         self._dismissed: OrderedDict[bytes, None] = OrderedDict()
         self._refused: set[PeerId] = set()  # peers whose hosts refused the last connection
         self._silent_s: dict[PeerId, float] = {}  # since when peers answer no call
 
-    def heard(self, contact: Contact, head: bytes) -> None:
-        """Record what a peer reports."""
+    def heard(self, contact: Contact, head: bytes, now_s: float) -> None:
+        """Record what a peer reports. `now_s`: a monotonic clock's time."""
         # the record of a dead peer is read again and again: only news shows that it lives
         if self._heads.get(contact.peer_id, (b"",))[0] != head:
             self.answered(contact.peer_id)
-        self._heads[contact.peer_id] = head, contact
+        self._heads[contact.peer_id], self._heard_s[contact.peer_id] = (head, contact), now_s
         self._heads.move_to_end(contact.peer_id)
         if len(self._heads) > _PEERS_MAX:
             self.forget(next(iter(self._heads)))
@@ -40,11 +41,11 @@ class KnownHeads:
         self._silent_s.pop(peer, None)
 
     def missed(self, peer: PeerId, now_s: float, *, refused: bool) -> None:
-        """Record that a peer did not answer a call. `refused`: its host refused the connection; `now_s`: a
-        monotonic clock's time.
+        """Record that a peer did not answer a call: it is silent since it was heard last. `refused`: its host
+        refused the connection; `now_s`: a monotonic clock's time.
         """
         if peer in self._heads:
-            self._silent_s.setdefault(peer, now_s)
+            self._silent_s.setdefault(peer, min(self._heard_s[peer], now_s))
         if refused:
             self._refused.add(peer)
 
@@ -56,8 +57,8 @@ class KnownHeads:
 
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer reported."""
-        self._heads.pop(peer, None)
-        self._silent_s.pop(peer, None)
+        for known in (self._heads, self._heard_s, self._silent_s):
+            known.pop(peer, None)
 
     def contacts(self, peers: Iterable[PeerId]) -> list[Contact]:
         """Return the contacts of those of the peers that are known."""
@@ -91,7 +92,7 @@ class KnownHeads:
         alone: list[list[Contact]] = []
         holders: tuple[dict[bytes, list[Contact]], ...] = {}, {}
         for peer, (head, contact) in reversed(self._heads.items()):
-            if not contact.addresses:
+            if not contact.is_callable:
                 continue
             if peer in needed:
                 alone.append([contact])

@@ -201,11 +201,10 @@ class Lineage:
             start = len(chain.certificates)
             self._return_to(chain.last_head)
         else:
-            start, self._new_from = 0, None
+            start, self._first, self._new_from = 0, 0, None
             self._root = replace(chain, certificates=())
             self._certificates.clear()
             self._places.clear()
-            self._first = 0
         if not (self.has_begun or self.knows_founding) and chain.head == self.head:
             self._root = replace(chain, certificates=())
         for certificate in chain.certificates[start:]:
@@ -299,15 +298,15 @@ class Lineage:
             proposal=proposal, result=result, votes={self.own: signature}, goodbyes=dict(self._goodbyes)
         )
 
-    def refusal(self, proposal: Proposal, result: bytes) -> str:
-        """Return why this peer must not vote for `result` of this proposal; "" when it may. Call `promise`
-        before the vote is sent.
+    def refusal(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
+        """Return why this peer must not vote for `result` of this proposal (b"": for none); "" when it may.
+        Call `promise` before the vote is sent.
 
         Somebody may hold a certificate for what it voted for before on this head, so it waits until that can
         no longer be (`release`), or goes on with a break after the grace.
 
-        `result`: b"" for none. An elector that is asked for its vote from outside the group, and has voted in
-        another attempt, votes for none: otherwise nobody could tell that the attempts have failed.
+        An elector that is asked for its vote from `outside` of the group, and has voted in another attempt,
+        votes for none: otherwise nobody could tell that the attempts have failed.
         """
         if proposal.run != self.run or proposal.head != self.head:
             return "this peer's history has another head"
@@ -315,7 +314,8 @@ class Lineage:
             return "it names other electors than follow from its contributors"
         if not epoch_follows(proposal, self.epoch):
             return "its epoch does not follow from this peer's history"
-        if self.abstains and not proposal.is_break and (result or self.own not in proposal.contributors):
+        outside = outside or self.own not in proposal.contributors
+        if self.abstains and not proposal.is_break and (result or outside):
             return "this peer has restored its state, and may have voted on this head before"
         return self._promises.refusal(proposal, result)
 
@@ -394,11 +394,6 @@ class Lineage:
             self._waited_s += min(max(now_s - self._waiting_at_s, 0.0), _AWAKE_S_MAX)
         self._waiting_at_s = now_s
         return self._waited_s >= self.grace_s(epoch_s, refused=refused)
-
-    @property
-    def waited_s(self) -> float:
-        """Return how long this peer has waited for a quorum, in seconds."""
-        return self._waited_s
 
     def waiting_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""

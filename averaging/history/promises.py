@@ -20,7 +20,8 @@ class Promises:
     attempt: bytes = b""  # in which it voted for a result that may still be certified; b"": in none
     result: bytes = b""  # which it voted for there
     has_ended: bool = False  # that attempt is over for this peer, and it does not know how
-    closed: frozenset[bytes] = frozenset()  # attempts in which it votes no more
+    closed: frozenset[bytes] = frozenset()  # attempts in which it votes for no result any more
+    declined: frozenset[bytes] = frozenset()  # those of them in which it voted for none
 
     def refusal(self, proposal: Proposal, result: bytes) -> str:
         """Return why this peer must not vote for `result` (b"": for none) of this proposal; "" when it
@@ -29,6 +30,8 @@ class Promises:
         if not self.attempt and not self.closed:
             return ""
         attempt = proposal.digest()
+        if attempt in self.declined and not result:
+            return ""  # the same vote again: its first one may have been lost
         if attempt in self.closed:
             return "this peer has voted for none in this attempt, or has found that it failed"
         if not result and (len(self.closed) == _CLOSED_MAX or self.attempt == attempt):
@@ -43,7 +46,8 @@ class Promises:
         only, and one for a break in none. `outside`: this peer is not in the attempt's group.
         """
         if not result:
-            return replace(self, closed=self.closed | {proposal.digest()})
+            attempt = {proposal.digest()}
+            return replace(self, closed=self.closed | attempt, declined=self.declined | attempt)
         if proposal.is_break or proposal.digest() == self.attempt:
             return self
         return replace(self, attempt=proposal.digest(), result=result, has_ended=outside)
@@ -54,7 +58,9 @@ class Promises:
 
     def released(self, proposal: Proposal) -> Promises:
         """Return what binds this peer once nobody can commit this attempt any more."""
-        return Promises(closed=self.closed | {self.attempt}) if self.binds(proposal) else self
+        if not self.binds(proposal):
+            return self
+        return Promises(closed=self.closed | {self.attempt}, declined=self.declined)
 
     def binds(self, proposal: Proposal) -> bool:
         """Return whether the vote in this attempt may still become a certificate."""

@@ -145,12 +145,13 @@ class CatchUp:
             if attempt.reason or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:  # another attempt
                 self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt, among)
+            # the records of donors outlive them, and a peer that has a state does not wait for that
+            may_be_alone = not donors or (self._state.epoch and self._tracker.is_alone())
+            if may_be_alone and (alone := self._reason_to_begin(attempt)):
+                return self._not_loaded(attempt, alone, alone=True)
             if not donors:
-                alone = self._reason_to_begin(attempt)
-                if alone:
-                    return self._not_loaded(attempt, alone, alone=True)
                 others = [self._tracker.contact(peer) for peer in self._tracker.others()]
-                is_any_open = any(contact is None or contact.addresses for contact in others)
+                is_any_open = any(contact is None or contact.is_callable for contact in others)
                 if attempt.seconds >= _HIDDEN_S and self._tracker.has_begun() and not is_any_open:
                     return self._not_loaded(attempt, hidden_reason(len(others)))
             else:
@@ -284,7 +285,7 @@ class CatchUp:
         contacts = [
             self._tracker.contact(peer) for peer in found if peer not in ignored and peer in (among or found)
         ]
-        return [contact for contact in contacts if contact is not None and contact.addresses]
+        return [contact for contact in contacts if contact is not None and contact.is_callable]
 
     def _reserve(self, attempt: _Attempt, download: Download, donors: list[Contact]) -> bool:
         """Return whether a donor keeps a place for this peer; if not, note why."""

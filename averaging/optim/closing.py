@@ -30,6 +30,9 @@ _QUORUM_POLL_S = 0.5  # between two looks for a quorum
 _QUORUM_PAUSE_S = 0.1  # at least, between two looks
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 _TOLERATED_LAG_EPOCHS_MAX = 3
+# it may not vote since it restored its state, its values were not finite, or (with local steps) it had missed
+# too many rounds
+_NO_WEIGHT = "this peer had no weight in the round"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class CloseOutcome:
 
     stepped: bool
     reason: str = ""
+    # why this peer's samples, if it had any, are not in what the step was made of; "": they are
+    not_counted: str = ""
     alone: bool = False
     behind: bool = False
     round: RoundResult | None = None
@@ -86,12 +91,15 @@ class EpochCloser:
     def is_obsolete(self) -> bool:
         """Return whether the round that runs now leads nowhere: the swarm went on without this peer, or while
         it searched for a group the quorum was lost for as long as the grace. Those that are left meet for a
-        round with a break then, as soon as each has noticed it.
+        round with a break then, as soon as each has noticed it. A search for others to break with is over
+        when there are none any more.
         """
         if self.is_behind():
             return True
-        if self._history is None or not self._history.root.electors or self.round_is_break:
+        if self._history is None or not self._history.root.electors:
             return False
+        if self.round_is_break:
+            return not (self._averager.in_round or self._has_peers_in_epoch())
         self._look_for_quorum()
         return self._history.is_break and self._history.grid_rounds == 1
 
@@ -194,11 +202,18 @@ class EpochCloser:
 
     def step_alone(self, result: RoundResult | None, failed: int) -> CloseOutcome:
         """Step without a round: no other peer is live, or the mode allows it."""
-        self._mode.prepare(self._state.epoch)
+        weight, _ = self._mode.prepare(self._state.epoch)
         if self._history is not None:
             self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
         self._advance([], ())
-        return CloseOutcome(stepped=True, alone=True, round=result, rounds_failed=failed)
+        return CloseOutcome(
+            stepped=True,
+            alone=True,
+            round=result,
+            rounds_failed=failed,
+            # a step alone takes local steps as they are
+            not_counted="" if weight or self._traits.keeps_progress else _NO_WEIGHT,
+        )
 
     def committed(self, result: RoundResult, failed: int, began_ago_s: float = 0.0) -> CloseOutcome:
         if self._history is not None and result.certificate is not None:
@@ -208,7 +223,14 @@ class EpochCloser:
             [peer for peer in result.peers if peer not in result.left_out],
             began_ago_s,
         )
-        return CloseOutcome(stepped=True, round=result, rounds_failed=failed)
+        own = self._tracker.own
+        counted = result.contributions.get(own, 0.0) > 0.0
+        return CloseOutcome(
+            stepped=True,
+            round=result,
+            rounds_failed=failed,
+            not_counted="" if counted else result.left_out.get(own, _NO_WEIGHT),
+        )
 
     def failed(self, result: RoundResult, failed: int) -> CloseOutcome | None:
         """Return the outcome of a failed round, or None when it may be tried again."""
@@ -253,10 +275,12 @@ class EpochCloser:
         others, history = self._tracker.others(), self._history
         if history is None:
             return any(other.epoch >= self._state.epoch for other in others.values())
+        # after the grace nobody waits for one that loads a state: it joins rounds with a quorum only
+        company = [
+            other for other in self._tracker.company().values() if not (history.is_break and other.joining)
+        ]
         # heads that were not compared yet may turn out to be the same history, one round further
-        return bool(self._tracker.company()) or any(
-            history.is_new(peer, other.head) for peer, other in others.items()
-        )
+        return bool(company) or any(history.is_new(peer, other.head) for peer, other in others.items())
 
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""

@@ -321,6 +321,12 @@ class EpochLoop:
                 )
             return replace(report, reason="; ".join(filter(None, (report.reason, outcome.reason))))
         self._retry_at_samples = self._failed_at_samples = 0
+        if contributed and outcome.not_counted:  # the average has taken the place of this peer's values
+            why = f"{contributed} samples are dropped, for they are in no average: {outcome.not_counted}"
+            _log.warning("epoch %d: %s", self._state.epoch - 1, why)
+            reason = "; ".join(filter(None, (report.reason, why)))
+            report = replace(report, dropped=report.dropped + contributed, reason=reason)
+            contributed = 0
         state_round = self._closer.average_state_if_due(alone=outcome.others_missed_it)
         if state_round is not None and not state_round.result.failed:
             self._resync_reason, self._resync_donors = state_round.deviation, state_round.donors

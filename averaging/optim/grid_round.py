@@ -17,7 +17,7 @@ from dataclasses import replace
 from averaging.history.certificate import Certificate, RoundKind
 from averaging.optim.background_round import CANCEL_S_MAX, CHECK_INTERVAL_S, RoundPlan
 from averaging.optim.history import RunHistory
-from averaging.result import PendingRound, RoundResult
+from averaging.result import PendingRound, RoundFailure, RoundResult
 from swarm.core.backoff import Backoff
 from swarm.core.ids import Contact, PeerId
 
@@ -44,6 +44,7 @@ class GridRound:
         self._weight, self._gather = plan.weight, plan.gather
         self._met: dict[PeerId, Contact] = {}
         self._averaged: RoundResult | None = None  # of the last round that succeeded
+        self._first: RoundResult | None = None  # that succeeded: into it went this peer's own values
         self._outcome: RoundResult | None = None
         self.made_by_electors = False  # the values are those that the electors certified, bit for bit
         self._pending: PendingRound | None = None
@@ -59,7 +60,9 @@ class GridRound:
         return self._outcome is not None
 
     def result(self) -> RoundResult:
-        """Wait for the end and return the result: that of the last round, with the certificate of all."""
+        """Wait for the end and return the result: that of the last round, with the certificate of all, and
+        with this peer's contribution and weight in the first one.
+        """
         try:
             pause = self._node.network.waits.event()
             while not self.done():
@@ -70,8 +73,15 @@ class GridRound:
         except BaseException:  # Ctrl-C: no work may continue in the background
             self.cancel()
             raise
-        assert self._outcome is not None
-        return self._outcome
+        outcome, first, own = self._outcome, self._first, self._node.peer_id
+        assert outcome is not None
+        if outcome.failed or first is None:
+            return outcome
+        return replace(
+            outcome,
+            contributions={**outcome.contributions, own: first.contributions.get(own, 0.0)},
+            weights={**outcome.weights, own: first.weights.get(own, 0.0)},
+        )
 
     def cancel(self) -> None:
         """Cancel the round in progress; the tensors are free afterwards."""
@@ -79,7 +89,7 @@ class GridRound:
 
     # ---- inside
 
-    def _fail(self, reason: str, detail: str) -> None:
+    def _fail(self, reason: RoundFailure, detail: str) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
@@ -118,6 +128,7 @@ class GridRound:
             _log.info("epoch %d goes on without round %d: %s", self._plan.epoch, self._number, result.detail)
         else:
             self._averaged, self._weight = result, result.weight
+            self._first = self._first or result
             self._gather = self._plan.merge(list(result.gathered.values()))
             own = self._plan.averager.node.peer_id
             self._met |= {one.peer_id: one for one in self._plan.averager.met if one.peer_id != own}

@@ -294,8 +294,7 @@ class RunHistory:
             with self._lock:
                 contacts = self._heads.contacts(donors)
             await ask_holders([[one] for one in contacts], _FETCHES_MAX, self._fetch)
-            ahead = self.ahead
-            if ahead is not None and (chain := ahead.chain.until(head)) is not None:
+            if (ahead := self.ahead) is not None and (chain := ahead.chain.until(head)) is not None:
                 self.follow(replace(ahead, chain=chain))
         with self._lock:
             certified, repeatable = self._lineage.epoch_at(head), self._lineage.is_repeatable(head)
@@ -357,10 +356,9 @@ class RunHistory:
         if not head:
             return
         with self._lock:
-            self._heads.heard(contact, head)
-            new = self._is_open(head)
-        if new:
-            self._wake.set()
+            self._heads.heard(contact, head, self._node.clock.monotonic_s())
+            if self._is_open(head):
+                self._wake.set()
 
     def _is_open(self, head: bytes) -> bool:
         """Return whether this head must still be compared. The lock is held."""
@@ -395,7 +393,7 @@ class RunHistory:
             voices = self._heads.reported(self._node.clock.monotonic_s())
             needed = self._offers.to_ask(self._lineage, voices)
             holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts)
-            holders += [[one] for one in self._asked.values() if one.addresses]
+            holders += [[one] for one in self._asked.values() if one.is_callable]
             self._asked.clear()
         await ask_holders(holders, _FETCHES_MAX, self._fetch)
         with self._lock:
@@ -464,7 +462,7 @@ class RunHistory:
             now_s = self._node.clock.monotonic_s()
             if proposal.new_hour and result and self._lineage.growth.is_too_early(now_s, outside=outside):
                 return "it admits further electors before an hour has passed"
-            reason = self._lineage.refusal(proposal, result)
+            reason = self._lineage.refusal(proposal, result, outside=outside)
             if not reason:
                 self._lineage.promise(proposal, result, outside=outside)
             return reason
@@ -485,15 +483,16 @@ class RunHistory:
         self, caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]
     ) -> Vote | str:
         """Vote as an elector on a round that this peer is not in, once a majority of its contributors has, or
-        return why not.
+        return why not. `result`: b"" for none, when a contributor of a round that it never heard of asks.
         """
-        if not is_supported(proposal, result, votes):
-            return "the votes of these contributors are no majority"
-        if self._own not in self.root.electors:
+        if self._own not in (electors := self.root.electors):
             return "this peer has no vote on this head"
+        declines = caller in electors and self._own in proposal.contributors and not proposal.is_break
+        if not (is_supported(proposal, result, votes) if result else declines):
+            return "the votes of these contributors are no majority"
         if reason := self._may_vote(proposal, result, outside=True):
             # a promise elsewhere: without this vote neither attempt could be found to have failed
-            if not self._lineage.is_promised or self._may_vote(proposal, b""):
+            if not self._lineage.is_promised or self._may_vote(proposal, b"", outside=True):
                 return reason
             result = b""
         statement = vote_statement(proposal.digest(), result)

@@ -26,6 +26,7 @@ from averaging.optim.hyperparameters import HyperparameterWatch
 from averaging.optim.metering import Meter, Pace, device_name
 from averaging.optim.modes import ModeParts, ModeSettings
 from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, ModeName
+from averaging.optim.peer_node import reach_of
 from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
@@ -195,7 +196,7 @@ class Optimizer(DelegatingOptimizer):
             clock=node.clock,
             own=node.peer_id,
             run_id=self.run_id,
-            source=lambda: self._meter.metrics(self._pace(), node.clock.swarm_s(), reach=node.reach),
+            source=lambda: self._meter.metrics(self._pace(), node.clock.swarm_s(), reach=reach_of(node)),
             peers=lambda: self._tracker.view().peers_total,
             publish=config.publish_metrics,
             every_s=node.timings.metrics_every_s,
@@ -430,7 +431,7 @@ class Optimizer(DelegatingOptimizer):
                 self._mode.learner.restart()
             else:
                 self._mode.load_state_dict(swarm["accumulated"])
-                self._averager.load_feedback(swarm.get("feedback"))
+                self._averager.load_feedback(swarm["feedback"])
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
             self._state.mark_changed(

@@ -89,3 +89,22 @@ class PeerNode(Protocol):
     def network(self) -> HasLoop:
         """Return the network thread."""
         ...
+
+
+class HasReach(Protocol):
+    """A node that knows how others call it."""
+
+    @property
+    def contact(self) -> Contact:
+        """Return this peer's present contact."""
+        ...
+
+    @property
+    def reach(self) -> str:
+        """Return the verdict: "direct", "hidden", …"""
+        ...
+
+
+def reach_of(node: HasReach) -> str:
+    """Return how others reach this peer, for its metrics: through which relays, or the verdict."""
+    return node.contact.through or node.reach

@@ -41,7 +41,8 @@ class StepReport:
     # `dropped`
     samples: int
     accumulated: int  # of this peer in its present epoch, after the call
-    contributed: int = 0  # of this peer in the epoch that was completed
+    # of this peer, in the average of the epoch that was completed; `round.weights` has what they counted as
+    contributed: int = 0
     dropped: int = 0  # samples dropped in this call, of this call or of earlier ones
     # why samples were dropped or a round failed, or what the caller should change; "" if all is well
     reason: str = ""

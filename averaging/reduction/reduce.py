@@ -164,11 +164,6 @@ class ReductionJob:
         """Return whether nobody contributes."""
         return not self.own and not self.contributions
 
-    def without(self, places: Sequence[int], own: int) -> ReductionJob:
-        """Return the job without the contributions of these members. `own`: this member's place."""
-        kept = [contribution for contribution in self.contributions if contribution.place not in places]
-        return ReductionJob(self.chunk, kept, self.own and own not in places)
-
 
 class Block(NamedTuple):
     """A range of a chunk's elements, and its range of bytes in the encoded chunk; both relative

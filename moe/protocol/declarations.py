@@ -197,7 +197,7 @@ class Declarations:
         DHT, or nobody can call this server: then it declares nothing, and withdraws what it had declared.
         """
         contact, load = self._own_contact(), self._load()
-        if not contact.addresses:
+        if not contact.is_callable:
             if self._is_declared:
                 self._is_declared = False
                 await self.withdraw()

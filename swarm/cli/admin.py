@@ -74,10 +74,8 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     control = Control(control_folder())
     found = [one for one in control.running() if one.matches(run)]
     if not found:
-        raise SwarmError(
-            f"nothing {'of ' + run + ' ' if run else ''}trains on this machine, "
-            "or not under this user's SWARM_HOME"
-        )
+        who = f"no volunteer of {run!r}" if run else "nothing"
+        raise SwarmError(f"{who} trains on this machine, or its SWARM_HOME is another one")
     for one in found:
         control.set_paused(one, paused)
         print_result(

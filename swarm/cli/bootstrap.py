@@ -23,7 +23,7 @@ _REPORT_S = 5.0  # interval in which the number of known peers is checked
     "--identity",
     metavar="FILE",
     default=None,
-    help="Its identity file; `new` for one that is forgotten. [default: one of its own]",
+    help="Its identity file; `new`: a new one that is not kept. [default: one of its own]",
 )
 @click.option(
     "--bootstrap",
@@ -39,12 +39,20 @@ _REPORT_S = 5.0  # interval in which the number of known peers is checked
     help="Where to listen; port 0 picks a free one.",
 )
 @options.announce
+@click.option(
+    "--relay-mbit",
+    metavar="MBIT",
+    type=click.FloatRange(min=0.0, max=100_000.0),
+    default=50.0,
+    show_default=True,
+    help="Pass on calls to peers that nobody can call, at most at this rate in Mbit/s; 0: none.",
+)
 @options.as_json
 @options.exit_with_parent
 def bootstrap(
     identity: str | None, bootstrap: tuple[str, ...], as_json: bool, exit_with_parent: bool, **where: Any
 ) -> int:
-    """Be a long-lived entry point: a peer that others join by, and that trains nothing.
+    """Run a long-lived entry point: a peer that others join by, and that trains nothing.
 
     Its identity stays the same between starts, so its address does. It needs no torch.
 
@@ -66,7 +74,7 @@ def bootstrap(
     ):
         own = open_identity(identity, bootstrap_identity())
         try:
-            config = NodeConfig(announce=announce)
+            config = NodeConfig(announce=announce, relay_mbit=where["relay_mbit"])
             with Node(bootstrap=bootstrap, listen=listen, identity=own, config=config) as node:
 
                 def show_addresses() -> None:

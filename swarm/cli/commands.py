@@ -15,7 +15,7 @@ from swarm.cli.options import CONTEXT
 
 # command -> (module of `swarm.cli`, line in `swarm --help`)
 COMMANDS = {
-    "bootstrap": ("bootstrap", "Be a long-lived entry point that trains nothing."),
+    "bootstrap": ("bootstrap", "Run a long-lived entry point that trains nothing."),
     "change": ("admin", "Change a run that you own while others train it."),
     "demo": ("demo", "Watch several peers train a model on this machine."),
     "doctor": ("doctor", "Find out whether this machine can volunteer."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from swarm.run.events import Event
 
@@ -15,7 +15,7 @@ class DemoPeer:
     """State of one volunteer, according to its events."""
 
     name: str
-    status: str = "starting"
+    status: Literal["starting", "preparing", "downloaded", "training", "finished", "failed"] = "starting"
     peer_id: str = ""
     epoch: int = 0
     samples: int = 0

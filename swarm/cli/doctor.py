@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _JOIN_S = 8.0
 _VERDICT_S = 25.0  # a router is asked, peers call, and once more after a check that left a doubt
 _POLL_S = 0.05
+_RELAYS_S = 30.0  # for a relay to take this machine in
 _PACKAGES = ("torch", "grpcio", "libp2p", "protobuf")
 _PEERS_SHOWN = 5
 _PORT = 4000  # to forward, where the user has named none
@@ -105,10 +106,13 @@ def _examine_network(node: Node, address: str, listen: str | None) -> Iterator[D
         return
     while node.reach == "unknown" and time.monotonic() - began_s < _VERDICT_S:
         time.sleep(_POLL_S)
+    while node.reach == "hidden" and not said and time.monotonic() - began_s < _VERDICT_S + _RELAYS_S:
+        time.sleep(_POLL_S)
     yield Diagnosis("network", "good", _peers(node))
     problem = node.dht.clock_problem
     yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with those of its peers")
     yield _reach(node, listen, said[-1] if said else "")
+    yield _relays(node)
 
 
 def _software() -> str:
@@ -144,6 +148,19 @@ def _peers(node: Node) -> str:
     return f"peers answer: {shown}" + (f", and {more} more" if more > 0 else "")
 
 
+def _relays(node: Node) -> Diagnosis:
+    """Return the relays that this machine knows: how far they are, and whether it is called through them."""
+    shown = []
+    for one in node.relays()[:_PEERS_SHOWN]:
+        delay = f"in {one.round_trip_s * 1e3:.1f} ms" if one.round_trip_s is not None else "no answer"
+        use = ", used here" if one.is_reserved else ""
+        shown.append(f"{one.peer_id} at {one.address.host}:{one.address.port} ({delay}{use})")
+    if shown:
+        return Diagnosis("relays", "good", f"peers that relay: {', '.join(shown)}")
+    missing = "no peer that answers relays calls for others"
+    return Diagnosis("relays", "note" if node.reach == "hidden" else "good", missing)
+
+
 def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
     """Return how others reach this machine. `said`: what the node says about it."""
     if listen is None:
@@ -159,6 +176,8 @@ def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
     host, port = parse_listen(listen)
     port = port or _PORT
     near = [one for one in machine_addresses(host, port) if scope_of(one.host) is Scope.SITE]
+    if node.reach == "relayed":
+        return Diagnosis("reach", "note", said or f"others reach it through {node.contact.through}")
     text = said or "no peer has said yet whether it can call this machine"
     if near:
         text += f". The line for the router: TCP port {port} to {near[0].host} port {port}"

@@ -107,7 +107,5 @@ def open_identity(choice: str | None, default: Path | None) -> Identity:
         return Identity.load(path, create=True)
     except UsageError as error:
         if choice is None and "is using" in str(error):
-            raise UsageError(
-                f"{error}. Or pass --identity {NEW} for one that is forgotten afterwards"
-            ) from error
+            raise UsageError(f"{error}. Or pass --identity {NEW} for a new one that is not kept") from error
         raise

@@ -29,13 +29,21 @@ listen = click.option(
     "--listen",
     metavar="HOST:PORT",
     default=None,
-    help="Where to listen; port 0 picks a free one, and none takes no calls.",
+    help="Where to listen; port 0: a free one; none: accept no calls.",
 )
 announce = click.option(
     "--announce",
     metavar="HOST[:PORT]",
     multiple=True,
-    help="Where others reach this machine, as a router that forwards the port; may be given several times.",
+    help="Where others call this machine, for instance at a router that forwards the port. Repeatable.",
+)
+relay_mbit = click.option(
+    "--relay-mbit",
+    metavar="MBIT",
+    type=click.FloatRange(min=0.0, max=100_000.0),
+    default=0.0,
+    show_default=True,
+    help="Pass on calls to peers that nobody can call, at most at this rate in Mbit/s; 0: none.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
 device = click.option(

@@ -65,6 +65,7 @@ class ServeChoices:
     identity: str | None
     listen: str | None
     announce: tuple[str, ...]
+    relay_mbit: float
     preset: Preset
     as_json: bool
     exit_with_parent: bool
@@ -193,6 +194,7 @@ class ServeChoices:
 @options.optional_identity
 @options.listen
 @options.announce
+@options.relay_mbit
 @options.preset
 @options.as_json
 @options.exit_with_parent
@@ -228,7 +230,9 @@ def _serve(choices: ServeChoices) -> int:
             from swarm.node import Node, NodeConfig
             from swarm.run.membership import follow_run, require_role
 
-            config = NodeConfig(preset=choices.preset, announce=choices.announce)
+            config = NodeConfig(
+                preset=choices.preset, announce=choices.announce, relay_mbit=choices.relay_mbit
+            )
             with Node(
                 bootstrap=choices.address or (), listen=choices.listen_at(), identity=own, config=config
             ) as node:

@@ -49,14 +49,14 @@ _upload = click.option(
     metavar="MBIT",
     type=click.FloatRange(min=0.1),
     default=None,
-    help="Send no faster, in Mbit/s.",
+    help="Send at most this many Mbit/s.",
 )
 _download = click.option(
     "--download",
     metavar="MBIT",
     type=click.FloatRange(min=0.1),
     default=None,
-    help="Receive no faster, in Mbit/s.",
+    help="Receive at most this many Mbit/s.",
 )
 _hours = click.option(
     "--hours",
@@ -68,7 +68,7 @@ _memory = click.option(
     "--memory",
     metavar="SIZE",
     default=None,
-    help="Take no more memory than this: 4G. Leaves before it takes more.",
+    help="Use at most this much memory, for instance 4G; leave the run before using more.",
 )
 _from_scratch = click.option(
     "--from-scratch",
@@ -100,6 +100,7 @@ def _training_options(
         _memory,
         options.listen,
         options.announce,
+        options.relay_mbit,
         options.preset,
         options.device,
         options.data,
@@ -128,7 +129,7 @@ def _training_options(
     "--identity",
     metavar="FILE",
     default=None,
-    help="The owner's identity; `new` for one that is forgotten. [default: this user's]",
+    help="The owner's identity; `new`: a new one that is not kept. [default: this user's]",
 )
 @click.option(
     "--recovery-key",
@@ -229,6 +230,7 @@ class TrainChoices:
     identity: str | None
     listen: str | None
     announce: tuple[str, ...]
+    relay_mbit: float
     device: str
     data: Path | None
     as_json: bool
@@ -366,6 +368,7 @@ def _session(
                 name=choices.name,
                 bandwidth=choices.bandwidth(),
                 announce=choices.announce,
+                relay_mbit=choices.relay_mbit,
             )
             entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
             entries += choices.bootstrap

@@ -157,7 +157,7 @@ def verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
 
 def _no_file(file: Path) -> UsageError:
     return UsageError(
-        f"there is no identity file {file}: pass that of the identity that you mean, or "
+        f"there is no identity file {file}: name another one with --identity, or "
         "make one with `swarm identity --create`"
     )
 

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ import base58
 from swarm.core.errors import PeerError, UsageError
 
 ADDRESSES_MAX = 8  # of one peer: remembered, dialed, in a message or a record
+RELAYS_MAX = 3  # of one peer, within these: it keeps reservations at two, and changes one at a time
+_CIRCUIT = "/p2p-circuit"
 # Multihash: identity (0x00), 36 bytes; protobuf PublicKey: field 1 (type) = Ed25519 (1), field 2 (data) = 32
 # bytes.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
@@ -167,12 +170,31 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """A peer and its addresses: about 100 bytes on the wire. A peer without addresses cannot be dialed (a
-    client peer).
+    """A peer, its addresses, and the relays through which it takes calls: about 100 bytes on the wire. A peer
+    without addresses cannot be dialed (a client peer); one with relays can be called nevertheless, through a
+    tunnel. `relays`: each with the address of its libp2p port.
     """
 
     peer_id: PeerId
     addresses: tuple[Address, ...] = ()
+    relays: tuple[Contact, ...] = ()
+
+    @property
+    def is_callable(self) -> bool:
+        """Return whether the peer can be called, directly or through a relay."""
+        return bool(self.addresses or self.relays)
+
+    def is_called_by(self, own: Contact) -> bool:
+        """Return whether the peer `own` calls this one of itself, as in rounds. A peer with addresses leaves
+        calls through relays to the others: they can call it, and it needs no libp2p.
+        """
+        return bool(self.addresses or (self.relays and not own.addresses))
+
+    @property
+    def through(self) -> str:
+        """Return the relays through which the peer takes calls, in words; empty if there are none."""
+        names = " and ".join(one.peer_id.short for one in self.relays)
+        return f"{'relays' if len(self.relays) > 1 else 'relay'} {names}" if names else ""
 
     @classmethod
     def parse(cls, text: str) -> Contact:
@@ -186,6 +208,21 @@ class Contact:
         return cls(PeerId.parse(peer_id), (Address.parse(address),))
 
     @classmethod
+    def of_published(cls, peer_id: PeerId, texts: Iterable[str]) -> Contact:
+        """Return the contact of a peer from what it published: multiaddrs of its own port, and of relays with
+        `/p2p-circuit` at the end. Raises UsageError that names what is wrong.
+        """
+        addresses, relays = list[Address](), dict[PeerId, tuple[Address, ...]]()
+        for text in texts:
+            if not text.endswith(_CIRCUIT):
+                addresses.append(Address.parse(text))
+                continue
+            relay = cls.parse(text.removesuffix(_CIRCUIT))
+            relays[relay.peer_id] = (*relays.get(relay.peer_id, ()), *relay.addresses)
+        found = tuple(cls(*one) for one in relays.items() if one[0] != peer_id)
+        return cls(peer_id, tuple(addresses), found[:RELAYS_MAX])
+
+    @classmethod
     def from_record(cls, writer: PeerId, addresses: object) -> Contact:
         """Return the contact that `writer` published in a record as a list of addresses (`published`). Raises
         PeerError when the list is malformed.
@@ -197,17 +234,24 @@ class Contact:
         ):
             raise PeerError(f"a record's addresses are a list of at most {ADDRESSES_MAX} multiaddrs")
         try:
-            return cls(writer, tuple(Address.parse(one) for one in addresses))
+            return cls.of_published(writer, addresses)
         except UsageError as error:
             raise PeerError(str(error)) from None
 
     @property
     def published(self) -> list[str]:
         """Return the addresses as a record has them, whose writer is the peer: at most `ADDRESSES_MAX`."""
-        return [address.multiaddr for address in self.addresses[:ADDRESSES_MAX]]
+        relayed = [
+            f"/ip{6 if ':' in one.host else 4}/{one.host}/tcp/{one.port}/p2p/{relay.peer_id}{_CIRCUIT}"
+            for relay in self.relays
+            for one in relay.addresses[:1]
+        ]
+        direct = [address.multiaddr for address in self.addresses[: ADDRESSES_MAX - len(relayed)]]
+        return [*direct, *relayed]
 
     @property
     def multiaddrs(self) -> list[str]:
+        """Return its own addresses, each with the PeerID, by which others can enter the swarm."""
         return [f"{address.multiaddr}/p2p/{self.peer_id}" for address in self.addresses]
 
 

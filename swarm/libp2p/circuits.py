@@ -57,9 +57,14 @@ class Circuits:
         """Return the relays through which this peer can be called."""
         return self._reservations.held(self._clock.monotonic_s())
 
-    def offer(self, relays: Iterable[Contact]) -> None:
-        """Learn of relays at which this peer may keep a reservation."""
-        self._reservations.offer(one for one in relays if one.peer_id != self._host.peer_id)
+    def offer(
+        self, relays: Iterable[Contact], round_trip_s: Callable[[PeerId], float] = lambda peer_id: math.inf
+    ) -> None:
+        """Learn of relays at which this peer may keep a reservation. `round_trip_s` returns what is known
+        about their latency.
+        """
+        others = [one for one in relays if one.peer_id != self._host.peer_id]
+        self._reservations.offer(others, round_trip_s)
         self._changed.notify()
 
     async def run(self) -> None:

@@ -13,9 +13,9 @@ from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Address, PeerId
 from swarm.core.notify import ChangeEvent
 from swarm.libp2p.agreement import propose, read_prefix
-from swarm.libp2p.cures import PLAINTEXT_BYTES_MAX, SecureChannel
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.messages import read_varint, varint
+from swarm.libp2p.noise import PLAINTEXT_BYTES_MAX, SecureChannel
 
 NEGOTIATION_S = 10.0  # on one stream; too short: a busy machine does not get round to it
 PING_INTERVAL_S = 15.0

@@ -19,13 +19,14 @@ from ipaddress import ip_address
 from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, PeerId
-from swarm.libp2p import cures
 from swarm.libp2p.agreement import answer, propose
 from swarm.libp2p.connection import NEGOTIATION_S, MuxedStream, PeerConnection
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import ConnectionCounts
+from swarm.libp2p.noise import PROTOCOL, Noise
 from swarm.libp2p.pipes import Pipe, TcpPipe, serve
 from swarm.libp2p.racing import Races
+from swarm.runtime.sockets import Endpoint
 from swarm.runtime.supervise import Supervisor
 
 _logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ _HELD_STEP_BYTES = 16 << 10  # more of one connection, before all are added up
 _HOUSEKEEPING_S = 5.0
 _LINGER_S = 10.0  # that a stream which was answered may stay half open
 _FAULTS_MAX = 64
+_DIALED_MAX = 64  # remembered addresses to which a connection may be under way
 
 Handler = Callable[[MuxedStream], Awaitable[None]]
 
@@ -57,7 +59,7 @@ class Host:
     """
 
     def __init__(self, identity: Identity) -> None:
-        self.noise = cures.Noise(identity)
+        self.noise = Noise(identity)
         self.identity = identity
         self.peer_id = identity.peer_id
         self.supervisor = Supervisor()
@@ -71,6 +73,7 @@ class Host:
         self._races: Races[PeerConnection] = Races()
         self._handshaking: set[TcpPipe] = set()
         self._server: asyncio.Server | None = None
+        self._dialed: deque[Endpoint] = deque(maxlen=_DIALED_MAX)
         self._closed = False
 
     async def start(self, host: str | None = None, port: int = 0) -> None:
@@ -78,8 +81,11 @@ class Host:
         when the port is taken.
         """
         self.supervisor.spawn("housekeeping of libp2p", self._run_housekeeping, restart=True)
-        if host is None:
-            return
+        if host is not None:
+            await self.listen(host, port)
+
+    async def listen(self, host: str, port: int) -> None:
+        """Listen at this IP address, and set `listening`. Raises UsageError when the port is taken."""
         try:
             self._server = await serve(host, port, self._accept)
         except OSError as error:
@@ -126,6 +132,12 @@ class Host:
         """Return the open connections, the oldest first."""
         return list(self._connections)
 
+    @property
+    def dialed(self) -> frozenset[Endpoint]:
+        """Return every (IP, port) to which a direct connection may be open, in either direction."""
+        ends = [one.remote for one in self._connections] + [one.remote for one in self._handshaking]
+        return frozenset(self._dialed).union((one.host, one.port) for one in ends if one is not None)
+
     async def connect(
         self, peer_id: PeerId, addresses: Sequence[Address], timeout_s: float = DIAL_S
     ) -> PeerConnection:
@@ -145,6 +157,7 @@ class Host:
         return known if known is not None and known.relay is None else None
 
     async def _dial(self, peer_id: PeerId, address: Address) -> PeerConnection:
+        self._dialed.append((address.host, address.port))
         pipe = await TcpPipe.connect(address.host, address.port)
         return await self.secure(pipe, is_client=True, expected=peer_id, remote=address)
 
@@ -165,9 +178,9 @@ class Host:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 if is_client:
-                    await propose(pipe, cures.PROTOCOL)
+                    await propose(pipe, PROTOCOL)
                 else:
-                    await answer(pipe, frozenset([cures.PROTOCOL]))
+                    await answer(pipe, frozenset([PROTOCOL]))
                 channel = await self.noise.handshake(pipe, is_client=is_client, expected=expected)
                 if is_client:
                     await propose(channel, yamux.PROTOCOL)
@@ -194,16 +207,15 @@ class Host:
             raise NetworkError(reason)
         self._connections.append(connection)
 
-        async def run() -> None:
-            try:
-                await connection.run()
-            finally:
-                self._connections.remove(connection)
-                self.admission.leave(peer_id, host, is_client=is_client)
-                for listener in self.at_ended:
-                    listener(connection)
+        def ended(_: object) -> None:  # also when the task never began
+            connection.close()
+            self._connections.remove(connection)
+            self.admission.leave(peer_id, host, is_client=is_client)
+            for listener in self.at_ended:
+                listener(connection)
 
-        self.supervisor.spawn(f"libp2p connection to {peer_id.short}", run)
+        name = f"libp2p connection to {peer_id.short}"
+        self.supervisor.spawn(name, connection.run).add_done_callback(ended)
         return connection
 
     def _accept(self, pipe: TcpPipe) -> None:
@@ -216,18 +228,25 @@ class Host:
             self.fault(remote.host, reason)
             return
 
+        has_begun = False
+
         async def handshake() -> None:
+            nonlocal has_begun
+            has_begun = True
             try:
                 await self.secure(pipe, is_client=False, expected=None, remote=remote)
             except (NetworkError, PeerError) as error:
                 self.fault(remote.host, str(error))
-            finally:
-                self._handshaking.discard(pipe)
-                self.admission.end(remote.host)
+
+        def ended(_: object) -> None:
+            self._handshaking.discard(pipe)
+            self.admission.end(remote.host)
+            if not has_begun:
+                pipe.close()
 
         self._handshaking.add(pipe)
-
-        self.supervisor.spawn(f"libp2p handshake of {remote.host}", handshake)
+        name = f"libp2p handshake of {remote.host}"
+        self.supervisor.spawn(name, handshake).add_done_callback(ended)
 
     def fault(self, who: str, what: str) -> None:
         """Remember what somebody did wrong."""
@@ -242,7 +261,15 @@ class Host:
             stream.close()
             self.fault(str(stream.peer_id), reason)
             return
-        self.supervisor.spawn(f"libp2p stream of {stream.peer_id.short}", lambda: self._serve(stream))
+        serving = self.supervisor.spawn(
+            f"libp2p stream of {stream.peer_id.short}", lambda: self._serve(stream)
+        )
+
+        def ended(_: object) -> None:  # also when the task never began
+            self.admission.served(stream.connection.host)
+            stream.close()
+
+        serving.add_done_callback(ended)
 
     def received(self, connection: PeerConnection) -> None:
         """Close the connection that holds most when all hold too much (`Events`)."""
@@ -271,9 +298,6 @@ class Host:
             if isinstance(error, PeerError) or not stream.lost:
                 what = str(error) or "it left its stream open"
                 self.fault(str(stream.peer_id), f"{stream.protocol or 'a stream'}: {what}")
-        finally:
-            self.admission.served(stream.connection.host)
-            stream.close()
 
     async def _run_housekeeping(self) -> None:
         while True:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from swarm.core.errors import NetworkError
 from swarm.core.ids import Address
+from swarm.runtime.sockets import Endpoint
 
 _READ_BYTES_MAX = 256 << 10  # read ahead of one TCP connection
 _PIECE_BYTES = 65_000  # that one frame of yamux carries
@@ -30,16 +31,14 @@ class Pipe(Protocol):
 
 
 class TcpPipe:
-    """A TCP connection. `remote` is its other end; None: it is gone already. `local_port` is this end's
-    port.
-    """
+    """A TCP connection. `remote` is its other end; None: it is gone already. `local` is this end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         name = writer.get_extra_info("peername")
         self.remote = Address(name[0], name[1]) if name else None
         own = writer.get_extra_info("sockname")
-        self.local_port: int = own[1] if own else 0
+        self.local: Endpoint = (own[0], own[1]) if own else ("", 0)
 
     @classmethod
     async def connect(cls, host: str, port: int) -> TcpPipe:

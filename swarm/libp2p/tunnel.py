@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.libp2p.circuits import Circuits
-from swarm.libp2p.connection import MuxedStream
+from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.pipes import TcpPipe, serve
 from swarm.libp2p.splicing import splice
+from swarm.runtime.sockets import Endpoint
 
 GRPC_PROTOCOL = "/swarm/grpc/1"
 TARGETS_MAX = 256  # peers for which a port is open
@@ -25,6 +26,7 @@ PER_PEER_MAX = 8  # connections to a peer, and of one; gRPC needs one for each o
 SERVED_MAX = 256  # connections of all peers to the own gRPC port
 _LOOPBACK = "127.0.0.1"
 _LOCAL_DIAL_S = 5.0
+_PLACE_S = 30.0  # that an end is remembered after its tunnel
 
 
 @dataclass(slots=True, eq=False)
@@ -49,10 +51,14 @@ class Tunnels:
         self._opening = asyncio.Lock()
         self._pipes: set[TcpPipe] = set()  # that gRPC has dialed
         self._serving: Counter[PeerId] = Counter()  # tunnels of others, also those that are being opened
-        self._served: dict[int, PeerId] = {}  # by the local port from which the own gRPC port is called
+        # by the end from which the own gRPC port is called
+        self._served: dict[Endpoint, PeerConnection] = {}
+        self._places: dict[Endpoint, str] = {}  # of these, and of those that have just ended
+        self._server: Address | None = None
 
-    def serve(self, port: int) -> None:
-        """Let peers reach the gRPC server of this process, which listens on this port of loopback."""
+    def serve(self, server: Address) -> None:
+        """Let peers reach the gRPC server of this process, which listens at this address of the machine."""
+        self._server = server
 
         async def connected(stream: MuxedStream) -> None:
             peer_id = stream.peer_id
@@ -60,7 +66,7 @@ class Tunnels:
                 raise PeerError(f"{PER_PEER_MAX} tunnels of a peer, or {SERVED_MAX} of all, are open")
             self._serving[peer_id] += 1
             try:
-                await self._carry_in(stream, port)
+                await self._carry_in(stream, server)
             finally:
                 self._serving[peer_id] -= 1
                 if not self._serving[peer_id]:
@@ -68,25 +74,48 @@ class Tunnels:
 
         self._host.handle(GRPC_PROTOCOL, connected)
 
-    async def _carry_in(self, stream: MuxedStream, port: int) -> None:
+    async def _carry_in(self, stream: MuxedStream, server: Address) -> None:
         try:
             async with asyncio.timeout(_LOCAL_DIAL_S):
-                pipe = await TcpPipe.connect(_LOOPBACK, port)
+                pipe = await TcpPipe.connect(server.host, server.port)
         except TimeoutError:
             raise NetworkError("the own gRPC port does not answer") from None
-        self._served[pipe.local_port] = stream.peer_id
+        self._served[pipe.local] = stream.connection
+        self._places[pipe.local] = stream.connection.host
         try:
             await splice(stream, pipe)
         finally:
-            del self._served[pipe.local_port]
+            del self._served[pipe.local]
             pipe.close()
+            # gRPC may come to a call of it later, which must not pass for one of this machine
+            asyncio.get_running_loop().call_later(_PLACE_S, self._forget, pipe.local)
+
+    def _forget(self, end: Endpoint) -> None:
+        if end not in self._served:
+            self._places.pop(end, None)
 
     @property
-    def served(self) -> Mapping[int, PeerId]:
-        """Return the peers that call this process's gRPC server through tunnels, by the port of loopback from
-        which the call comes: their address says nothing about them.
+    def served(self) -> Mapping[Endpoint, PeerConnection]:
+        """Return the connections of peers that call this process's gRPC server through tunnels, by the end of
+        this machine from which the call comes: that says nothing about the peer.
         """
         return self._served
+
+    def place(self, end: Endpoint) -> str:
+        """Return what limits count a call under that comes from this end: `PeerConnection.host`. Empty when
+        it comes through no tunnel.
+        """
+        return self._places.get(end, "")
+
+    @property
+    def listening(self) -> tuple[Endpoint, ...]:
+        """Return the ends on loopback that stand for peers."""
+        return tuple((one.address.host, one.address.port) for one in self._targets.values())
+
+    @property
+    def dialed(self) -> frozenset[Endpoint]:
+        """Return where tunnels of others lead to: the own gRPC port."""
+        return frozenset([(self._server.host, self._server.port)] if self._server is not None else [])
 
     def failure(self, peer_id: PeerId) -> str:
         """Return why the last connection to a peer through its port failed; empty if it did not."""
@@ -131,8 +160,16 @@ class Tunnels:
             pipe.close()
             return
         target.open += 1
-        self._pipes.add(pipe)  # a task that is cancelled before it begins closes nothing
-        self._host.supervisor.spawn(f"tunnel to {peer_id.short}", lambda: self._carry(peer_id, target, pipe))
+        self._pipes.add(pipe)
+        name = f"tunnel to {peer_id.short}"
+        carrying = self._host.supervisor.spawn(name, lambda: self._carry(peer_id, target, pipe))
+
+        def ended(_: object) -> None:  # also when the task never began
+            target.open -= 1
+            self._pipes.discard(pipe)
+            pipe.close()
+
+        carrying.add_done_callback(ended)
 
     async def _carry(self, peer_id: PeerId, target: _Target, pipe: TcpPipe) -> None:
         stream = None
@@ -144,8 +181,5 @@ class Tunnels:
         except SwarmError as error:
             target.failure = str(error)
         finally:
-            target.open -= 1
-            self._pipes.discard(pipe)
-            pipe.close()
             if stream is not None:
                 stream.close()

@@ -103,7 +103,8 @@ class Metrics:
     idle_s: float | None = None
     name: str = ""
     device: str = ""
-    reach: str = ""  # "direct": it can be called; "hidden"; "unknown"; "none": it does not listen
+    # "direct": it can be called; "relay …": through that; "hidden"; "unknown"; "none": it does not listen
+    reach: str = ""
     agent: str = ""
     samples: int = 0  # samples contributed to committed rounds
     loss: float | None = None  # training loss

@@ -19,10 +19,11 @@ from swarm.core.clock import Clock
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.service.dht_service import ManyAnswers
-from swarm.monitor.logic.model import Model, Snapshot
+from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.reading import RunRecords, keys_of, read
 from swarm.monitor.logic.robust import median
-from swarm.monitor.logic.view import ExpertView, LinkView, RunView
+from swarm.monitor.logic.tracked import Poll
+from swarm.monitor.logic.view import ExpertView, LinkStatus, LinkView, RunView
 
 _log = logging.getLogger(__name__)
 
@@ -112,8 +113,8 @@ class Collector:
             )
             self._remember(run_records)
             self.polls += 1
-            self.model.on_snapshot(
-                Snapshot(
+            self.model.on_poll(
+                Poll(
                     peers=run_records.peers,
                     refused=run_records.refused,
                     states=run_records.states,
@@ -123,7 +124,7 @@ class Collector:
                 ),
                 now_s,
             )
-            self._link("", now_s)
+            self._link("live", now_s)
             await self._dial(run_records)
         else:
             self._link("lost", now_s)
@@ -163,7 +164,7 @@ class Collector:
                 run_records.setdefault(contact.peer_id, contact)
         return list(run_records.values())
 
-    def _link(self, status: str, now_s: float) -> None:
+    def _link(self, status: LinkStatus, now_s: float) -> None:
         known = {contact.peer_id for contact in self.known()}
         entry = self.entry[0] if self.entry else None
         others = (

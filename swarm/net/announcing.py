@@ -17,7 +17,7 @@ from swarm.net.channels import Channels
 from swarm.net.dialback import DIAL_BACK, DIAL_S
 from swarm.net.hello import Introduction
 from swarm.net.listening import WILDCARDS, machine_addresses
-from swarm.net.logic.reachability import DialedBack, Reach, Reachability
+from swarm.net.logic.reachability import DialedBack, NodeReach, Reach, Reachability
 from swarm.net.peerbook import PeerBook
 from swarm.net.port_mapping import PortMapping
 from swarm.net.scope import Scope, Surroundings, ip_of, prefix_of, scope_of
@@ -78,16 +78,22 @@ class Announcing:
         self._has_waited = False  # for that, in vain
         self._was_asked = False  # others were asked, or it has waited again
         self._told = ""
+        self._relays: tuple[Contact, ...] = ()  # through which this peer takes calls while it is hidden
+        self._is_searching = False  # for such relays
+        self.on_verdict: list[Callable[[], None]] = []  # called when `reach` or `contact` has changed
         self._listeners: list[Callable[[str], None]] = []
         self.contact = Contact(own.peer_id, self._addresses())
+        self._followed = self.reach, self.contact
 
     @property
-    def reach(self) -> str:
-        """Return "direct" when others can call this peer, as far as it knows; "hidden" when others have tried
-        in vain; "none" when it does not listen; else "unknown".
+    def reach(self) -> NodeReach:
+        """Return "direct" when others can call this peer, as far as it knows; "relayed" when they can through
+        relays, and "hidden" when they have tried in vain; "none" when it does not listen; else "unknown".
         """
         if self._own.listening is None:
             return "none"
+        if self.contact.relays:
+            return "relayed"
         return self._machine.reach.verdict if self._asks() else "direct" if self.contact.addresses else "none"
 
     @property
@@ -96,7 +102,9 @@ class Announcing:
         loopback, and where the user has said it.
         """
         if self._asks():
-            said = _sentence(self._machine.reach, was_asked=self._was_asked)
+            if self._is_searching and self.is_hidden and not self._relays:
+                return ""
+            said = _sentence(self._machine.reach, self.contact.through, was_asked=self._was_asked)
             is_lent = self._mapping.is_open and self._machine.reach.verdict == "direct"
             return (
                 f"{said}. Its router forwards the port, because this program asked for it by UPnP"
@@ -110,6 +118,32 @@ class Announcing:
         return f"peers in this network reach this machine at {first.host}:{first.port}" + (
             elsewhere if self._surroundings.is_open else ""
         )
+
+    @property
+    def is_hidden(self) -> bool:
+        """Return whether others have called this peer in vain."""
+        return self._asks() and self._machine.reach.verdict == "hidden"
+
+    @property
+    def is_open_to_all(self) -> bool:
+        """Return whether peers of the internet can call this one, at every port that it opens: not, where its
+        router forwards one on request.
+        """
+        hosts = [one.host for one in self.contact.addresses]
+        return any(scope_of(host) in (None, Scope.INTERNET) for host in hosts) and not self._mapping.is_open
+
+    @property
+    def listening(self) -> tuple[str, int]:
+        """Return the host and port at which this peer listens."""
+        assert self._own.listening is not None
+        return self._own.listening
+
+    def on_relays(self, relays: Sequence[Contact], *, is_searching: bool) -> None:
+        """Take through which relays this peer can be called now, and whether it still looks for some: then it
+        does not say yet that nobody can call it.
+        """
+        self._relays, self._is_searching = tuple(relays), is_searching
+        self._update()
 
     def tell(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with `sentence` now, unless it is empty, and with every later one."""
@@ -190,7 +224,7 @@ class Announcing:
         return self._surroundings.announceable(self._of_machine)
 
     def _update(self) -> None:
-        contact = Contact(self._peer_id, self._addresses())
+        contact = Contact(self._peer_id, self._addresses(), self._relays if self.is_hidden else ())
         if contact != self.contact:
             self.contact = contact
             _logger.info("this peer announces %s", ", ".join(contact.published) or "no address")
@@ -200,6 +234,11 @@ class Announcing:
             self._told = sentence
             for listener in self._listeners:
                 listener(sentence)
+        now = self.reach, contact
+        if now != self._followed:
+            self._followed = now
+            for follower in self.on_verdict:
+                follower()
 
     def _candidates(self) -> list[Contact]:
         """Return the peers that can be asked, members of this node's runs first, then those that its user
@@ -247,11 +286,13 @@ class Announcing:
             return DialedBack(contact.peer_id, reply.observed, reply.reached), source()
 
 
-def _sentence(reach: Reach, *, was_asked: bool) -> str:
+def _sentence(reach: Reach, through: str, *, was_asked: bool) -> str:
     names = ", ".join(peer.short for peer in reach.by[:_NAMES_MAX])
     if reach.verdict == "direct" and reach.by:
         places = " and ".join(f"{one.host}:{one.port}" for one in reach.addresses)
         return f"others reach this machine at {places}: {names} called it there"
+    if reach.verdict == "hidden" and through:
+        return f"others reach this machine through {through}, because {names} called it directly in vain"
     if reach.verdict == "hidden":
         return (
             f"others cannot call this machine ({names} tried in vain), so it takes part over connections "

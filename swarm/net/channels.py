@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -32,16 +30,13 @@ from swarm.net.calls import (
     SharedCallsUnavailable,
 )
 from swarm.net.certificate import client_certificate
-from swarm.net.dial import Connection, dial
+from swarm.net.dial import Connection, Routes, dial
 from swarm.net.membership import ADMIT, RunMembership
 from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
-from swarm.net.scope import Surroundings
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
-from swarm.runtime.sockets import Endpoint
 from swarm.runtime.supervise import Supervisor
 
-_DIALED_MAX = 256
 _STREAMS_END_S_MAX = 0.2
 # The call of `reaches`. Without a request it is refused, after its caller was identified.
 _KNOCK = "/swarm.Node/Hello"
@@ -87,20 +82,20 @@ class _PooledConnection:
 
 class Channels:
     """Call peers by contact. It belongs to one event loop. `on_connected(contact, address, seconds)` is
-    called for every new connection.
+    called for every new connection; the address is None for a tunnel.
     """
 
     def __init__(
         self,
         identity: Identity,
-        on_connected: Callable[[Contact, Address, float], None] | None = None,
+        on_connected: Callable[[Contact, Address | None, float], None] | None = None,
         throttle: Throttle | None = None,
         *,
         membership: RunMembership | None = None,
-        surroundings: Surroundings | None = None,
+        routes: Routes | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        """`surroundings` say which addresses of a peer are dialed; None: all."""
+        """`routes` say which addresses of a peer are dialed; None: all."""
         limits = limits or ConnectionLimits()
         self._dial_timeout_s = limits.dial_timeout_s
         self._connections_max, self._idle_s = limits.connections_max, limits.idle_s
@@ -109,13 +104,12 @@ class Channels:
         self._on_connected = on_connected
         self._throttle = throttle or Throttle(Bandwidth())
         self._membership = membership  # of this process in an invited run: shown to every peer that is dialed
-        self._surroundings = surroundings or Surroundings()
+        self._routes = routes or Routes()
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
         self._last_working: dict[PeerId, Address] = {}  # the address that worked last
         self._closed = False
         self._streams = Supervisor()
-        self._dialed: deque[tuple[str, int]] = deque(maxlen=_DIALED_MAX)
 
     async def call(
         self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
@@ -204,7 +198,7 @@ class Channels:
         on it, whatever its answer, shows the peer who has come. The addresses are IP addresses at which the
         peer was met.
         """
-        self._dialed.extend((address.host, address.port) for address in contact.addresses)
+        self._routes.dialed.extend((address.host, address.port) for address in contact.addresses)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         try:
@@ -246,7 +240,7 @@ class Channels:
         """Return every (IP, port) that is connected or may be connecting: a forked child recognises this
         node's sockets by them.
         """
-        return frozenset(self._dialed).union(
+        return frozenset(self._routes.dialed).union(
             *(pooled.connection.endpoints for pooled in self._pooled.values())
         )
 
@@ -381,7 +375,7 @@ class Channels:
                 timeout_s=max(dial_s, 0.001),
                 first=self._last_working.get(contact.peer_id),
                 options=self._throttle.options + (BULK_OPTIONS if link.number > 0 else ()),
-                permitted=functools.partial(self._permitted, contact.peer_id),
+                routes=self._routes,
             )
             if self._membership is not None:
                 await _admit(self._membership, contact.peer_id, connection, deadline_s - loop.time())
@@ -394,17 +388,11 @@ class Channels:
         link.connection, link.failure = connection, None
         link.used_s = loop.time()
         self._pooled[id(connection)] = _PooledConnection(connection)
-        self._last_working[contact.peer_id] = connection.address
+        if connection.address is not None:
+            self._last_working[contact.peer_id] = connection.address
         if self._on_connected is not None:
             self._on_connected(contact, connection.address, connection.seconds)
         return connection
-
-    def _permitted(self, peer_id: PeerId, address: Address, endpoints: list[Endpoint]) -> list[Endpoint]:
-        """Return where a peer may be dialed, and remember these sockets as this node's."""
-        hosts = self._surroundings.dialable(peer_id, address, [host for host, _ in endpoints])
-        found = [one for one in endpoints if one[0] in hosts]
-        self._dialed.extend(found)
-        return found
 
     async def _make_room(self) -> None:
         while len(self._links) >= self._connections_max:

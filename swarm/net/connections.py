@@ -28,7 +28,7 @@ UNKNOWN_MAX = 96
 UNKNOWN_PER_PREFIX_MAX = 64
 UNKNOWN_AT_ONCE_MAX = 512  # 43 MiB, also of those that came a moment ago
 UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine could not serve in time
-# New connections of strangers of one address prefix: so many at once, and so many a second. Too small:
+# New connections of strangers of one address prefix: at once, and per second. Too small:
 # newcomers behind one public address wait for their first calls. Each makes a few connections.
 ARRIVALS_MAX = 128
 ARRIVALS_PER_S = 1.0
@@ -44,10 +44,7 @@ class Held:
     endpoint: Endpoint
     since_s: float
     peer_id: PeerId | None
-
-    @property
-    def prefix(self) -> str:
-        return prefix_of(self.endpoint[0])
+    prefix: str  # of its address; the relay's, where it comes through one
 
 
 def surplus(held: Iterable[Held], standing: PeerStanding, now_s: float) -> list[Held]:
@@ -123,14 +120,27 @@ class Arrivals:
 class Connections:
     """The connections of one server, by the other end. It belongs to the network thread."""
 
-    def __init__(self, standing: PeerStanding, port: Callable[[], int | None]) -> None:
-        """`port` returns the port of the server, None while it does not listen."""
-        self._standing, self._port = standing, port
+    def __init__(
+        self,
+        standing: PeerStanding,
+        port: Callable[[], int | None],
+        tunnelled: Callable[[Endpoint], str] = lambda endpoint: "",
+    ) -> None:
+        """`port` returns the port of the server, None while it does not listen; `tunnelled` through which
+        relay a connection from an endpoint comes, empty if through none.
+        """
+        self._standing, self._port, self._tunnelled = standing, port, tunnelled
         self._since_s: dict[Endpoint, float] = {}
         self._callers: dict[Endpoint, PeerId] = {}
         self._refused: set[Endpoint] = set()  # of strangers that made too many
         self._arrivals = Arrivals()
         self._sockets = SocketList()
+
+    def prefix_of(self, endpoint: Endpoint) -> str:
+        """Return what limits count a connection under: its address prefix, or the relay that it comes
+        through, because then its address is this machine's.
+        """
+        return self._tunnelled(endpoint) or prefix_of(endpoint[0])
 
     def on_called(self, peer_id: PeerId, endpoint: Endpoint, now_s: float) -> bool:
         """Record who calls from an endpoint, and return whether it is answered."""
@@ -139,7 +149,7 @@ class Connections:
         is_answered = (
             self._standing.is_member(peer_id)
             or not self._standing.has_members()
-            or self._arrivals.enter(prefix_of(endpoint[0]), now_s)
+            or self._arrivals.enter(self.prefix_of(endpoint), now_s)
         )
         if len(self._callers) < 2 * CONNECTIONS_MAX or endpoint in self._callers:
             self._callers[endpoint] = peer_id
@@ -173,7 +183,7 @@ class Connections:
                 del self._callers[endpoint]
                 self._refused.discard(endpoint)
         held = [
-            Held(endpoint, since_s, self._callers.get(endpoint))
+            Held(endpoint, since_s, self._callers.get(endpoint), self.prefix_of(endpoint))
             for endpoint, since_s in self._since_s.items()
         ]
         refused = [one for one in held if one.endpoint in self._refused]

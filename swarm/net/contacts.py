@@ -6,10 +6,11 @@ import functools
 from collections.abc import Iterable
 
 from swarm.core.errors import PeerError, UsageError
-from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
+from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
 from swarm.wire.peer_pb2 import Contact as WireContact
 
 _ADDRESS_CHARACTERS_MAX = 300
+_NOBODY = PeerId(bytes(32))  # whose addresses are parsed one by one
 
 
 # The same few contacts travel in every answer. The caches are bounded, also against input from strangers.
@@ -34,15 +35,17 @@ def _contact(raw: bytes, addresses: tuple[str, ...]) -> Contact:
         peer_id = PeerId.from_bytes(raw)
     except UsageError as error:
         raise PeerError(f"a contact with a malformed PeerID: {error}") from error
-    return Contact(peer_id, tuple(address for text in addresses if (address := _address(text)) is not None))
+    return Contact.of_published(peer_id, [text for text in addresses if _is_known(text)])
 
 
 @functools.lru_cache(maxsize=4096)
-def _address(text: str) -> Address | None:
+def _is_known(text: str) -> bool:
+    """Return whether an address is of a kind that this version knows."""
     try:
-        return Address.parse(text)
+        Contact.of_published(_NOBODY, [text])
     except UsageError:
-        return None
+        return False
+    return True
 
 
 def contacts_from_wire(messages: Iterable[WireContact]) -> list[Contact]:

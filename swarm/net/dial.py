@@ -1,24 +1,28 @@
-"""Open a connection: race the addresses of a contact; the first one that proves to be the peer wins."""
+"""Open a connection: race the addresses of a contact, and a tunnel through its relays; the first one that
+proves to be the peer wins.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import grpc
 from grpc import aio
 
-from swarm.core.errors import DeadlineExceeded, NetworkError
-from swarm.core.ids import ADDRESSES_MAX, Address, Contact
+from swarm.core.errors import DeadlineExceeded, NetworkError, SwarmError
+from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
 from swarm.net.rpc import SIZE_OPTIONS
-from swarm.net.scope import NOT_DIALED
+from swarm.net.scope import NOT_DIALED, Surroundings
 from swarm.runtime.sockets import Endpoint
 
 _STAGGER_S = 0.2  # head start of the address that is dialed first
 _RESOLVED_MAX = 4
+_DIALED_MAX = 256
 
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     *SIZE_OPTIONS,
@@ -34,14 +38,50 @@ _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+class TunnelWays(Protocol):
+    """Ways to peers that take calls through relays only."""
+
+    async def endpoint(self, contact: Contact) -> Address:
+        """Return the address on loopback that stands for this peer. Raises SwarmError when there is none."""
+        ...
+
+    def failure(self, peer_id: PeerId) -> str:
+        """Return why the last connection to a peer through its address failed; empty if it did not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """How peers are reached: `surroundings` say which of their addresses are dialed, `tunnels` lead to those
+    that take calls through relays; None: these cannot be called.
+    """
+
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    tunnels: TunnelWays | None = None
+    # (IP, port) pairs that were dialed last: a connection to them may be under way
+    dialed: deque[Endpoint] = field(default_factory=lambda: deque(maxlen=_DIALED_MAX))
+
+    def permitted(self, peer_id: PeerId, address: Address, endpoints: list[Endpoint]) -> list[Endpoint]:
+        """Return where a peer may be dialed, of what an address was resolved to, and remember it."""
+        hosts = self.surroundings.dialable(peer_id, address, [host for host, _ in endpoints])
+        found = [one for one in endpoints if one[0] in hosts]
+        self.dialed.extend(found)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open, authenticated connection."""
+    """An open, authenticated connection. `address`: what was dialed; None: a tunnel through a relay."""
 
     channel: aio.Channel
-    address: Address
+    address: Address | None
     endpoints: frozenset[tuple[str, int]]  # the dialed (IP, port) pairs, one of which is connected
     seconds: float  # time that connecting took
+
+    @property
+    def where(self) -> str:
+        """Return how the peer is reached, for sentences."""
+        return _where(self.address)
 
 
 async def dial(
@@ -51,22 +91,27 @@ async def dial(
     timeout_s: float,
     first: Address | None = None,
     options: tuple[tuple[str, int], ...] = (),
-    permitted: Callable[[Address, list[Endpoint]], list[Endpoint]] = lambda address, endpoints: endpoints,
+    routes: Routes | None = None,
 ) -> Connection:
-    """Connect to the peer at any of its addresses; `first` is tried before the others. `options` are gRPC
-    options that add to the usual ones or replace them. `permitted` is called with each address and its
-    resolved (IP, port) pairs before they are dialed, and returns those that may be.
+    """Connect to the peer at any of its addresses; `first` is tried before the others, and a tunnel through
+    its relays after them. `options` are gRPC options that add to the usual ones or replace them. `routes`
+    say where the peer may be dialed; None: at all its addresses.
 
     Raises NetworkError that names the peer, each address and why it failed, or DeadlineExceeded when some
     address did not answer at all in `timeout_s`.
     """
-    if not contact.addresses:
+    addresses: list[Address | None] = [
+        *sorted(contact.addresses[:ADDRESSES_MAX], key=lambda address: address != first)
+    ]
+    routes = routes or Routes()
+    if contact.relays and routes.tunnels is not None:
+        addresses.append(None)
+    if not addresses:
         raise NetworkError(f"peer {contact.peer_id} has no address that can be dialed")
     credentials = grpc.ssl_channel_credentials(
         trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem
     )
-    addresses = sorted(contact.addresses[:ADDRESSES_MAX], key=lambda address: address != first)
-    race = _Race(contact, credentials, options, permitted)
+    race = _Race(contact, credentials, options, routes)
     try:
         return await race.run(addresses, timeout_s)
     finally:
@@ -79,9 +124,9 @@ class _Race:
         contact: Contact,
         credentials: grpc.ChannelCredentials,
         options: tuple[tuple[str, int], ...],
-        permitted: Callable[[Address, list[Endpoint]], list[Endpoint]],
+        routes: Routes,
     ) -> None:
-        self._permitted = permitted
+        self._routes = routes
         self._contact = contact
         self._credentials = credentials
         self._options = [
@@ -90,10 +135,10 @@ class _Race:
             ("grpc.ssl_target_name_override", tls_name(contact.peer_id)),
         ]
         self._channels: list[aio.Channel] = []
-        self._failures: dict[Address, str] = {}
+        self._failures: dict[Address | None, str] = {}  # by what was dialed; None: the tunnel
         self._winner: Connection | None = None
 
-    async def run(self, addresses: list[Address], timeout_s: float) -> Connection:
+    async def run(self, addresses: list[Address | None], timeout_s: float) -> Connection:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         waiting = list(addresses)
@@ -120,24 +165,18 @@ class _Race:
             if self._winner is None or channel is not self._winner.channel:
                 await channel.close()
 
-    def _error(self, addresses: list[Address], timeout_s: float) -> NetworkError:
+    def _error(self, addresses: list[Address | None], timeout_s: float) -> NetworkError:
         silent = f"no answer within {timeout_s:.3g} s"
         reasons = "; ".join(
-            f"{address.multiaddr}: {self._failures.get(address, silent)}" for address in addresses
+            f"{_where(address)}: {self._failures.get(address, silent)}" for address in addresses
         )
         kind = NetworkError if all(address in self._failures for address in addresses) else DeadlineExceeded
         return kind(f"cannot reach peer {self._contact.peer_id}: {reasons}")
 
-    async def _attempt(self, address: Address) -> Connection | None:
+    async def _attempt(self, address: Address | None) -> Connection | None:
         started_s = asyncio.get_running_loop().time()
-        try:
-            resolved = await _resolve(address)
-        except OSError as error:
-            self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
-            return None
-        resolved = self._permitted(address, resolved)
+        resolved = await (self._tunnel() if address is None else self._endpoints(address))
         if not resolved:
-            self._failures[address] = NOT_DIALED
             return None
         channel = aio.secure_channel(_target(resolved), self._credentials, options=self._options)
         self._channels.append(channel)
@@ -150,11 +189,39 @@ class _Race:
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
         if state is not grpc.ChannelConnectivity.READY:
-            self._failures[address] = await _failure_reason(channel)
+            tunnels = self._routes.tunnels if address is None else None
+            reason = tunnels.failure(self._contact.peer_id) if tunnels is not None else ""
+            self._failures[address] = reason or await _failure_reason(channel)
             return None
         return Connection(
             channel, address, frozenset(resolved), asyncio.get_running_loop().time() - started_s
         )
+
+    async def _endpoints(self, address: Address) -> list[Endpoint]:
+        """Return where to connect to for this address; nothing, and the reason noted, when it is nowhere."""
+        try:
+            resolved = await _resolve(address)
+        except OSError as error:
+            self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
+            return []
+        resolved = self._routes.permitted(self._contact.peer_id, address, resolved)
+        if not resolved:
+            self._failures[address] = NOT_DIALED
+        return resolved
+
+    async def _tunnel(self) -> list[Endpoint]:
+        """Return the end of a tunnel to the peer; nothing, and the reason noted, when there is none."""
+        assert self._routes.tunnels is not None
+        try:
+            end = await self._routes.tunnels.endpoint(self._contact)
+        except SwarmError as error:
+            self._failures[None] = str(error)
+            return []
+        return [(end.host, end.port)]
+
+
+def _where(address: Address | None) -> str:
+    return "the other end of a relay" if address is None else address.multiaddr
 
 
 async def _resolve(address: Address) -> list[tuple[str, int]]:

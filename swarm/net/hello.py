@@ -31,13 +31,14 @@ HELLO = Method(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
     """The result of a Hello. `observed`: the IP address that this peer called from, as the other one says;
-    empty if it does not.
+    empty if it does not. `relay_port`: where it relays calls for others; 0: nowhere.
     """
 
     contact: Contact
     agent: str
     round_trip_s: float
     observed: str = ""
+    relay_port: int = 0
 
 
 class Introductions:
@@ -49,6 +50,7 @@ class Introductions:
         self._caller = caller
         self._book = book
         self._met_s: OrderedDict[PeerId, float] = OrderedDict()
+        self.relay_port = 0  # on which this peer relays calls for others; 0: it does not
         self.on_introduced: list[Callable[[Introduction], None]] = []
 
     def register(self, handlers: Handlers) -> None:
@@ -71,10 +73,11 @@ class Introductions:
         # public address.
         addresses = tuple(dict.fromkeys((*theirs.addresses, *contact.addresses)))[:ADDRESSES_MAX]
         introduction = Introduction(
-            contact=Contact(contact.peer_id, addresses),
+            contact=Contact(contact.peer_id, addresses, theirs.relays),
             agent=_readable(reply.agent),
             round_trip_s=round_trip_s,
             observed=reply.observed if ip_of(reply.observed) is not None else "",
+            relay_port=reply.relay_port if reply.relay_port <= 65535 else 0,
         )
         self._book.record_seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
         for listener in self.on_introduced:
@@ -110,7 +113,9 @@ class Introductions:
 
     def _message(self, observed: str = "") -> peer_pb2.Hello:
         contact = contact_to_wire(self._own())
-        return peer_pb2.Hello(contact=contact, agent=self._agent, observed=observed)
+        return peer_pb2.Hello(
+            contact=contact, agent=self._agent, observed=observed, relay_port=self.relay_port
+        )
 
 
 def _readable(agent: str) -> str:

@@ -116,9 +116,7 @@ def map_errors(peer_id: PeerId, connection: Connection, name: str, timeout_s: fl
             peer_id, connection, name, error.code(), error.details() or "", timeout_s
         ) from None
     except aio.BaseError as error:
-        raise NetworkError(
-            f"{name} to peer {peer_id} at {connection.address.multiaddr} failed: {error}"
-        ) from None
+        raise NetworkError(f"{name} to peer {peer_id} at {connection.where} failed: {error}") from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -140,7 +138,7 @@ def status_error(
 ) -> SwarmError:
     """Return swarm's error for the status that a call ended with."""
     status = grpc.StatusCode
-    where = connection.address.multiaddr
+    where = connection.where
     if code is status.DEADLINE_EXCEEDED:
         limit = f" within {timeout_s:.3g} s" if timeout_s is not None else ""
         return DeadlineExceeded(f"peer {peer_id} at {where} did not answer {name}{limit}")

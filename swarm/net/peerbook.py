@@ -68,7 +68,7 @@ class PeerBook:
             mean_s = old.round_trip_s if round_trip_s is None else round_trip_s
             if round_trip_s is not None and old.round_trip_s is not None:
                 mean_s = old.round_trip_s + _ROUND_TRIP_WEIGHT * (round_trip_s - old.round_trip_s)
-            trimmed = Contact(contact.peer_id, contact.addresses[:ADDRESSES_MAX])
+            trimmed = replace(contact, addresses=contact.addresses[:ADDRESSES_MAX])
             return KnownPeer(trimmed, self._now_s(), mean_s, agent or old.agent)
 
         self._update(contact.peer_id, update)
@@ -78,7 +78,8 @@ class PeerBook:
 
         def update(old: KnownPeer) -> KnownPeer:
             addresses = tuple(dict.fromkeys((address, *old.contact.addresses)))[:ADDRESSES_MAX]
-            return replace(old, contact=Contact(peer_id, addresses), last_seen_s=self._now_s())
+            found = replace(old.contact, addresses=addresses)
+            return replace(old, contact=found, last_seen_s=self._now_s())
 
         self._update(peer_id, update)
 

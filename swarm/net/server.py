@@ -35,8 +35,9 @@ from swarm.net.rpc import (
     check_incoming,
     check_outgoing,
 )
-from swarm.net.scope import Surroundings, endpoint_of, prefix_of
+from swarm.net.scope import Surroundings, endpoint_of
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.runtime.sockets import Endpoint
 
 _logger = logging.getLogger(__name__)
 
@@ -93,9 +94,12 @@ class Server:
         standing: PeerStanding | None = None,
         membership: RunMembership | None = None,
         surroundings: Surroundings | None = None,
+        tunnelled: Callable[[Endpoint], str] = lambda endpoint: "",
     ) -> None:
         """`standing`: callers that are strangers share half of every limit. `membership`: of this process in
         an invited run; it says which caller is answered. `surroundings` learn from where peers call.
+        `tunnelled` returns through which relay calls from an endpoint of this machine come; empty if they do
+        not.
         """
         limits = limits or CallLimits()
         self.throttle = throttle or Throttle(Bandwidth())
@@ -114,7 +118,8 @@ class Server:
         self.call_streams = OpenCalls(
             self.standing, "streams of shared calls", limits.calls_max, STREAMS_PER_PEER_MAX
         )
-        self.connections = Connections(self.standing, lambda: self._port)
+        self._tunnelled = tunnelled
+        self.connections = Connections(self.standing, lambda: self._port, tunnelled)
         self._port: int | None = None
         self._streams: set[ServedCalls] = set()
         self._server: aio.Server | None = None
@@ -137,10 +142,8 @@ class Server:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             bound: int = server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise UsageError(
-                f"cannot listen on {address}: is the port taken, or not an address of this machine? ({error})"
-            ) from None
+        except RuntimeError:  # its text adds nothing
+            bound = 0
         if not bound:
             raise UsageError(
                 f"cannot listen on {address}: is the port taken, or not an address of this machine?"
@@ -174,13 +177,13 @@ class Server:
         """Return the caller of a connection whose other end gRPC names `peer`, in the task that serves it.
         Raises _Busy for a stranger of an address prefix that makes too many connections.
         """
-        host, port = endpoint_of(peer)
-        now_s = asyncio.get_running_loop().time()
-        if not self.connections.on_called(peer_id, (host, port), now_s):
+        endpoint = endpoint_of(peer)
+        if not self.connections.on_called(peer_id, endpoint, asyncio.get_running_loop().time()):
             raise _Busy
+        host = "" if self._tunnelled(endpoint) else endpoint[0]  # a tunnel's says nothing about its caller
         self._surroundings.on_called(peer_id, host)
         set_caller_host(host)
-        return RemoteCaller(peer_id, prefix_of(host))
+        return RemoteCaller(peer_id, self.connections.prefix_of(endpoint))
 
     def refusal(self, peer_id: PeerId, method: str) -> str:
         """Return why this peer may not call this method here; empty if it may."""

@@ -69,7 +69,7 @@ async def read_members(dht: DhtService, run_id: str, clock: Clock) -> list[Conta
         if isinstance(entry.value, dict):
             with contextlib.suppress(PeerError):
                 contacts.append(Contact.from_record(entry.writer, entry.value.get("addresses")))
-    return [contact for contact in contacts if contact.addresses]
+    return [contact for contact in contacts if contact.is_callable]
 
 
 async def _progress(dht: DhtService, run_id: str, node: TreeNode) -> list[Entry]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from swarm.net.logic.reachability import NodeReach
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -31,7 +33,7 @@ class Listening(Event):
     peer_id: str
     addresses: list[str]  # addresses by which other peers can join
     invite: str = ""  # what they join an invited run by instead
-    reach: str = ""  # "direct", "unknown" while others are asked, or "none" for a peer that does not listen
+    reach: NodeReach  # as in `Node.reach`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

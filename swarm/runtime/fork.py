@@ -18,10 +18,10 @@ from swarm.runtime.sockets import Endpoint, open_sockets
 
 @dataclass(frozen=True, slots=True)
 class NodeSockets:
-    """The sockets of a node: the address it listens on, and the (IP, port) pairs it has dialed."""
+    """The sockets of a node: the addresses it listens on, and the (IP, port) pairs it has dialed."""
 
-    listening: tuple[str, int] | None
-    dialed: frozenset[tuple[str, int]]
+    listening: tuple[Endpoint, ...]
+    dialed: frozenset[Endpoint]
 
 
 _owners: dict[int, Callable[[], NodeSockets]] = {}
@@ -61,6 +61,7 @@ def _drop_sockets() -> None:
 def _matches(local: Endpoint, remote: Endpoint | None, node: NodeSockets) -> bool:
     if remote is not None and remote in node.dialed:
         return True
-    if node.listening is None or local[1] != node.listening[1]:
-        return False
-    return node.listening[0] in _WILDCARDS or local[0] == node.listening[0] or local[0] in _WILDCARDS
+    return any(
+        local[1] == port and (host in _WILDCARDS or local[0] == host or local[0] in _WILDCARDS)
+        for host, port in node.listening
+    )

@@ -147,6 +147,11 @@ class SimulatedCaller:
         target = network.peers.get(contact.peer_id)
         if target is not None and any(address in target.contact.addresses for address in contact.addresses):
             return target
+        if target is not None and any(
+            relay in target.contact.relays and network.peers[relay.peer_id].up for relay in contact.relays
+        ):
+            network.relayed_calls[self._own.peer_id] += 1
+            return target
         if contact.addresses and network.config.dead_are_silent:
             return None
         raise NetworkError(f"peer {contact.peer_id} cannot be reached: it does not listen there")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +69,7 @@ class SimulatedVolunteer:
         """
         now_s = asyncio.get_running_loop().time()
         member = Member(
-            contact=self.peer.contact, weight=weight, bandwidth=1.0 if self.peer.contact.addresses else 0.0
+            contact=self.peer.contact, weight=weight, bandwidth=1.0 if self.peer.contact.is_callable else 0.0
         )
         found = await self.service.find(
             member=member,
@@ -102,10 +102,18 @@ class Swarm:
         self.volunteers: list[SimulatedVolunteer] = []
 
     def add(
-        self, *, schema: bytes = SCHEMA, dialable: bool = True, known: bool = True, **how: Any
+        self,
+        *,
+        schema: bytes = SCHEMA,
+        dialable: bool = True,
+        relays: Sequence[SimulatedPeer] = (),
+        known: bool = True,
+        **how: Any,
     ) -> SimulatedVolunteer:
-        """Add a peer. `known`: it has a presence record; `how`: group sizes and times of its service."""
-        peer = self.network.peer(dialable=dialable)
+        """Add a peer. `relays`: as in `SimulatedNetwork.peer`; `known`: it has a presence record; `how`:
+        group sizes and times of its service.
+        """
+        peer = self.network.peer(dialable=dialable, relays=relays)
         exchange = GroupExchange(
             handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock
         )

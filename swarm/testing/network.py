@@ -29,8 +29,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,21 +126,23 @@ class SimulatedNetwork:
         self._moment_s = -1.0
         self._moment: list[str] = []  # lines of this moment, not in the digest yet
         self._sides: dict[PeerId, int] = {}
+        self.relayed_calls: Counter[PeerId] = Counter()  # by caller
         self._cuts: list[Cut] = []
 
     def peer(
         self,
         *,
         dialable: bool = True,
+        relays: Sequence[SimulatedPeer] = (),
         skew_s: float = 0.0,
         drift: float = 0.0,
         identity: SeededIdentity | None = None,
     ) -> SimulatedPeer:
         """Add a peer and return it.
 
-        With `dialable=False` it has no address, so that no other peer can call it. `skew_s` and `drift` are
-        the errors of its clock. `identity` is derived from the seed and the number of the peer unless it is
-        given.
+        With `dialable=False` it has no address, so that other peers can call it through `relays` only, while
+        these are up. `skew_s` and `drift` are the errors of its clock. `identity` is derived from the seed
+        and the number of the peer unless it is given.
         """
         index = len(self.peers)
         identity = identity or SeededIdentity(f"{self.seed}/{index}")
@@ -148,7 +150,8 @@ class SimulatedNetwork:
             (Address(f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}", 4000),) if dialable else ()
         )
         clock = VirtualClock(skew_s, drift)
-        contact = Contact(identity.peer_id, addresses)
+        through = tuple(one.contact for one in relays)
+        contact = Contact(identity.peer_id, addresses, through)
         peer = SimulatedPeer(
             self,
             index,

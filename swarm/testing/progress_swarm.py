@@ -52,7 +52,7 @@ class ProgressFigures:
     spread_s: float  # between the first and the last peer that begins an epoch, on average
 
 
-class Table:
+class ProgressTable:
     """The dictionaries of the simulated DHT."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Table:
 class TableDht:
     """One peer's view of the table: the part of `DhtService` that a tracker uses."""
 
-    def __init__(self, table: Table, peer: SimulatedPeer) -> None:
+    def __init__(self, table: ProgressTable, peer: SimulatedPeer) -> None:
         self._table, self._peer = table, peer
 
     async def store(self, key: Key, value: object, *, ttl_s: float, subkey: str, timeout_s: float) -> None:
@@ -141,7 +141,7 @@ class ProgressRun:
 
     def __init__(self, network: SimulatedNetwork, target: int) -> None:
         self.network, self.target = network, target
-        self.table = Table()
+        self.table = ProgressTable()
         self.trainers: list[Trainer] = []
         self.gathered: dict[int, int] = {}  # true samples of each epoch
         self.ends: dict[int, list[float]] = {}  # when peers left each epoch

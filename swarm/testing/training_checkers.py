@@ -155,7 +155,7 @@ class TrainingChecks:
             self._check_state(one, now_s)
 
     def _check_samples(self, one: TrainingPeer, report: StepReport, now_s: float) -> None:
-        """Samples trained = contributed + carried + dropped."""
+        """Samples trained = contributed + carried + dropped, and what is contributed is in the average."""
         before = self._carried.get(one, 0 if one.checkpoint is None else None)
         self._carried[one] = report.accumulated
         if before is None:
@@ -167,6 +167,11 @@ class TrainingChecks:
                 f"peer {one.index}: {before} samples were carried and {one.batch} trained; {contributed} "
                 f"were contributed, {report.accumulated} are carried, {report.dropped} reported as dropped "
                 f"({report.reason})",
+            )
+        averaged = report.round if report.round is not None and not report.round.failed else None
+        if averaged is not None and contributed and not averaged.contributions.get(one.peer.peer_id):
+            self.violations.add(
+                now_s, f"peer {one.index} contributed {contributed} samples to an average that it is not in"
             )
 
     def _check_donors(self, one: TrainingPeer, loaded: LoadResult, now_s: float) -> None:

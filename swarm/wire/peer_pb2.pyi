@@ -15,14 +15,16 @@ class Contact(_message.Message):
     def __init__(self, peer_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("contact", "agent", "observed")
+    __slots__ = ("contact", "agent", "observed", "relay_port")
     CONTACT_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
+    RELAY_PORT_FIELD_NUMBER: _ClassVar[int]
     contact: Contact
     agent: str
     observed: str
-    def __init__(self, contact: _Optional[_Union[Contact, _Mapping]] = ..., agent: _Optional[str] = ..., observed: _Optional[str] = ...) -> None: ...
+    relay_port: int
+    def __init__(self, contact: _Optional[_Union[Contact, _Mapping]] = ..., agent: _Optional[str] = ..., observed: _Optional[str] = ..., relay_port: _Optional[int] = ...) -> None: ...
 
 class DialBackRequest(_message.Message):
     __slots__ = ("port",)

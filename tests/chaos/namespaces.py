@@ -37,6 +37,7 @@ table ip nat {
   }
 }
 """
+_SYMMETRIC = _MASQUERADE.replace("masquerade", "masquerade fully-random")
 # The chains that miniupnpd writes the forwarded ports to.
 _UPNP_CHAINS = """
 table inet filter {
@@ -121,16 +122,19 @@ class Internet:
         _run("ip", "-n", namespace, "-6", "route", "add", "default", "via", f"2600:{number}::1")
         return f"2600:{number}::2"
 
-    def behind_router(self, name: str) -> str:
+    def behind_router(self, name: str, *, symmetric: bool = False) -> str:
         """Add a host with a private address behind a router that translates it. Return the router's public
-        address. All such hosts have the same private address, as those of many homes do.
+        address. All such hosts have the same private address, as those of many homes do. `symmetric`: the
+        router gives each connection another port, so that hole punching finds none.
         """
         router, host = self._namespace(f"{name}nat"), self._namespace(name)
         public = self._attach(router)
         self._connect(router, "in", "192.168.1.1/24", host, "eth0", "192.168.1.2/24")
         _run("ip", "-n", host, "route", "add", "default", "via", "192.168.1.1")
         subprocess.run(
-            ["ip", "netns", "exec", router, "nft", "-f", "-"], input=_MASQUERADE.encode(), check=True
+            ["ip", "netns", "exec", router, "nft", "-f", "-"],
+            input=(_SYMMETRIC if symmetric else _MASQUERADE).encode(),
+            check=True,
         )
         return public
 

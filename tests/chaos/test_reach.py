@@ -4,6 +4,7 @@ reduce.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,48 @@ def test_a_peer_whose_address_changes_announces_the_new_one(internet: Internet) 
     wait_until_known(first, before.rpartition("/")[2], now)
 
 
+# A node behind a router: it says how it is reached, and calls the PeerIDs on its input.
+HIDDEN = """
+import json, sys, swarm
+from swarm.net.hello import HELLO
+from swarm.wire.peer_pb2 import Hello
+from swarm.core.ids import Contact, PeerId
+def show(**event): sys.stdout.write(json.dumps(event) + "\\n")  # one write: two threads do
+with swarm.Node(bootstrap=sys.argv[1:], listen="0.0.0.0:4000") as node:
+    node.tell_reach(lambda sentence: show(event="reach", verdict=node.reach, text=sentence,
+        contact=[str(node.peer_id), *node.contact.published]))
+    for line in sys.stdin:
+        peer_id, *published = json.loads(line)
+        contact = Contact.of_published(PeerId.parse(peer_id), published)
+        request = Hello(contact={"peer_id": node.peer_id.to_bytes()})
+        try:
+            reply = node.network.run(node.channels.call(contact, HELLO, request, timeout_s=30.0))
+            show(event="answer", agent=reply.agent)
+        except swarm.NetworkError as error:
+            show(event="failure", text=str(error))
+"""
+
+
+def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet) -> None:
+    internet.public("r")
+    for name in ("a", "b"):
+        internet.behind_router(name, symmetric=True)
+    entry = command(internet, "r", "bootstrap")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    relay = address.rpartition("/")[2]
+    peers = {name: internet.start(name, "-c", HIDDEN, address) for name in ("a", "b")}
+    reached = {}
+    for name, peer in peers.items():
+        reached[name] = peer.wait("relay", lambda event: event.get("verdict") == "relayed")
+        assert f"through relay {relay[-8:]}" in reached[name]["text"]
+        _, circuit = reached[name]["contact"]
+        assert circuit.endswith(f"/p2p/{relay}/p2p-circuit")
+    for caller, callee in (("a", "b"), ("b", "a")):
+        peers[caller].tell(json.dumps(reached[callee]["contact"]))
+        answer = peers[caller].wait("answer", lambda event: event["event"] in ("answer", "failure"))
+        assert answer.get("agent", answer).startswith("swarm/")
+
+
 def command(internet: Internet, host: str, *arguments: str) -> Process:
     """Run a command of `swarm` on a host."""
     identity = ("--identity", "new")
@@ -191,6 +234,17 @@ def epochs(process: Process, **fits: Any) -> list[dict[str, Any]]:
     ]
 
 
+def assert_same_digests(*processes: Process) -> None:
+    """Check that volunteers had the same parameters at the end of each epoch."""
+    digests: dict[int, set[str]] = {}
+    for process in processes:
+        for event in epochs(process):
+            if event["digest"]:
+                digests.setdefault(event["epoch"], set()).add(event["digest"])
+    assert digests
+    assert all(len(found) == 1 for found in digests.values())
+
+
 def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, tmp_path: Path) -> None:
     run = write_small_run(tmp_path)
     one_public_and_two_behind_routers(internet)
@@ -203,12 +257,7 @@ def test_volunteers_behind_routers_train_with_a_public_one(internet: Internet, t
         assert reach["event"] == "notice"
     for process in (public, *hidden):
         process.wait("rounds of three", lambda _, of=process: len(epochs(of, peers=3)) >= 3)
-    digests: dict[int, set[str]] = {}
-    for process in (public, *hidden):
-        for event in epochs(process):
-            if event["digest"]:
-                digests.setdefault(event["epoch"], set()).add(event["digest"])
-    assert all(len(found) == 1 for found in digests.values())
+    assert_same_digests(public, *hidden)
     for process in hidden:
         assert any(event["samples"] > 0 for event in epochs(process, peers=3))
 
@@ -223,10 +272,30 @@ def test_the_doctor_says_what_the_router_would_have_to_forward(internet: Interne
     assert examined.wait("result", lambda event: event["event"] == "doctor")["can_volunteer"] is True
 
 
+def test_volunteers_behind_routers_train_with_one_another_through_a_relay(
+    internet: Internet, tmp_path: Path
+) -> None:
+    run = write_small_run(tmp_path)
+    internet.public("r")
+    for name in ("a", "b", "c"):
+        internet.behind_router(name, symmetric=True)
+    entry = command(internet, "r", "bootstrap")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    founder = command(internet, "a", "start", str(run), "--bootstrap", address, "--device", "cpu")
+    line = founder.wait("join line", lambda event: event["event"] == "listening")["invite"]
+    guests = [command(internet, name, "join", line, "--yes", "--device", "cpu") for name in ("b", "c")]
+    for process in (founder, *guests):
+        process.wait("relay", lambda event: "reach this machine through relay" in event.get("text", ""))
+        process.wait("rounds of three", lambda _, of=process: len(epochs(of, peers=3)) >= 3, 240.0)
+    assert_same_digests(founder, *guests)
+    for process in guests:
+        assert any(event["samples"] > 0 for event in epochs(process, peers=3))
+
+
 def test_volunteers_that_nobody_can_call_are_told_so(internet: Internet, tmp_path: Path) -> None:
     run = write_small_run(tmp_path)
     one_public_and_two_behind_routers(internet)
-    entry = command(internet, "r", "bootstrap")
+    entry = command(internet, "r", "bootstrap", "--relay-mbit", "0")
     address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
     founder = command(internet, "a", "start", str(run), "--bootstrap", address, "--device", "cpu")
     invite = founder.wait("invite", lambda event: event["event"] == "listening")["invite"]

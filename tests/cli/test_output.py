@@ -200,7 +200,7 @@ def line(event: events.Event) -> dict[str, object]:
 def test_the_summary_of_the_demo_is_computed_from_its_events() -> None:
     state = DemoState(["founder", "volunteer 2"])
     for name, loss, digest in (("founder", 2.0, "aa"), ("volunteer 2", 3.0, "aa")):
-        state.apply(name, line(events.Listening(peer_id=f"12D3{name}", addresses=["/x"])))
+        state.apply(name, line(events.Listening(peer_id=f"12D3{name}", addresses=["/x"], reach="direct")))
         state.apply(name, {**line(EPOCH), "epoch": 1, "loss": 5.5, "digest": "first"})
         state.apply(name, {**line(EPOCH), "loss": loss, "digest": digest})
     assert state.loss_history() == [5.5, 2.5]

@@ -41,7 +41,7 @@ def load(samples: int) -> ServerLoadShown:
 def test_a_log_shows_a_load_only_when_samples_were_computed() -> None:
     stream = io.StringIO()
     output = PlainOutput(ServePresentation(), stream)
-    output.emit(Listening(peer_id="12D", addresses=["/ip4/1.2.3.4/tcp/1"]))
+    output.emit(Listening(peer_id="12D", addresses=["/ip4/1.2.3.4/tcp/1"], reach="direct"))
     output.emit(SERVED)
     for number in range(40):
         output.emit(load(10 if number < 20 else 20))

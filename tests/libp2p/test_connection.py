@@ -14,9 +14,9 @@ from swarm.core.errors import NetworkError
 from swarm.core.identity import Identity
 from swarm.libp2p.agreement import answer
 from swarm.libp2p.connection import MuxedStream, PeerConnection
-from swarm.libp2p.cures import Noise
 from swarm.libp2p.host import HELD_BYTES_MAX, Host
 from swarm.libp2p.logic import yamux
+from swarm.libp2p.noise import Noise
 from tests.libp2p.memory_pipes import MemoryPipe, memory_pipes
 
 

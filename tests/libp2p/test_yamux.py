@@ -13,9 +13,9 @@ import trio
 from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from swarm.core.errors import NetworkError, PeerError
-from swarm.libp2p.cures import PLAINTEXT_BYTES_MAX
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.yamux import Ended, Opened, Received, WasReset, Writable, YamuxSession
+from swarm.libp2p.noise import PLAINTEXT_BYTES_MAX
 
 SYN, ACK, FIN, RST = 1, 2, 4, 8
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)

@@ -17,7 +17,7 @@ from swarm.monitor.collector import Collector
 from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.reading import donors_key, progress_key, read
 from swarm.testing.virtual_loop import VirtualClock, run_virtual
-from tests.monitor.watched_run import RUN, metrics, peer, peer_records, report, snapshot
+from tests.monitor.watched_run import RUN, metrics, peer, peer_records, poll, report
 
 ADDRESS = "/ip4/198.51.100.7/tcp/4000/tls/http"
 NOW_S = 1_000_000.0
@@ -98,7 +98,7 @@ def test_a_run_in_shards_shows_the_total_that_its_aggregators_agree_on() -> None
     )
     assert found.total is not None
     model = Model(RUN)
-    model.on_snapshot(snapshot(found.peers, total=found.total), NOW_S)
+    model.on_poll(poll(found.peers, total=found.total), NOW_S)
     assert model.view(NOW_S).samples == 610.0
     assert read(RUN.run_id, answers(*entries, aggregator(1, 600.0)), NOW_S).total is None, (
         "one alone is not believed"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.tracked import PeerRecords
 from swarm.monitor.logic.view import LinkView
-from tests.monitor.watched_run import LIVE, WatchedRun, peer, peer_records, report, round_report, snapshot
+from tests.monitor.watched_run import LIVE, WatchedRun, peer, peer_records, poll, report, round_report
 
 
 def test_sums_include_only_peers_with_fresh_records() -> None:
@@ -33,8 +33,8 @@ def test_old_values_are_not_counted_and_show_their_age() -> None:
     for _ in range(5):
         watched.now_s += 2.0
         rest = {who: peer_records(watched.now_s, **fields) for who, fields in watched.present.items()}
-        watched.model.on_snapshot(
-            snapshot({**rest, peer(1): PeerRecords(metrics=silent.metrics, expires_s=watched.now_s + 60)}),
+        watched.model.on_poll(
+            poll({**rest, peer(1): PeerRecords(metrics=silent.metrics, expires_s=watched.now_s + 60)}),
             watched.now_s,
         )
     view = watched.view()
@@ -55,7 +55,7 @@ def test_a_peer_that_does_not_train_is_idle_whatever_rate_it_reports() -> None:
     watched.now_s += 30.0
     peers = {who: peer_records(watched.now_s, **fields) for who, fields in watched.present.items()}
     peers[peer(1)] = PeerRecords(metrics=peers[peer(1)].metrics, report=stuck, expires_s=watched.now_s + 60)
-    watched.model.on_snapshot(snapshot(peers), watched.now_s)
+    watched.model.on_poll(poll(peers), watched.now_s)
     watched.now_s += 1.5
     view = watched.view()
     idle = next(one for one in view.peers if one.peer_id == str(peer(1)))
@@ -105,7 +105,7 @@ def test_a_peer_that_withdrew_its_record_left_and_one_whose_record_expired_was_l
     assert watched.events("joined")[-1].peer_id == str(peer(1))
 
 
-def test_a_peer_missing_in_one_snapshot_has_not_left() -> None:
+def test_a_peer_missing_in_one_poll_has_not_left() -> None:
     watched = WatchedRun(2)
     fields = watched.present.pop(peer(1))
     watched.poll(1.0)
@@ -125,7 +125,7 @@ def test_progress_and_eta_follow_the_reports() -> None:
         )
         for who in watched.present
     }
-    watched.model.on_snapshot(snapshot(peers), watched.now_s)
+    watched.model.on_poll(poll(peers), watched.now_s)
     view = watched.view()
     assert (view.samples, view.fraction, view.eta_s) == (400.0, 0.4, 3.0)
     assert watched.model.view(watched.now_s + 1).samples == 600.0
@@ -312,7 +312,7 @@ def test_the_median_is_an_honest_value_whatever_a_minority_publishes(
         for place, value in enumerate(lies)
     }
     honest = {who: peer_records(watched.now_s, loss=2.0, samples_per_s=100.0) for who in watched.present}
-    watched.model.on_snapshot(snapshot({**honest, **liars}), watched.now_s)
+    watched.model.on_poll(poll({**honest, **liars}), watched.now_s)
     view = watched.view()
     assert statistics.median([2.0] * 7) == view.loss
     assert 0 <= view.samples_per_s <= 7 * 100.0 + len(liars) * 300.0

@@ -7,8 +7,8 @@ from typing import Any
 from averaging.optim.progress.logic.reports import ProgressReport
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics, RoundReport
-from swarm.monitor.logic.model import Model, Snapshot
-from swarm.monitor.logic.tracked import PeerRecords
+from swarm.monitor.logic.model import Model
+from swarm.monitor.logic.tracked import PeerRecords, Poll
 from swarm.monitor.logic.view import LinkView, MonitorEvent, RunView
 
 RUN = RunView(run_id="a" * 20, name="tiny", version=1, target=1000)
@@ -53,8 +53,8 @@ def peer_records(at_s: float, **fields: Any) -> PeerRecords:
     return PeerRecords(metrics=metrics(at_s, **fields), expires_s=at_s + 8.0)
 
 
-def snapshot(peers: dict[PeerId, PeerRecords], **fields: Any) -> Snapshot:
-    return Snapshot(peers=peers, **fields)
+def poll(peers: dict[PeerId, PeerRecords], **fields: Any) -> Poll:
+    return Poll(peers=peers, **fields)
 
 
 class WatchedRun:
@@ -69,11 +69,11 @@ class WatchedRun:
 
     def poll(self, after_s: float = 0.0, **others: Any) -> None:
         """Advance the clock and feed the model with new records of all present peers; `others` are fields of
-        the snapshot.
+        the poll.
         """
         self.now_s += after_s
         peers = {who: peer_records(self.now_s, **fields) for who, fields in self.present.items()}
-        self.model.on_snapshot(snapshot(peers, **others), self.now_s)
+        self.model.on_poll(poll(peers, **others), self.now_s)
 
     def events(self, kind: str = "") -> list[MonitorEvent]:
         return [event for event in self.model.events.latest if kind in ("", event.kind)]

@@ -40,7 +40,12 @@ def standing(*members: PeerId) -> PeerStanding:
 
 def held(count: int, prefix: int, peer_id: PeerId | None, since_s: float = 0.0) -> list[Held]:
     return [
-        Held((f"198.51.{prefix}.{number % 250}", 1024 + number), since_s + number / 1e6, peer_id)
+        Held(
+            (f"198.51.{prefix}.{number % 250}", 1024 + number),
+            since_s + number / 1e6,
+            peer_id,
+            f"198.51.{prefix}.0/24",
+        )
         for number in range(count)
     ]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from averaging.history.certificate import (
-    Proposal,
-)
+from averaging.allreduce import wire
+from averaging.allreduce.config import ENDORSE
+from averaging.allreduce.voter import IN_ANOTHER_ROUND
+from averaging.history.certificate import Proposal, Vote, vote_statement
 from averaging.history.promises import Promises
+from swarm.core.ids import PeerId
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.round_scene import Scene, lineage
 
@@ -64,6 +67,84 @@ def test_votes_in_a_failed_round_bind_until_the_other_members_can_be_asked(seed:
         scene.network.heal()
         await asyncio.sleep(6.0)  # the longest pause between two times of asking, and the calls
         assert not any(one.promises.attempt for one in bound)
+        await scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_member_that_never_heard_of_its_round_frees_those_that_voted(seed: int) -> None:
+    """Two of five members vote for the averages and two for none, and a cut keeps either side from hearing
+    the other. The leader's message to the fifth, that the group has begun, was lost: only its vote can tell
+    the first two that nobody can commit the round.
+    """
+    scene = Scene(seed, [1.0] * 5)
+    bound = [Bound(unwilling=place in (2, 3)) for place in range(5)]
+    for place, one in enumerate(bound):
+        votes = lineage([peer.peer_id for peer in scene.peers], {}, one.may_vote)
+        scene.histories[place] = replace(votes, leave=one.leave, release=one.release)
+    asked: list[bytes] = []
+
+    async def declines(caller: PeerId, proposal: Proposal, result: bytes, given: Sequence[Vote]) -> Vote:
+        asked.append(result)
+        identity = scene.peers[4].identity
+        signature = identity.sign(vote_statement(proposal.digest(), b""))
+        return Vote(voter=identity.peer_id, result=b"", signature=signature)
+
+    async def main() -> None:
+        async def cut() -> None:
+            while not all(one.promises.attempt for one in bound[:2]):  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.001)
+            scene.network.partition(scene.peers[:2])
+
+        scene.services[4].serve_history("a run", declines)
+        cutting = asyncio.create_task(cut())
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(scene.run(place)) for place in range(4)]
+        await cutting
+        assert [task.result().unresolved for task in running] == [True, True, False, False]
+        await asyncio.sleep(10.0)
+        assert [one.promises.has_ended for one in bound] == [True, True, False, False, False]
+        scene.network.heal()
+        # the calls that were lost, the longest pause, and the calls, of which one waits for the round
+        await asyncio.sleep(14.0)
+        assert not any(one.promises.attempt for one in bound)
+        assert not any(asked), "it is asked for a vote for none"
+        await scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_elector_that_asks_for_votes_for_none_too_early_ends_no_round(seed: int) -> None:
+    """A hostile elector knows of a round as soon as it has begun, and asks a member that has not heard of it
+    yet.
+    """
+    scene = Scene(seed, [1.0] * 4)
+    asked: list[bytes] = []
+
+    async def declines(caller: PeerId, proposal: Proposal, result: bytes, given: Sequence[Vote]) -> str:
+        asked.append(result)
+        return "a vote for none would end the round"
+
+    async def main() -> None:
+        late = scene.services[3]
+        late.serve_history("a run", declines)
+        votes = lineage([peer.peer_id for peer in scene.peers], {})
+        scene.histories.update(dict.fromkeys(range(4), votes))
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(scene.run(place)) for place in range(3)]
+            await asyncio.sleep(0.001)
+            proposal = scene.services[0].running[0].machine.setup.proposal
+            request = wire.endorsement_to_wire(proposal, b"", ())
+            asking = tasks.create_task(
+                scene.peers[0].caller.call(scene.peers[3].contact, ENDORSE, request, timeout_s=10.0)
+            )
+            await asyncio.sleep(1.0)
+            running.append(tasks.create_task(scene.run(3)))
+        assert asking.result().refusal == IN_ANOTHER_ROUND
+        assert not asked
+        assert not any(task.result().failed for task in running)
         await scene.close()
 
     run_virtual(main())

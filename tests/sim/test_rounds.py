@@ -231,3 +231,30 @@ def test_everybody_is_told_why_a_member_was_left_out_before_the_round_is_committ
             assert f"element {bad} of its vector is nan, which float32 cannot carry" in reason
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("gone", range(3))
+@pytest.mark.parametrize("seed", range(3))
+def test_a_member_that_gave_up_before_the_others_began_costs_them_no_wait(seed: int, gone: int) -> None:
+    """Regression test: its goodbye waited for the round at the others, and came to a machine whose driver had
+    not begun. The successor's question to the third member was lost, so that the two waited for each other
+    until the deadline.
+    """
+    scene = Scene(seed, [1.0] * 3)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        early = loop.create_task(scene.run(gone))
+        await asyncio.sleep(0.1)
+        early.cancel()  # it tells the others for a second
+        await asyncio.sleep(0.2)
+        began_s = loop.time()
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(scene.run(place)) for place in range(3) if place != gone]
+        outcomes = [task.result() for task in running]
+        assert [outcome.reason for outcome in outcomes] == [None, None]
+        assert len({outcome.digest for outcome in outcomes}) == 1
+        assert loop.time() - began_s < 2.0
+        await scene.close()
+
+    run_virtual(main())

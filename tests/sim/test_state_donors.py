@@ -12,10 +12,12 @@ import torch
 from averaging.optim.exchange import CHUNKS as CHUNKS_METHOD
 from averaging.optim.exchange import OPEN
 from averaging.optim.state.donor import LEASE_IDLE_S, LEASE_S, LEASES_MAX, RECORD_RENEW_S, Donor
-from swarm.core.errors import NotEnoughPeers, PeerError
+from averaging.optim.state.download import OPEN_WAIT_S
+from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, PeerError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.simulated_node import SimulatedNode
+from swarm.testing.virtual_loop import VirtualLoop
 from swarm.wire import state_pb2
 from tests.sim.donors import RUN, donor, joining, play, state_of
 
@@ -274,5 +276,62 @@ def test_a_donor_that_nobody_can_call_has_no_record() -> None:
             await asyncio.sleep(RECORD_RENEW_S)
             assert not records.standing
             running.cancel()
+
+    play(scenario, donors=1)
+
+
+class _Hashing:
+    """The pool of a donor whose state takes some time to be hashed; counts how often that is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_s: float) -> None:
+        self.begun, open_view = 0, Donor._open_view
+
+        def begin(loop: VirtualLoop, pool: object, function: Any, *arguments: Any) -> asyncio.Future[Any]:
+            self.begun += function.__func__ is open_view
+            return asyncio.ensure_future(after_a_while(function, *arguments))
+
+        async def after_a_while(function: Any, *arguments: Any) -> Any:
+            await asyncio.sleep(takes_s)
+            return function(*arguments)
+
+        monkeypatch.setattr(VirtualLoop, "run_in_executor", begin)
+
+
+@pytest.mark.parametrize("only_digest", [False, True])
+def test_a_request_whose_time_is_over_does_not_make_the_donor_begin_again(
+    only_digest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: a donor's work for one request was lost with it, so that a shorter time limit than
+    its hashing takes would never have been enough.
+    """
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        hashing, state = _Hashing(monkeypatch, takes_s=8.0), state_of(1)
+        made = donor(peers[0], state)
+        request = state_pb2.OpenRequest(run=RUN, only_digest=only_digest)
+        with pytest.raises(DeadlineExceeded):
+            await joiner.caller.call(peers[0].contact, OPEN, request, timeout_s=5.0)
+        reply = await joiner.caller.call(peers[0].contact, OPEN, request, timeout_s=5.0)
+        assert reply.total_bytes == len(state.snapshot().blob)
+        assert hashing.begun == 1
+        if only_digest:
+            assert not state.views_open, "nobody reads it"
+        else:
+            assert made.downloads == 1
+
+    play(scenario, donors=1)
+
+
+def test_a_request_for_a_state_that_is_lost_costs_some_seconds() -> None:
+    """Regression test: a newcomer waited for an answer for a minute."""
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        donor(peers[0], state_of(1))
+        cut, began_s = network.cut([peers[0]], [joiner]), joiner.clock.monotonic_s()
+        task = asyncio.create_task(joining(joiner, state_of(2)).fetch([peers[0].contact], 60))
+        await asyncio.sleep(1.0)
+        network.heal(cut)
+        await task
+        assert joiner.clock.monotonic_s() - began_s < OPEN_WAIT_S + 6.0, "the state takes 4 s"
 
     play(scenario, donors=1)

@@ -14,11 +14,15 @@ from averaging.allreduce.logic.votes import VoteExchange
 from averaging.history.certificate import RoundKind, Vote
 from averaging.history.lineage import GRACE_S_MIN
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S
+from averaging.optim.state.donor import Donor
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
 from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
 from swarm.testing.virtual_loop import run_virtual
+from swarm.wire.state_pb2 import OpenReply, OpenRequest
 
 STEP_S, SAMPLES = 0.5, 4
 # after the grace: until reports of the others have expired, and a round is given up
@@ -95,6 +99,101 @@ def test_votes_that_bind_in_a_round_over_the_state_cost_one_grace(
     monkeypatch.setattr(VoteExchange, "on_statement", deaf_until_all_have_voted)
     # the cut, until the round is given up for the lack of a quorum, an epoch, the grace and a round
     assert run_virtual(main()) <= 6.0 + OBSOLETE_ROUND_GRACE_S + 4.0 + GOES_ON_S
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("mode", ["gradients", "local"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_peer_that_goes_on_with_a_break_does_not_wait_for_one_that_loads_a_state(
+    seed: int, mode: str, count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: of `count` peers the half that decides is cut off, and a newcomer's download hangs.
+    The newcomer seeks no round with a break, so the search for a group took all of its time. Of four peers,
+    one more is cut off before the grace ends: the last one knows so only after its search has begun.
+    """
+    caplog.set_level(logging.CRITICAL)
+    on_open, downloads = Donor.on_open, asyncio.Event()
+
+    async def never_opens(donor: Donor, peer: PeerId, request: OpenRequest) -> OpenReply:
+        if not request.reserve:
+            downloads.set()
+            await asyncio.Event().wait()
+        return await on_open(donor, peer, request)
+
+    monkeypatch.setattr(Donor, "on_open", never_opens)
+
+    async def main() -> float:
+        network = SimulatedNetwork(seed, LinkConfig(delay_s=0.03, jitter=0.5))
+        checks, loop = TrainingChecks(Violations(), step_s_max=600.0), asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            config = TrainingConfig(target_batch_size=2 * count * SAMPLES, mode=mode)  # an epoch takes 1 s
+            swarm = TrainingSwarm(network, config, checks.on_step, group)
+            peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(count)]
+            await _until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0)
+            for one in peers:
+                checks.ledger.read(one, loop.time())
+            electors = checks.ledger.electors(checks.newest(peers) or b"") or ()
+            peers.sort(key=lambda one: electors.index(one.peer.peer_id))
+            await swarm.add(batch=SAMPLES, compute_s=STEP_S)
+            async with asyncio.timeout(60.0):
+                await downloads.wait()
+            await asyncio.sleep(2.0)
+            began_s, left = loop.time(), peers[-1]
+            network.partition([one.peer for one in peers[: count // 2]])
+            await asyncio.sleep(GRACE_S_MIN - 2.0)
+            network.partition([one.peer for one in peers[:-1]])
+            epoch = _epoch(left)
+            await _until(lambda: _epoch(left) > epoch + 1, 100.0)
+            goes_on_s = loop.time() - began_s
+            await swarm.close()
+        assert not checks.violations.count, checks.violations.lines
+        return goes_on_s
+
+    # a search that began with others is given up; then two epochs of one peer
+    assert run_virtual(main()) <= GOES_ON_S + OBSOLETE_ROUND_GRACE_S + 2 * count * 1.0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_peer_gives_up_a_state_that_nobody_who_lives_has(
+    seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: a peer that had been cut off learned what the others had committed, and these died
+    before they gave it the state. Their records as donors stand for a minute more.
+    """
+    caplog.set_level(logging.CRITICAL)
+    asked = False
+
+    async def is_busy(donor: Donor, peer: PeerId, request: OpenRequest) -> OpenReply:
+        nonlocal asked
+        asked = True
+        raise PeerError("busy: it never has a place")
+
+    async def main() -> float:
+        network = SimulatedNetwork(seed, LinkConfig(delay_s=0.03, jitter=0.5))
+        checks, loop = TrainingChecks(Violations(), step_s_max=600.0), asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            swarm = TrainingSwarm(network, TrainingConfig(target_batch_size=24), checks.on_step, group)
+            peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(3)]
+            await _until(lambda: all(one.optimizer is not None and _epoch(one) >= 3 for one in peers), 60.0)
+            left, *others = peers[::-1]
+            network.partition([left.peer])
+            epoch = _epoch(left)
+            assert await _until(lambda: min(map(_epoch, others)) > epoch + 1, 60.0)
+            with monkeypatch.context() as patched:
+                patched.setattr(Donor, "on_open", is_busy)
+                network.heal()
+                assert await _until(lambda: asked, 30.0)
+            for one in others:
+                await swarm.kill(one)
+            began_s, epoch = loop.time(), _epoch(left)
+            await _until(lambda: _epoch(left) > epoch, 200.0)
+            goes_on_s = loop.time() - began_s
+            await swarm.close()
+        assert not checks.violations.count, checks.violations.lines
+        return goes_on_s
+
+    # for as long as a peer without an answer waits, and for the grace
+    assert run_virtual(main()) <= 15.0 + GOES_ON_S
 
 
 async def _seconds_until_two_of_four_go_on(

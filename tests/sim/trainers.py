@@ -23,11 +23,13 @@ RUN = "simulated trainers"
 
 @dataclass
 class SimulatedTrainer(Peer):
-    """A peer whose step takes `STEP_S`."""
+    """A peer whose step takes `step_s`."""
+
+    step_s: float = STEP_S
 
     def train_once(self) -> StepReport:
         network: Any = self.node.network
-        network.waits.event().wait(STEP_S)
+        network.waits.event().wait(self.step_s)
         return super().train_once()
 
 

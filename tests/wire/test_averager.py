@@ -304,7 +304,7 @@ def test_a_broken_round_is_retried_with_the_remaining_peers(nodes: list[Node]) -
         leaving = doomed.step(wait=False)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(averager.step, timeout_s=20.0) for averager in party.averagers]
-            while not doomed._service.all_reduce._rounds and not leaving.done:
+            while not doomed._service.all_reduce.running and not leaving.done:
                 time.sleep(0.001)
             # as when a process dies: every connection of its is gone
             guest.network.run(guest.channels.close(), 5.0)

@@ -22,9 +22,9 @@ from swarm.core.ids import Address
 from swarm.libp2p.agreement import propose
 from swarm.libp2p.basics import identify, ping
 from swarm.libp2p.connection import MuxedStream
-from swarm.libp2p.cures import Noise
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import CONNECTIONS_PER_PEER_MAX, HANDSHAKES_PER_PREFIX_MAX
+from swarm.libp2p.noise import Noise
 from swarm.libp2p.pipes import TcpPipe
 from tests.wire.libp2p_hosts import HERE, Scene, contact_of, run, tcp_server
 

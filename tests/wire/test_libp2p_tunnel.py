@@ -89,7 +89,7 @@ def scene() -> Iterator[Scene]:
 
         hidden, tunnels = callee.network.run(join(callee), TIMEOUT_S)
         calling_host, calling = caller.network.run(join(caller), TIMEOUT_S)
-        tunnels.serve(callee.contact.addresses[0].port)
+        tunnels.serve(callee.contact.addresses[0])
         made = Scene(thread, callee, caller, hidden, tunnels, calling, [])
         yield made
         for service in made.relays:
@@ -108,7 +108,7 @@ def test_a_call_goes_through_the_relay_and_tls_holds_from_end_to_end(scene: Scen
     scene.call(Contact(scene.callee.peer_id, (address,)))
     assert scene.relays[0].relay.carried_bytes > 1000
     assert scene.caller.peer_id in {one.peer_id for one in scene.callee.peers()}
-    assert set(scene.tunnels.served.values()) == {scene.caller.peer_id}
+    assert {one.peer_id for one in scene.tunnels.served.values()} == {scene.caller.peer_id}
     somebody = Identity.generate().peer_id
     with pytest.raises(NetworkError):
         scene.call(Contact(somebody, (address,)))
@@ -142,7 +142,7 @@ def test_tunnels_of_one_peer_beyond_the_limit_are_refused_and_it_is_named() -> N
         callee, caller = await hosts.host(), await hosts.host()
         tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
         async with tcp_server(say_nothing) as port:
-            tunnels.serve(port)
+            tunnels.serve(Address(HERE, port))
             connection = await caller.connect(callee.peer_id, callee.announced)
             streams = [await connection.open(GRPC_PROTOCOL) for _ in range(PER_PEER_MAX + 1)]
             with pytest.raises(NetworkError, match="reset"):
@@ -158,7 +158,7 @@ def test_tunnels_that_are_opened_at_once_are_limited_as_well() -> None:
         callee, caller = await hosts.host(), await hosts.host()
         tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
         async with tcp_server(say_nothing) as port:
-            tunnels.serve(port)
+            tunnels.serve(Address(HERE, port))
             connection = await caller.connect(callee.peer_id, callee.announced)
             count = PER_PEER_MAX + 4
             streams = await asyncio.gather(*[connection.open(GRPC_PROTOCOL) for _ in range(count)])

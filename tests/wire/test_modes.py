@@ -75,7 +75,7 @@ def plain_diloco(
         samples: dict[int, int] = defaultdict(int)
         for peer in peers:
             net = nets[peer.number]
-            for seed in [seed for at, seed in peer.taken if at == epoch]:
+            for seed in [one.seed for one in peer.taken if one.epoch == epoch]:
                 inner[peer.number].zero_grad()
                 (net(batch(seed)[0]) - batch(seed)[1]).square().mean().backward()
                 inner[peer.number].step()

@@ -4,6 +4,7 @@ does the same in sequence.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,15 +48,29 @@ def halving(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedule
     return torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
 
 
+@dataclass(frozen=True, order=True)
+class Batch:
+    """A batch whose gradient was computed in epoch `computed`, with the parameters of that time, and is in
+    the average of epoch `epoch`: of the same one, or of the next one if its peer missed a round.
+    """
+
+    epoch: int
+    seed: int
+    computed: int
+    weight: float = BATCH  # in the average
+
+
 @dataclass
 class Peer:
     number: int
     node: Node
     net: torch.nn.Module
     opt: Optimizer
-    taken: list[tuple[int, int]] = field(default_factory=list)  # (epoch, seed of the batch)
+    taken: list[Batch] = field(default_factory=list)  # batches that are in averages, as the reports say
     reports: list[StepReport] = field(default_factory=list)
     steps: int = 0
+    # (epoch, seed) of those that were neither averaged nor dropped
+    _pending: list[tuple[int, int]] = field(default_factory=list)
 
     def train_once(self) -> StepReport:
         seed = 1000 * self.number + self.steps
@@ -64,13 +79,25 @@ class Peer:
         self.opt.zero_grad()
         backward(self.net, batch(seed))
         report = self.opt.step()
-        if report.samples:
-            self.taken.append((before, seed))
-        # on a busy machine a round may go on without a peer: what it had for that epoch was not used
-        if report.dropped:
-            self.taken = [one for one in self.taken if one[0] != before]
+        self._pending.append((before, seed))
+        self._account(report)
         self.reports.append(report)
         return report
+
+    def _account(self, report: StepReport) -> None:
+        """Follow the batches that have not been averaged yet: each is contributed, carried or dropped, and
+        the report says how many are.
+        """
+        contributed, dropped = report.contributed // BATCH, report.dropped // BATCH
+        if contributed:
+            asked = float(report.contributed)
+            counted = report.round.weights[self.node.peer_id] if report.round and not report.alone else asked
+            weight = BATCH * counted / asked
+            epoch = report.epoch - 1
+            self.taken += [
+                Batch(epoch, seed, computed, weight) for computed, seed in self._pending[:contributed]
+            ]
+        del self._pending[: contributed + dropped]
 
     def train_to(self, epoch: int) -> None:
         while self.opt.epoch < epoch:
@@ -133,17 +160,25 @@ def together(work: list[Callable[[], Any]], timeout_s: float = 90.0) -> None:
     assert not any(thread.is_alive() for thread in threads), "a trainer hangs"
 
 
-def oracle(epochs: int, taken: list[tuple[int, int]]) -> torch.nn.Module:
-    """Train one machine on the union of the batches that all peers contributed."""
+def oracle(epochs: int, taken: list[Batch]) -> torch.nn.Module:
+    """Train one machine on the union of the batches that all peers contributed. The gradient of each is that
+    of the parameters with which its peer computed it.
+    """
     net = build()
     inner = adam(net)
     scheduler = halving(inner)
+    began: list[torch.nn.Module] = []  # the net as it was when each epoch began
     for epoch in range(epochs):
-        seeds = sorted(seed for at, seed in taken if at == epoch)
+        began.append(copy.deepcopy(net))
+        given = sorted(one for one in taken if one.epoch == epoch)
+        whole = sum(one.weight for one in given)
         inner.zero_grad()
-        for seed in seeds:
-            loss = (net(batch(seed)[0]) - batch(seed)[1]).square().mean() / len(seeds)
-            loss.backward()
+        for one in given:
+            held = began[one.computed]
+            loss = (held(batch(one.seed)[0]) - batch(one.seed)[1]).square().mean() * (one.weight / whole)
+            gradients = torch.autograd.grad(loss, list(held.parameters()))
+            for p, gradient in zip(net.parameters(), gradients, strict=True):
+                p.grad = gradient if p.grad is None else p.grad + gradient
         inner.step()
         scheduler.step()
     return net

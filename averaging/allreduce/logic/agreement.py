@@ -64,11 +64,11 @@ class Agreement:
         self._setup, self._assembly, self._votes = setup, assembly, votes
         self._own = setup.own
         self._auditing = self._audited = False
-        self.signing = False  # our vote is being signed
-        self._refusal = ""  # why we voted for none, although everything was in place
+        self.signing = False  # this member's vote is being signed
+        self._refusal = ""  # why this member voted for none, although everything was in place
         self._convergence: Convergence | None = None
         self._convergences = 0
-        self._intent_s: float | None = None  # since when we have said what we would vote for
+        self._intent_s: float | None = None  # since when this member has said what it would vote for
         self._adoption: Adoption | None = None
         self._hopeless_s: float | None = None
         self._certified_s: float | None = None  # since when the certificate is known
@@ -90,7 +90,7 @@ class Agreement:
         self._audited = True
 
     def on_refused(self, reason: str) -> list[Sign]:
-        """The run's history does not allow our vote, perhaps not even one for none."""
+        """The run's history does not allow this member's vote, perhaps not even one for none."""
         if self._refusal:
             return []
         self._refusal = reason

@@ -17,21 +17,21 @@ from swarm.core.ids import PeerId
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Open a stream to a reducer, send our values on it, take its averages."""
+    """Open a stream to a reducer, send this member's values on it, take its averages."""
 
     reducer: int
 
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """End our stream to a reducer."""
+    """End this member's stream to a reducer."""
 
     reducer: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopSending:
-    """Send a reducer no more of our values."""
+    """Send a reducer no more of this member's values."""
 
     reducer: int
 
@@ -58,7 +58,7 @@ class CheckAverage:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Average the values of these members, and our own if `own`."""
+    """Average the values of these members, and this member's if `own`."""
 
     chunk: int
     places: tuple[int, ...]
@@ -77,7 +77,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Sign our vote for this result, if the run's history allows it; b"": for none."""
+    """Sign this member's vote for this result, if the run's history allows it; b"": for none."""
 
     result: bytes
 
@@ -96,7 +96,9 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class AskVotes:
-    """Tell a member what we know, and ask what it knows. It replaces an earlier call to the same member."""
+    """Tell a member what this one knows of the votes, and ask what it knows. This replaces an earlier call
+    to the same member.
+    """
 
     place: int
     statement: Statement
@@ -121,7 +123,7 @@ class FetchChunk:
 
 @dataclass(frozen=True, slots=True)
 class FetchContribution:
-    """Fetch a member's values of a chunk that we take over."""
+    """Fetch a member's values of a chunk that this member takes over."""
 
     place: int
     chunk: int
@@ -130,7 +132,7 @@ class FetchContribution:
 
 @dataclass(frozen=True, slots=True)
 class OfferContribution:
-    """Give our values of a chunk to the member that takes it over."""
+    """Give this member's values of a chunk to the member that takes it over."""
 
     place: int
     chunk: int
@@ -147,7 +149,7 @@ class Endorse:
 
 @dataclass(frozen=True, slots=True)
 class CancelCalls:
-    """A member failed: end our calls to it."""
+    """A member failed: end this member's calls to it."""
 
     place: int
 
@@ -178,7 +180,7 @@ class Finish:
 
     failure: str | None  # None: it is committed, and every average is in place
     certificate: Certificate | None  # also of a failed round, when the others committed it
-    unresolved: bool = False  # others may have committed what this member voted for
+    unresolved: bool = False  # others have committed what this member voted for, or may have
 
 
 Effect: TypeAlias = (

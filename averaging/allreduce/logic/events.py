@@ -39,7 +39,7 @@ class AverageChecked:
 
 @dataclass(frozen=True, slots=True)
 class RefusalArrived:
-    """A reducer takes no more of our values."""
+    """A reducer takes no more of this member's values."""
 
     reducer: int
     reason: str
@@ -62,7 +62,9 @@ class LeftOutTold:
 
 @dataclass(frozen=True, slots=True)
 class ReducerStreamEnded:
-    """Our stream to a reducer ended. `why` is "" when the reducer finished it; `broken`: by the network."""
+    """This member's stream to a reducer ended. `why` is "" when the reducer finished it; `broken`: by the
+    network.
+    """
 
     reducer: int
     why: str = ""
@@ -71,7 +73,7 @@ class ReducerStreamEnded:
 
 @dataclass(frozen=True, slots=True)
 class ContributionSent:
-    """A reducer's stream took a chunk of our values."""
+    """A reducer's stream took a chunk of this member's values."""
 
     reducer: int
 
@@ -81,7 +83,7 @@ class ContributionSent:
 
 @dataclass(frozen=True, slots=True)
 class SenderOpened:
-    """A member opened its stream to us."""
+    """A member opened its stream to this member."""
 
     sender: int
 
@@ -123,7 +125,9 @@ class SenderStreamBroke:
 
 @dataclass(frozen=True, slots=True)
 class BytesArrived:
-    """A message, or a frame of one, came from a member on a stream; `averages`: on one that we opened."""
+    """A message, or a frame of one, came from a member on a stream; `averages`: on one that this member
+    opened.
+    """
 
     place: int
     size_bytes: int
@@ -137,7 +141,7 @@ class BytesSent:
     place: int
 
 
-# ---- our own work
+# ---- this member's own work
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,7 @@ class ChunkSpoiled:
 
 @dataclass(frozen=True, slots=True)
 class OwnValuesExcluded:
-    """Our own values cannot be sent, and count no more."""
+    """This member's own values cannot be sent, and count no more."""
 
     reason: str
 
@@ -179,14 +183,14 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class VoteSigned:
-    """Our vote was signed, as `Sign` asked."""
+    """This member's vote was signed, as `Sign` asked."""
 
     vote: Vote
 
 
 @dataclass(frozen=True, slots=True)
 class SigningRefused:
-    """The run's history does not allow our vote."""
+    """The run's history does not allow this member's vote."""
 
     reason: str
 
@@ -198,7 +202,7 @@ class GiveUp:
     reason: str
 
 
-# ---- answers to our calls
+# ---- answers to this member's calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,7 @@ class PingAnswered:
 
 @dataclass(frozen=True, slots=True)
 class VotesAnswered:
-    """A member answered our votes with what it knows."""
+    """A member answered this member's votes with what it knows."""
 
     place: int
     statement: Statement
@@ -240,8 +244,8 @@ class ChunkFetched:
 
 @dataclass(frozen=True, slots=True)
 class ContributionFetched:
-    """A member's values of a chunk that we take over came, because we fetched them or it offered them;
-    `error` is not "" when they did not.
+    """A member's values of a chunk that this member takes over came, because this member fetched them or it
+    offered them; `error` is not "" when they did not.
     """
 
     place: int
@@ -252,7 +256,7 @@ class ContributionFetched:
 
 @dataclass(frozen=True, slots=True)
 class OfferEnded:
-    """Our offer of values was taken, or not."""
+    """This member's offer of values was taken, or not."""
 
     place: int
     chunk: int
@@ -288,7 +292,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class VotesAsked:
-    """A member tells what it knows and asks for what we know."""
+    """A member says what it knows of the votes, and asks what this one knows."""
 
     call: int
     place: int
@@ -297,7 +301,7 @@ class VotesAsked:
 
 @dataclass(frozen=True, slots=True)
 class InventoryAsked:
-    """A member asks what we hold."""
+    """A member asks what this member holds."""
 
     call: int
     place: int

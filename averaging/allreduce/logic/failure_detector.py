@@ -40,22 +40,23 @@ PROBE_S = 0.6  # for a suspect to answer; shorter: busy peers are marked failed,
 # tensors are on their way, which show how long its pauses are
 FIRST_S = 3.0
 _SLACK = 3.0  # or this many of its longest recent pauses and round trips, if that is longer
-_OWN_DELAY_FACTOR = 8.0  # or this many of our own longest recent delay: a late process cannot judge others
+# or this many of this process's longest recent delay: a late process cannot judge others
+_OWN_DELAY_FACTOR = 8.0
 TIMEOUT_S_MAX = 10.0  # upper limit of the time to answer; a slower peer delays all others
 
 
 @dataclass(slots=True)
 class _Peer:
     heard_s: float  # on the clock of `_awake_s`
-    calls: bool  # we send heartbeats and it answers; otherwise it sends them
+    calls: bool  # this member sends heartbeats and it answers; otherwise it sends them
     # neither of the two waits for values of the other, only for its vote
     distant: bool = False
     outstanding: bool = False
     known: bool = False  # it was heard
-    sent_s: float = 0.0  # when we last sent it something
+    sent_s: float = 0.0  # when this member last sent it something
     # its first tensors are on their way, and its answers wait behind them in the queues of a slow link
     starting: bool = False
-    signs: int = 0  # how often it answered us, or was heard where it calls
+    signs: int = 0  # how often it answered this member, or was heard where it calls
     # the longest recent pause, decaying: between two signs of life, or from a heartbeat to its answer
     pause_s: float = 0.0
 

@@ -42,13 +42,13 @@ class RoundMachine:
         self.repairs = Repairs(setup, self.assembly)
         self.votes = VoteExchange(setup)
         self.agreement = Agreement(setup, self.assembly, self.votes)
-        self.excluded_reason = ""  # why our own values count no more
+        self.excluded_reason = ""  # why this member's own values count no more
         self.finished: do.Finish | None = None
         self.voted_s: float | None = None  # when everything was in place
         self._own = setup.own
         self._now_s = self._ticked_s = self._paced_s = setup.begun_s
         self._prepared = False
-        self._given_up_own = False  # others took our own shard over
+        self._given_up_own = False  # others took this member's own shard over
         self._handlers = self._table()
 
     # ---- the interface
@@ -306,7 +306,7 @@ class RoundMachine:
         if event.question == EVERYTHING:
             self.agreement.on_inventory(event.place, event.inventory)
             return []
-        return self.repairs.on_inventory(event.place, event.question, event.inventory)
+        return self.repairs.on_inventory(event.place, event.question, event.inventory, self._now_s)
 
     def _on_fetched(self, event: on.ChunkFetched) -> list[Effect]:
         chunk, version = event.chunk, event.version
@@ -396,7 +396,7 @@ class RoundMachine:
         return [*self.reducers.close(reducer)]
 
     def _heed_loss(self, reducer: int, place: int) -> list[Effect]:
-        """A member has lost this reducer: does it live for us?"""
+        """A member has lost this reducer: does it live in this member's view?"""
         if reducer == self._own or reducer not in self.setup.plan.reducers or self.repairs.knows(reducer):
             return []
         failed = self.membership.failed.keys()
@@ -451,7 +451,7 @@ class RoundMachine:
         found = self.left_out
         standing = Standing(
             complete=self._complete,
-            # a shard of ours that is not reduced although others have its averages was taken over
+            # a shard of this member that is not reduced although others have its averages was taken over
             may_complete=self.shard.reduced and not self.repairs.lacking,
             repaired=self.repairs.any or self._given_up_own,
             live=self.membership.live,
@@ -485,9 +485,8 @@ class RoundMachine:
         effects: list[Effect] = []
         if vote is None and not self.agreement.signing and self._own in self.setup.contributors:
             effects.append(do.Sign(b""))
-        unresolved = bool(
-            vote is not None and vote.result and certificate is None and not self.votes.tally.is_dead()
-        )
+        # also with the certificate at hand: its average is out of reach, and its head is voted on no more
+        unresolved = bool(vote is not None and vote.result and not self.votes.tally.is_dead())
         return effects + self._finish(do.Finish(reason, certificate, unresolved))
 
     def _finish(self, finish: do.Finish) -> list[Effect]:

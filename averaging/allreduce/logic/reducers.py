@@ -1,4 +1,4 @@
-"""Our streams to the reducers of a round, and the averages that come on them. Pure."""
+"""This member's streams to the reducers of a round, and the averages that come on them. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReducerStreams:
         return [OpenStream(place) for place in sorted(self._open)]
 
     def shard_bytes(self, reducer: int) -> int:
-        """Return the encoded size of a reducer's shard: of our values for it, and of its averages."""
+        """Return the encoded size of a reducer's shard, in which values go out and averages come back."""
         return self._owed[reducer]
 
     def outstanding(self, reducer: int) -> bool:
@@ -61,7 +61,7 @@ class ReducerStreams:
         self._eta.came(reducer, size_bytes)
 
     def on_sent(self, reducer: int) -> None:
-        """A reducer took a chunk of our values."""
+        """A reducer took a chunk of this member's values."""
         self._stragglers.worked(reducer)
 
     def on_waiting(self, reducer: int, now_s: float) -> None:

@@ -87,7 +87,7 @@ class Repair:
         self._members = members
         self._living = set(range(members)) if trusted else set(range(members)) - {reducer}
         self.trusted = trusted
-        # the successor cannot ask us: we ask it, whether we lack anything or not
+        # the successor cannot ask this member, which asks it, whether it lacks anything or not
         self._helping = own not in self._dialable
         self._reports = {place: _Report() for place in self._dialable if place != own}
         self._passed_over: set[int] = set()  # successors that live and were waited for in vain
@@ -156,8 +156,12 @@ class Repair:
         if report.failures >= FAILURES_MAX:
             report.held, report.sealed = {}, True
 
+    def pause(self, place: int) -> None:
+        """Do not ask this member again before `on_silence`."""
+        self._reports[place].asking = True
+
     def on_silence(self, place: int) -> None:
-        """A member could not be asked, or refused: it is asked again."""
+        """A member could not be asked, or refused, or the pause is over: it is asked again."""
         self._reports[place].asking = False
 
     def on_held(self, chunk: int) -> None:

@@ -26,7 +26,7 @@ from averaging.allreduce.logic.values import Inventory, InventoryQuestion
 from averaging.allreduce.logic.versions import Version
 
 _QUESTION_S = 1.0  # how long a member that asks what is held waits for news
-_RETRY_S = 0.1  # before a member that could not be asked is asked again
+_RETRY_S = 0.1  # before a member that could not be asked, or said nothing new, is asked again
 # How long values may take that are fetched again: this share of the time that the round has left, and at most
 # FETCH_S.
 _FETCH_SHARE = 0.4
@@ -55,7 +55,7 @@ class Repairs:
         self._successors: dict[int, StragglerDetector] = {}  # by reducer
         self._takeovers: dict[int, _Takeover] = {}  # by chunk
         self._retries: list[tuple[float, int, int]] = []  # (when, reducer, place)
-        self._offered: set[tuple[int, int]] = set()  # (owner, chunk): what we have offered
+        self._offered: set[tuple[int, int]] = set()  # (owner, chunk): what this member has offered
         self.lost: dict[int, str] = {}  # reducers, and why
         self.left_out: dict[int, str] = {}  # members that did not give their values again, and why
         # members that wait for an answer, and until when
@@ -113,20 +113,28 @@ class Repairs:
             found += self._missed(chunk, place, "it failed", own=own)
         return found
 
-    def on_inventory(self, place: int, question: InventoryQuestion, inventory: Inventory) -> list[Effect]:
+    def on_inventory(
+        self, place: int, question: InventoryQuestion, inventory: Inventory, now_s: float
+    ) -> list[Effect]:
         """A member said what it holds of a lost reducer's shard."""
         found: list[Effect] = []
         for chunk in inventory.wanted:
             if chunk < len(self._setup.plan.chunks) and (place, chunk) not in self._offered:
                 self._offered.add((place, chunk))
                 found.append(OfferContribution(place, chunk))
-        repair = self._repairs.get(question.reducer if question.reducer is not None else -1)
+        reducer = question.reducer if question.reducer is not None else -1
+        repair = self._repairs.get(reducer)
         if repair is not None:
+            known = repair.known(place)
             repair.on_report(place, inventory.versions, inventory.sealed)
+            # a member whose round is over does not wait for news, and says the same again at once
+            if question.wait and repair.known(place) == known:
+                repair.pause(place)
+                self._retries.append((now_s + _RETRY_S, reducer, place))
         return found
 
     def on_offer_ended(self, place: int, chunk: int, taken: bool) -> None:
-        """Our offer was taken, or is to be repeated when the member asks again."""
+        """This member's offer was taken, or is to be repeated when the member asks again."""
         if not taken:
             self._offered.discard((place, chunk))
 
@@ -176,7 +184,7 @@ class Repairs:
     def on_contribution(
         self, place: int, chunk: int, size_bytes: int, error: str, *, own: bool
     ) -> list[Effect]:
-        """A member's values of a chunk that we take over came, or did not."""
+        """A member's values of a chunk that this member takes over came, or did not."""
         takeover = self._takeovers.get(chunk)
         if takeover is None or place not in takeover.waiting:
             return []
@@ -191,7 +199,7 @@ class Repairs:
         return self._reduce(chunk, takeover, own)
 
     def on_reduced(self, chunk: int) -> None:
-        """A chunk that we took over was averaged and settled."""
+        """A chunk that this member took over was averaged and settled."""
         self._takeovers.pop(chunk, None)
         repair = self._repairs.get(self._setup.plan.chunks[chunk].reducer)
         if repair is not None:

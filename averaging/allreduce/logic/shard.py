@@ -138,7 +138,7 @@ class OwnShard:
         """Return what a member still has to send here, for the sentence about its failure; "" for nothing."""
         remaining = self.remaining(sender)
         return (
-            f"sending; {remaining} of its {len(self.chunks)} chunks for us were to come" if remaining else ""
+            f"sending; {remaining} of its {len(self.chunks)} chunks were still to come" if remaining else ""
         )
 
     def _ready(self, chunks: Iterable[int], own: bool) -> list[Reduce]:

@@ -47,7 +47,7 @@ class VoteExchange:
         self.over = False  # the round has ended here
         self._places = {member.peer_id: place for place, member in enumerate(setup.group.members)}
         self._targets = [place for place in setup.members if setup.calls(setup.own, place)]
-        self._own_version = 0  # how often what we say ourselves has changed
+        self._own_version = 0  # how often what this member says itself has changed
         # members that were told, or answered, at least once: they are told everything from then on
         self._asked: set[int] = set()
         self._answered: set[int] = set()
@@ -239,7 +239,7 @@ class VoteExchange:
     def _has_news(self, question: _Question, ready: bool, now_s: float) -> bool:
         own, told = self._setup.own, question.statement
         if question.place in told.intents and self.intents.get(own) != told.intents.get(own):
-            return True  # it compares intents, and does not know ours
+            return True  # it compares intents, and does not know this member's
         if not ready and self._setup.can_dial(question.place):
             return False
         if now_s - self._changed_s < _HOLD_S:

@@ -5,7 +5,8 @@ their order and the codec.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from averaging.history.certificate import GRID_ROUNDS_MAX
 from averaging.history.electors import ELECTORS_MAX
@@ -64,7 +65,20 @@ def can_dial(member: Member) -> bool:
     """Return whether other peers can open connections to this member. A member that cannot be dialed cannot
     reduce.
     """
-    return member.bandwidth > 0.0 and bool(member.contact.addresses)
+    return member.bandwidth > 0.0 and member.contact.is_callable
+
+
+def with_roles(members: Sequence[Member], is_stranger: Callable[[PeerId], bool]) -> tuple[Member, ...]:
+    """Return the members of a group as its leader announces them. Where some can be dialed directly, who are
+    no strangers, those that can be through relays only open all connections themselves: relays carry nothing.
+    """
+    if not any(can_dial(one) and one.contact.addresses and not is_stranger(one.peer_id) for one in members):
+        return tuple(members)
+    return tuple(_without_relays(one) for one in members)
+
+
+def _without_relays(member: Member) -> Member:
+    return replace(member, contact=replace(member.contact, relays=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +130,7 @@ def mismatch(group: Group, *, leader: PeerId, own: Member, gathered: bytes, code
     if leader not in group.peer_ids or own.peer_id not in group.peer_ids:
         return "it announced a group without itself or without this peer"
     place = group.index(own.peer_id)
-    if group.members[place] != own or group.gathered[place] != gathered:
+    if group.members[place] not in (own, _without_relays(own)) or group.gathered[place] != gathered:
         return "it announced a group with other values of this peer than this peer had sent"
     if group.codec != codec:
         return f"it announced a group with codec {group.codec!r}, not {codec!r}"

@@ -125,7 +125,7 @@ class Matchmaker:
             schema=self._schema.digest,
             schema_text=self._schema.text,
             deadline_s=request.rank_deadline_s,
-            can_lead=bool(member.contact.addresses),
+            can_lead=member.contact.is_callable,
             turn=self._history.next_turn(),
         )
         self._history.grace_period.pay(now_s)

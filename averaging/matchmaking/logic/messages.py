@@ -13,9 +13,12 @@ import enum
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from averaging.matchmaking.logic.group import Group
 from swarm.core.ids import Contact, PeerId
+
+SearchFailure: TypeAlias = Literal["alone", "deadline", "schema", "passed", "unreachable", "few", "cancelled"]
 
 TEXT_MAX = 300  # characters of an explanation in a message
 ROUND_KEY_MAX = 128  # characters
@@ -254,7 +257,7 @@ class ReadRecords:
 class SearchFailed:
     """End of a search without a group."""
 
-    reason: str  # one word: alone, deadline, schema, passed, unreachable, few, cancelled
+    reason: SearchFailure
     detail: str  # a sentence for people
     held_by: PeerId | None = None  # the leader that did not begin until this peer's deadline
 

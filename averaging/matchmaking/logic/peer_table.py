@@ -131,7 +131,7 @@ class PeerTable:
                 return
             peer.expected = True
             if peer.status is None:
-                peer.can_lead = bool(holder.contact.addresses)
+                peer.can_lead = holder.contact.is_callable
                 if holder.schema != self.query.schema:
                     peer.status, peer.text = PeerStatus.REFUSED, holder.schema_text
                 elif peer_id in recently_failed and not peer.failed:
@@ -223,7 +223,7 @@ class PeerTable:
             known += peer.status is not None or bool(peer.failed)
             pending += peer.query_pending
             if (
-                peer.contact.addresses
+                peer.contact.is_called_by(self.query.contact)
                 and not peer.query_pending
                 and not needs_no_query(peer_id)
                 and now_s >= self._query_at_s(peer)
@@ -243,7 +243,9 @@ class PeerTable:
         times = [
             self._query_at_s(p)
             for peer_id, p in self.peers.items()
-            if p.contact.addresses and not p.query_pending and not needs_no_query(peer_id)
+            if p.contact.is_called_by(self.query.contact)
+            and not p.query_pending
+            and not needs_no_query(peer_id)
         ]
         return min(times, default=math.inf)
 
@@ -273,7 +275,7 @@ class PeerTable:
             return -math.inf
         grace_until_s = self.started_s + self._grace_period.grace_s(peer_id)
         if peer.status is None:  # a query is pending; a peer that cannot be dialed may still come by itself
-            return math.inf if peer.contact.addresses else grace_until_s
+            return math.inf if peer.contact.is_called_by(self.query.contact) else grace_until_s
         same_key = peer.round_key == self.query.round_key
         if peer.status is PeerStatus.SEARCHING and same_key:
             return max(peer.searching_since_s, self.free_since_s) + _JOIN_WAIT_S
@@ -303,9 +305,16 @@ class PeerTable:
         return self._may_answer(peer) and not self.passes_over(peer.contact.peer_id)
 
     def _may_answer(self, peer: PeerState) -> bool:
-        if not self.query.can_lead and not (peer.can_lead and peer.contact.addresses):
+        if not self.may_lead(peer.contact) and not self._leads_this(peer):
             return False  # two peers that cannot be dialed cannot meet
         return not peer.failed and peer.status not in (PeerStatus.REFUSED, PeerStatus.PASSED)
+
+    def may_lead(self, other: Contact) -> bool:
+        """Return whether this peer can lead another one, that then calls it."""
+        return self.query.can_lead and self.query.contact.is_called_by(other)
+
+    def _leads_this(self, peer: PeerState) -> bool:
+        return peer.can_lead and peer.contact.is_called_by(self.query.contact)
 
     def passes_over(self, peer_id: PeerId) -> bool:
         """Return whether this peer forms no group with another one because of its faults."""
@@ -357,7 +366,10 @@ class PeerTable:
             peer_id: min(peer.arrived_s, now_s) - self.started_s
             for peer_id, peer in self.peers.items()
             if peer.was_searching
-            or (self.may_come(peer) and (peer.status is not None or not peer.contact.addresses))
+            or (
+                self.may_come(peer)
+                and (peer.status is not None or not peer.contact.is_called_by(self.query.contact))
+            )
         }
 
     def on_round_began(self, members: frozenset[PeerId]) -> None:
@@ -451,8 +463,9 @@ class PeerTable:
         else:
             peer.queried_s = -math.inf
 
-    def _leaders(self) -> list[tuple[tuple[bool, Rank], PeerState]]:
-        """Return the peers that may lead this one, with the order in which they do. One that this peer
+    def _leaders(self) -> list[tuple[tuple[bool, tuple[bool, Rank]], PeerState]]:
+        """Return the peers that may lead this one, with the order in which they do: those first that can be
+        called directly. One that this peer
         passes over does so only if others follow it: their group has no second place to form.
         """
         key, order = self.query.round_key, self._precedence.order
@@ -467,15 +480,14 @@ class PeerTable:
             and not self._precedence.is_holding(peer.follows.contact.peer_id)
         }
         return [
-            (order(peer.rank), peer)
+            ((not peer.contact.addresses, order(peer.rank)), peer)
             for peer_id, peer in self.peers.items()
             if peer.status is PeerStatus.SEARCHING
             and peer.rank is not None
             and peer.round_key == key
             and not peer.failed
-            and peer.can_lead
-            and peer.contact.addresses
-            and (order(peer.rank) < order(self.query.rank) or not self.query.can_lead)
+            and self._leads_this(peer)
+            and (order(peer.rank) < order(self.query.rank) or not self.may_lead(peer.contact))
             and (peer_id in followed or not self.passes_over(peer_id))
         ]
 

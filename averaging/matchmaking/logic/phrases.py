@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from averaging.matchmaking.logic.messages import LookForGroup, PeerStatus, SearchFailed
+from averaging.matchmaking.logic.messages import LookForGroup, PeerStatus, SearchFailed, SearchFailure
 
 if TYPE_CHECKING:
     from averaging.matchmaking.logic.peer_table import PeerState
@@ -52,22 +52,23 @@ def explain(
         return SearchFailed(
             reason="alone", detail="no other peer holds this averager, by the presence records in the DHT"
         )
-    kinds = {
+    kinds: dict[SearchFailure, list[PeerState]] = {
         "schema": [p for p in peers if not p.failed and p.status is PeerStatus.REFUSED],
         "passed": [p for p in peers if not p.failed and p.status is PeerStatus.PASSED],
         "unreachable": [p for p in peers if p.failed],
     }
     is_impossible = not deadline or not coming
-    reason = "deadline"
+    reason: SearchFailure = "deadline"
     if is_impossible:
-        reason = next((kind for kind in ("passed", "schema", "unreachable") if kinds[kind]), "few")
+        order: tuple[SearchFailure, ...] = ("passed", "schema", "unreachable")
+        reason = next((kind for kind in order if kinds[kind]), "few")
     return SearchFailed(reason=reason, detail=_sentence(peers, coming, kinds, query))
 
 
 def _sentence(
     peers: Sequence[PeerState],
     rest: Sequence[PeerState],
-    kinds: dict[str, list[PeerState]],
+    kinds: dict[SearchFailure, list[PeerState]],
     query: LookForGroup,
 ) -> str:
     parts = [
@@ -83,7 +84,7 @@ def _sentence(
     elsewhere = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key != query.round_key]
     taken = [p for p in rest if p.status in (PeerStatus.BUSY, PeerStatus.FOLLOWING)]
     near = [p for p in rest if p.status is PeerStatus.SEARCHING and p.round_key == query.round_key]
-    if not query.can_lead and not any(peer.can_lead and peer.contact.addresses for peer in peers):
+    if not query.can_lead and not any(peer.can_lead and peer.contact.is_callable for peer in peers):
         parts.append(_HIDDEN)
     parts += [
         _count_phrase(idle, "holds this averager and is not averaging now"),

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group, Member
+from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group, Member, with_roles
 from averaging.matchmaking.logic.messages import (
     Answer,
     AnswerJoin,
@@ -68,8 +68,9 @@ class Search:
     def leads(self, query: LookForGroup) -> bool:
         """Return whether this peer leads the one that sent this query, rather than following it."""
         order, peer_id = self.request.precedence.order, query.contact.peer_id
-        ranks_first = not query.can_lead or order(self.query.rank) < order(query.rank)
-        return self.query.can_lead and ranks_first and not self.table.passes_over(peer_id)
+        leads_this = query.can_lead and query.contact.is_called_by(self.query.contact)
+        ranks_first = not leads_this or order(self.query.rank) < order(query.rank)
+        return self.table.may_lead(query.contact) and ranks_first and not self.table.passes_over(peer_id)
 
     def can_commit(self) -> bool:
         """Return whether a group of this peer and its followers has a quorum of the electors, if those that
@@ -149,7 +150,7 @@ class Search:
         everybody.sort(key=lambda one: one[0].peer_id)
         return Group(
             group_id=rng.randbytes(GROUP_ID_BYTES),
-            members=tuple(member for member, _ in everybody),
+            members=with_roles([member for member, _ in everybody], self.request.precedence.is_stranger),
             codec=codec,
             gathered=tuple(gathered for _, gathered in everybody),
         )

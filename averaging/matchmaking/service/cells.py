@@ -279,7 +279,7 @@ class Cells:
         contacts = [self._contact, *(holder.contact for holder in self._holders.values())]
         if self._shard.bits:
             return await self._hosts_near(place)
-        able = [one for one in contacts if one.addresses and one.peer_id not in self._lost]
+        able = [one for one in contacts if one.is_callable and one.peer_id not in self._lost]
         prefix = place.encode() + b"\0"
         return sorted(able, key=lambda one: hashlib.sha256(prefix + one.peer_id.public_key).digest())[
             :_HOSTS_PER_CELL
@@ -294,7 +294,7 @@ class Cells:
         able = {
             peer_id: one.contact
             for peer_id, one in found.items()
-            if one.contact.addresses and one.schema == self._schema.digest and peer_id not in self._lost
+            if one.contact.is_callable and one.schema == self._schema.digest and peer_id not in self._lost
         }
         return [able[peer_id] for peer_id in nearest(place, able, _HOSTS_PER_CELL)]
 

@@ -434,6 +434,6 @@ def introduced(
     are enough, so that of many newcomers not each introduces itself to each.
     """
     ranked = sorted(holders, key=lambda one: (not is_member(one.contact.peer_id), one.schema != schema))
-    others = [one.contact for one in ranked if one.contact.peer_id != own and one.contact.addresses]
+    others = [one.contact for one in ranked if one.contact.peer_id != own and one.contact.is_callable]
     members = sum(is_member(contact.peer_id) for contact in others)
     return others[: min(max(members, FIRST_MAX), QUERIED_PEERS_MAX) if members else QUERIED_PEERS_MAX]

@@ -110,7 +110,7 @@ def decode_query(message: group_pb2.Seek, caller: PeerId, now_s: float) -> LookF
         schema=message.schema,
         schema_text=_text(message.schema_text, TEXT_MAX, "a schema's description"),
         deadline_s=_number(message.deadline_s, "a deadline"),
-        can_lead=message.can_lead and bool(contact.addresses),
+        can_lead=message.can_lead and contact.is_callable,
         turn=message.turn,
         clock_off_s=_number(message.now_s, "a time") - now_s,
     )

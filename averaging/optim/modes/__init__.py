@@ -18,6 +18,7 @@ from averaging.optim.finite import RejectedSamples
 from averaging.optim.offload import HostLink, link_of
 from averaging.optim.state.schedule import Scheduler
 from averaging.optim.state.training_state import TrainingState
+from averaging.result import RoundFailure
 from swarm.compression.adaptive import Role
 
 CapturedRound = Any  # result of a round, kept by a mode to be replayed
@@ -160,7 +161,7 @@ class Mode(Protocol):
         """
         ...
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: RoundFailure) -> None:
         """Undo `prepare` after its round failed (`reason` is `RoundResult.reason`): what it was to count is
         kept.
         """

@@ -23,6 +23,7 @@ from averaging.optim.memory import Fragment, zeros_for
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.modes.local_steps import LocalSteps
 from averaging.optim.modes.outer import OuterSGD, fragments_of
+from averaging.result import RoundFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class DilocoMode:
             learner.write(pieces, views)
         self._counted_at[number] = learner.commit_round()
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: RoundFailure) -> None:
         self.learner.failed(reason)
 
     def capture(self, epoch: int, metadata: Sequence[Any]) -> CapturedDeltas:

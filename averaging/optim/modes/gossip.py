@@ -19,6 +19,7 @@ from averaging.optim.memory import zeros_like
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.modes.local_steps import LocalSteps
 from averaging.optim.modes.outer import MOMENTUM, OuterSGD
+from averaging.result import RoundFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class GossipMode:
         self.learner.set_weights(None)
         self.learner.commit_round()
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: RoundFailure) -> None:
         self.learner.failed(reason)
 
     def capture(self, epoch: int, metadata: Sequence[Any]) -> None:

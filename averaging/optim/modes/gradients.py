@@ -13,6 +13,7 @@ from averaging.optim.finite import RejectedSamples
 from averaging.optim.memory import storage_for, zeros_like
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.state.training_state import TrainingState
+from averaging.result import RoundFailure
 
 # a contribution counts in the epoch that it was computed for, or in the next one
 _LATE_EPOCHS_MAX = 1
@@ -179,7 +180,7 @@ class GradientsMode:
             self._accumulator.reset()
         self._is_late = False
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: RoundFailure) -> None:
         if self._in_round is not None and self._round_means is not None:
             self._accumulator.restore_means(self._round_means, *self._in_round)
             self._in_round = None

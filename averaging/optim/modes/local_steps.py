@@ -33,6 +33,7 @@ from averaging.optim.modes import ModeParts
 from averaging.optim.modes.outer import OuterSGD
 from averaging.optim.offload import HostStaging, OffloadLinks
 from averaging.optim.state.training_state import TrainingState
+from averaging.result import RoundFailure
 from swarm.core.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -265,7 +266,7 @@ class LocalSteps:
         self.newcomer = False
         return self.counted
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: RoundFailure) -> None:
         """Mark the round as failed."""
         self._round_began_at = None
         # all members are newcomers: their progress must count, or none ever would

@@ -137,8 +137,8 @@ class ProgressRecords:
 
     def relays(self, peers: Iterable[PeerId]) -> list[PeerId]:
         """Return those of `peers` that this one passes news to. Peers that cannot be called read the DHT."""
-        known = ((peer, self.contacts.get(peer)) for peer in peers)
-        return relays(self._own_id, (peer for peer, contact in known if contact and contact.addresses))
+        known, own = ((peer, self.contacts.get(peer)) for peer in peers), self._own()
+        return relays(self._own_id, (peer for peer, one in known if one and one.is_called_by(own)))
 
     def _contact_of(self, entry: Entry) -> Contact:
         """Return the contact in a record. Raise PeerError when it is malformed. Unchanged addresses are not
@@ -146,10 +146,6 @@ class ProgressRecords:
         """
         raw = entry.value.get("addresses")
         known = self.contacts.get(entry.writer)
-        if (
-            known is not None
-            and isinstance(raw, list)
-            and raw == [address.multiaddr for address in known.addresses]
-        ):
+        if known is not None and isinstance(raw, list) and raw == known.published:
             return known
         return Contact.from_record(entry.writer, raw)

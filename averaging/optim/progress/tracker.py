@@ -248,7 +248,7 @@ class Tracker:
 
     def contacts(self) -> list[Contact]:
         """Return the contacts of peers that can be called."""
-        return [contact for contact in list(self._records.contacts.values()) if contact.addresses]
+        return [contact for contact in list(self._records.contacts.values()) if contact.is_callable]
 
     def contact(self, peer: PeerId) -> Contact | None:
         """Return the contact of a peer, if it is known."""
@@ -408,7 +408,7 @@ class Tracker:
 
     async def _report_one(self, peer: PeerId, full: bool, goodbye: bool) -> bool:
         contact = self._records.contacts.get(peer)
-        if self._observes or contact is None or not contact.addresses:
+        if self._observes or contact is None or not contact.is_called_by(self._node.contact):
             return True  # a client peer reads the DHT instead
         with self._lock:
             report = self._progress.own_report

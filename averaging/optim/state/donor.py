@@ -12,6 +12,7 @@ or has been idle for too long.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -110,7 +111,8 @@ class Donor:
         self._latest: dict[str, StateView] = {}  # the latest view in each codec
         # what `only_digest` is answered with in each codec, and the version of the state that it is of
         self._digests: dict[str, tuple[int, state_pb2.OpenReply]] = {}
-        self._copying = asyncio.Lock()
+        # the view that is being hashed in the pool; one at a time
+        self._making: asyncio.Future[StateView] | None = None
         self._started = asyncio.Event()
         self._serving = False
         self._keeper = RecordKeeper(
@@ -209,7 +211,7 @@ class Donor:
             lease = self._grant(peer, None)  # taken while the state is hashed, which may take long
             try:
                 view = await self._latest_view(codec)
-            except BaseException:
+            except PeerError:  # a caller that has gone keeps its place for a while: it asks again
                 self._end_lease(lease)
                 raise
         lease = self._grant(peer, view)
@@ -223,17 +225,11 @@ class Donor:
 
     async def _digest(self, codec: str) -> state_pb2.OpenReply:
         """Return the digest of the present state. It is hashed at most once, however many ask."""
+        await self._others_view()
         version, reply = self._digests.get(codec, (-1, None))
         if reply is None or version != self._state.version:
-            view = await self._latest_view(codec)
-            reply = state_pb2.OpenReply(
-                epoch=view.epoch,
-                canonical=view.canonical,
-                total_bytes=view.total_bytes,
-                digest=view.digest,
-            )
-            self._digests[codec] = view.version, reply
-            self._end_idle_leases()  # without a lease the view is of no use
+            await self._latest_view(codec)
+            _, reply = self._digests[codec]
         return reply
 
     def _grant(self, peer: PeerId, view: StateView | None) -> bytes:
@@ -338,18 +334,44 @@ class Donor:
         return next((view for view in held if view.digest == digest), None)
 
     async def _latest_view(self, codec: str) -> StateView:
-        async with self._copying:  # one at a time; callers that waited share the result
-            latest = self._latest.get(codec)
-            if latest is not None and latest.version == self._state.version and not latest.closed:
-                return latest
-            if len(self.leased_views()) >= SNAPSHOTS_MAX:
-                raise PeerError("busy: other peers are downloading states of earlier epochs from this one")
-            version = self._state.version
-            self._release_latest(codec, *(one for one, old in self._latest.items() if old.version != version))
-            self._latest[codec] = await asyncio.get_running_loop().run_in_executor(
-                self._node.network.pool, self._open_view, codec
-            )
-            return self._latest[codec]
+        """Return the view of the present state. It is made to its end, also when the callers have gone: one
+        whose answer was lost asks again.
+        """
+        await self._others_view()
+        latest = self._latest.get(codec)
+        if latest is not None and latest.version == self._state.version and not latest.closed:
+            return latest
+        if len(self.leased_views()) >= SNAPSHOTS_MAX:
+            raise PeerError("busy: other peers are downloading states of earlier epochs from this one")
+        version = self._state.version
+        self._release_latest(codec, *(one for one, old in self._latest.items() if old.version != version))
+        making = self._making = asyncio.get_running_loop().run_in_executor(
+            self._node.network.pool, self._open_view, codec
+        )
+        making.add_done_callback(functools.partial(self._made, codec))
+        await asyncio.wait({making})
+        return making.result()
+
+    async def _others_view(self) -> None:
+        """Wait until no view is being made for another caller."""
+        while self._making is not None:
+            await asyncio.wait({self._making})
+
+    def _made(self, codec: str, making: asyncio.Future[StateView]) -> None:
+        self._making = None
+        if making.cancelled() or making.exception() is not None:
+            return
+        view = self._latest[codec] = making.result()
+        self._digests[codec] = (
+            view.version,
+            state_pb2.OpenReply(
+                epoch=view.epoch,
+                canonical=view.canonical,
+                total_bytes=view.total_bytes,
+                digest=view.digest,
+            ),
+        )
+        self._end_idle_leases()  # without a lease the view is of no use
 
     def _open_view(self, codec: str) -> StateView:
         try:
@@ -374,7 +396,7 @@ class Donor:
     def _end_idle_leases(self) -> None:
         for name in [name for name, lease in self._leases.items() if self._is_idle(lease)]:
             self._end_lease(name)
-        if not self._leases and not self._copying.locked():
+        if not self._leases:
             self._release_latest()
 
     def _is_idle(self, lease: _Lease) -> bool:
@@ -402,7 +424,7 @@ class Donor:
         contact = self._node.contact
         if not self._serving:
             return True  # it is closing
-        if not contact.addresses:
+        if not contact.is_callable:
             await self._withdraw_all()
             return False
         exact = self._latest.get(EXACT)

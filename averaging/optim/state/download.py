@@ -13,6 +13,7 @@ the next one, where the two states have them in common.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import Counter, deque
@@ -50,6 +51,10 @@ DONORS_MAX = 5  # asked for the state, and downloaded from if they hold the same
 ASKED_MAX = 20  # donors asked for a place, until some have one
 RESERVE_TIMEOUT_S = 5.0
 OPEN_TIMEOUT_S = 60.0  # includes the time in which the donor copies and hashes its state
+# how long each request for a state waits for its answer, beside the time that this takes on a slow link. Too
+# large: one that is lost costs that much; too small: donors of large states are asked several times
+OPEN_WAIT_S = 5.0
+ANSWER_BYTES_PER_S = 50e3
 # a donor that sends nothing for this long has failed; small enough to try the next, large enough for 50 kB/s
 CHUNK_TIMEOUT_S = 20.0
 BATCH = 8  # chunks requested ahead, per donor: covers 1 MiB/s at 8 s of delay
@@ -225,13 +230,24 @@ class Download:
             run=self.run, epoch_min=self.epoch_min, digest=digest, codec=self._wire_codec
         )
         try:
-            timeout_s = REOPEN_TIMEOUT_S if digest else OPEN_TIMEOUT_S
-            reply = await self.caller.call(contact, OPEN, request, timeout_s=timeout_s)
+            reply = await self._ask(contact, request, REOPEN_TIMEOUT_S if digest else OPEN_TIMEOUT_S)
             self._leases[contact.peer_id] = (contact, reply.lease[:_LEASE_BYTES_MAX])
             return self._check_offer(contact, reply)
         except SwarmError as error:
             self.failures[contact.peer_id] = str(error)
             return None
+
+    async def _ask(
+        self, contact: Contact, request: state_pb2.OpenRequest, timeout_s: float
+    ) -> state_pb2.OpenReply:
+        """Ask a donor about its state, again when the answer is late."""
+        loop, digests_bytes = asyncio.get_running_loop(), self.bytes_max / CHUNK_BYTES * _DIGEST_BYTES
+        end_s, wait_s = loop.time() + timeout_s, OPEN_WAIT_S + digests_bytes / ANSWER_BYTES_PER_S
+        while end_s - loop.time() > wait_s:
+            with contextlib.suppress(DeadlineExceeded):
+                return await self.caller.call(contact, OPEN, request, timeout_s=wait_s)
+        left_s = max(end_s - loop.time(), REOPEN_TIMEOUT_S)
+        return await self.caller.call(contact, OPEN, request, timeout_s=left_s)
 
     def _check_offer(self, contact: Contact, reply: state_pb2.OpenReply) -> _Offer:
         raw, chunks = reply.chunk_digests, -(-reply.total_bytes // CHUNK_BYTES)
@@ -287,7 +303,7 @@ class Download:
             run=self.run, epoch_min=self.epoch_min, codec=self._wire_codec, only_digest=True
         )
         try:
-            reply = await self.caller.call(contact, OPEN, request, timeout_s=OPEN_TIMEOUT_S)
+            reply = await self._ask(contact, request, OPEN_TIMEOUT_S)
             if len(reply.digest) != _DIGEST_BYTES:
                 raise PeerError("does not say which state it holds")
             return contact.peer_id, reply.digest, False

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from rich.text import Text
 
@@ -24,7 +24,8 @@ SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
     "drift": (lambda peer: (not peer.fresh, -(peer.drift or 0.0)), "drift"),
     "age": (lambda peer: -peer.age_s, "age"),
 }
-_SECTIONS = ("rounds", "events", "experts")
+Section: TypeAlias = Literal["rounds", "events", "experts"]
+_SECTIONS: tuple[Section, ...] = get_args(Section)
 _STATUS = {
     "live": ("● live", "green"),
     "joining": ("○ joining", "yellow"),
@@ -133,7 +134,7 @@ class ScreenState:
     sort: str = "samples/s"
     chosen: int = 0
     details: bool = False
-    section: str = "rounds"
+    section: Section = "rounds"
     quit: bool = False
 
     def key(self, name: str, peers: int) -> None:
@@ -345,7 +346,7 @@ def _details(peer: PeerView, now_s: float) -> list[Text]:
     return [Text.assemble((f" {name:<13}", "dim"), value) for name, value in rows.items()]
 
 
-def _below(view: MonitorView, section: str, rows: int) -> list[Text]:
+def _below(view: MonitorView, section: Section, rows: int) -> list[Text]:
     if rows < 2:
         return []
     title = "   ".join(f"[{name}]" if name == section else name for name in _SECTIONS)

@@ -7,7 +7,7 @@ another relay as soon as one is gone. A relay that has failed is asked again aft
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from swarm.core.backoff import backoff_s
@@ -41,12 +41,16 @@ class Reservations:
     def __init__(self) -> None:
         self._relays: dict[PeerId, _Known] = {}
 
-    def offer(self, relays: Iterable[Contact]) -> None:
-        """Learn of relays. Beyond 32, those are forgotten that have failed most and are not in use."""
+    def offer(
+        self, relays: Iterable[Contact], round_trip_s: Callable[[PeerId], float] = lambda peer_id: math.inf
+    ) -> None:
+        """Learn of relays. Beyond 32, those are forgotten that have failed most and are not in use.
+        `round_trip_s` returns what is known about their latency before they are asked.
+        """
         for contact in relays:
             known = self._relays.get(contact.peer_id)
             if known is None:
-                self._relays[contact.peer_id] = _Known(contact)
+                self._relays[contact.peer_id] = _Known(contact, round_trip_s(contact.peer_id))
             else:
                 known.contact = contact
         for peer_id in sorted(self._relays, key=lambda one: self._relays[one].failures, reverse=True):

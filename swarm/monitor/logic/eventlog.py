@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from swarm.monitor.logic.view import MonitorEvent
+from swarm.monitor.logic.view import EventLevel, MonitorEvent
 
 _PER_PEER_MAX = 6  # events about one peer within a minute
 _PER_STRANGERS_MAX = 12  # events about peers that are no members, all together, within a minute
@@ -25,7 +25,14 @@ class EventLog:
         self._new: list[MonitorEvent] = []
 
     def add(
-        self, at_s: float, kind: str, level: str, text: str, peer_id: str = "", *, stranger: bool = False
+        self,
+        at_s: float,
+        kind: str,
+        level: EventLevel,
+        text: str,
+        peer_id: str = "",
+        *,
+        stranger: bool = False,
     ) -> None:
         """Add an event at swarm time `at_s`, unless its peer, or a `stranger` with all others, has had too
         many within the last minute.

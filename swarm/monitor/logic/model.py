@@ -1,16 +1,14 @@
 """Model of a run: folds the records of peers into a view. It trusts no single peer, and knows the age of
 every value that it shows.
 
-Inputs are snapshots (`on_snapshot`: all records read in one poll) and the state of the monitor's link
+Inputs are polls (`on_poll`: all records read at one moment) and the state of the monitor's link
 (`on_link`); the output is `view(now_s)`. All times are swarm time, in seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from averaging.optim.progress.logic.reports import ProgressTotal
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.dht.logic.blobs import version_text
@@ -19,36 +17,31 @@ from swarm.monitor.logic.eventlog import EventLog
 from swarm.monitor.logic.histories import KnownLines, histories_of
 from swarm.monitor.logic.robust import capped, median, swarm_epoch
 from swarm.monitor.logic.rounds import RoundKey, RoundTable
-from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, TrackedPeer
-from swarm.monitor.logic.view import ExpertView, LinkView, MonitorView, OwnView, RunView, StateSummary
+from swarm.monitor.logic.tracked import PeerAssessment, PeerRecords, Poll, TrackedPeer
+from swarm.monitor.logic.view import (
+    EventLevel,
+    LinkStatus,
+    LinkView,
+    MonitorView,
+    OwnView,
+    RunView,
+    StateSummary,
+)
 
 _TOTAL_S = 15.0  # a total older than this is ignored
-_FIRST_NAMED_MAX = 3  # peers that the first snapshot names one by one
+_FIRST_NAMED_MAX = 3  # peers that the first poll names one by one
 _NAMED_MAX = 20  # the same for a later one
 PEERS_MAX = 5000
 _QUIET_PERIODS = 3.0  # renewals that a peer may miss before its values are stale
 _QUIET_S_MIN = 8.0
 _PERIOD_S_MAX = 30.0  # upper bound of the renewal period that a peer may claim
-_GONE_SNAPSHOTS = 2  # consecutive snapshots without records before a peer is taken to have left
+_GONE_POLLS = 2  # consecutive polls without records before a peer is taken to have left
 _GONE_SHOWN_S = 90.0  # a peer that left or was lost stays in the table this long
 _RATE_RATIO_MAX = 3.0  # a rate counts up to this multiple of the median, as for trainers
 _BEHIND_EPOCHS = 2
 _OWN_MAX = 24  # names of users' metrics over all peers
 _LATE_INTERVALS = 3.0  # poll intervals without an answer before the whole view is late
 _LATE_S_MIN = 6.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """All records of one poll."""
-
-    peers: Mapping[PeerId, PeerRecords]
-    refused: int = 0
-    # the epoch and digest that donors declare
-    states: Mapping[PeerId, tuple[int, str]] = field(default_factory=dict)
-    total: ProgressTotal | None = None  # of a run so large that its reports are spread over shards
-    experts: tuple[ExpertView, ...] = ()
-    interval_s: float = 2.0  # until the next poll
 
 
 class Model:
@@ -63,14 +56,14 @@ class Model:
         self.events = events or EventLog()
         self.checkpoint = ""
         self._peers: dict[PeerId, TrackedPeer] = {}
-        self._strangers = 0  # of these, as of the last snapshot
+        self._strangers = 0  # of these, as of the last poll
         self._rounds = RoundTable()
         self._lines = KnownLines()
         self._unreported: dict[RoundKey, float] = {}  # new rounds without a failure event yet, and since when
         self._accused: dict[str, int] = {}
         self._differing: set[RoundKey] = set()
-        self._snapshot: Snapshot | None = None
-        self._snapshot_s: float | None = None
+        self._poll: Poll | None = None
+        self._poll_s: float | None = None
         self._link = LinkView()
         self._epoch = 0
 
@@ -81,13 +74,13 @@ class Model:
 
     # inputs
 
-    def on_snapshot(self, snapshot: Snapshot, now_s: float) -> None:
+    def on_poll(self, poll: Poll, now_s: float) -> None:
         """Take in the records of one answered poll."""
-        first = self._snapshot is None
-        self._snapshot, self._snapshot_s = snapshot, now_s
+        first = self._poll is None
+        self._poll, self._poll_s = poll, now_s
         arrived = []
         self._strangers = sum(map(self._is_stranger, self._peers))
-        for peer, records in snapshot.peers.items():
+        for peer, records in poll.peers.items():
             if peer not in self._peers or self._peers[peer].gone_s is not None:
                 if self._is_old_record(peer, records):
                     continue
@@ -98,14 +91,14 @@ class Model:
                 arrived.append(peer)
             self._update(peer, records, now_s)
         for peer, known in self._peers.items():
-            if peer not in snapshot.peers and known.gone_s is None:
+            if peer not in poll.peers and known.gone_s is None:
                 self._on_missing(peer, known, now_s)
         live = self._counted(self._live(now_s))
         self._epoch = swarm_epoch([known.pace[1] for known in live.values()]) or self._epoch
         self._arrivals(arrived, first, now_s)
         self._mark_quiet(now_s)
         self._report_breaks(first, now_s)
-        self._report_rounds(snapshot, now_s)
+        self._report_rounds(poll, now_s)
         old_s = now_s - _GONE_SHOWN_S
         self._peers = {
             peer: known for peer, known in self._peers.items() if known.gone_s is None or known.gone_s > old_s
@@ -153,7 +146,7 @@ class Model:
     # output
 
     def view(self, now_s: float) -> MonitorView:
-        """Return the view at this moment. Ages are included, so that the same snapshot gives another view
+        """Return the view at this moment. Ages are included, so that the same poll gives another view
         later.
         """
         all_live = self._live(now_s)
@@ -200,7 +193,7 @@ class Model:
             peers_live=len(live),
             peers_quiet=sum(peer.state in ("quiet", "lost") and not peer.stranger for peer in shown),
             strangers=sum(peer.stranger for peer in shown),
-            refused=self._snapshot.refused if self._snapshot else 0,
+            refused=self._poll.refused if self._poll else 0,
             own=self._own(published),
             state=self._state(),
             histories=histories_of(published),
@@ -212,21 +205,21 @@ class Model:
             ),
             rounds=tuple(self._rounds.latest()),
             events=self.events.latest,
-            experts=self._snapshot.experts if self._snapshot else (),
+            experts=self._poll.experts if self._poll else (),
             checkpoint=self.checkpoint,
         )
 
-    def _status(self, now_s: float) -> str:
+    def _status(self, now_s: float) -> LinkStatus:
         if self._link.status == "lost":
             return "lost"
-        if self._snapshot_s is None or self._snapshot is None:
+        if self._poll_s is None or self._poll is None:
             return "joining"
-        late_s = max(_LATE_S_MIN, _LATE_INTERVALS * self._snapshot.interval_s)
-        return "late" if now_s - self._snapshot_s > late_s else "live"
+        late_s = max(_LATE_S_MIN, _LATE_INTERVALS * self._poll.interval_s)
+        return "late" if now_s - self._poll_s > late_s else "live"
 
     def _link_view(self, now_s: float) -> LinkView:
         link, status = self._link, self._status(now_s)
-        age_s = max(0.0, now_s - self._snapshot_s) if self._snapshot_s is not None else None
+        age_s = max(0.0, now_s - self._poll_s) if self._poll_s is not None else None
         text = link.text
         if status == "live" and link.entry_answers is False:
             text = f"{link.entry} does not answer: watching through {_count(link.known, 'other peer')}"
@@ -268,7 +261,7 @@ class Model:
             self._strangers -= 1
         return len(self._peers) < PEERS_MAX
 
-    def _add_event(self, now_s: float, kind: str, level: str, text: str, peer: PeerId) -> None:
+    def _add_event(self, now_s: float, kind: str, level: EventLevel, text: str, peer: PeerId) -> None:
         self.events.add(now_s, kind, level, text, str(peer), stranger=self._is_stranger(peer))
 
     def _is_quiet(self, known: TrackedPeer, now_s: float) -> bool:
@@ -291,7 +284,7 @@ class Model:
             if report is not None and report.epoch == self._epoch
         }
         since_s = median(report.since_s for report in present.values()) or now_s
-        total_of_shards = self._snapshot.total if self._snapshot else None
+        total_of_shards = self._poll.total if self._poll else None
         if (
             total_of_shards is not None
             and total_of_shards.epoch == self._epoch
@@ -329,7 +322,7 @@ class Model:
         }
 
     def _state(self) -> StateSummary | None:
-        states = self._snapshot.states if self._snapshot else {}
+        states = self._poll.states if self._poll else {}
         states = {peer: one for peer, one in states.items() if not self._is_stranger(peer)} or states
         epochs = [epoch for epoch, _ in states.values() if epoch <= self._epoch + _BEHIND_EPOCHS]
         if not epochs:
@@ -376,7 +369,7 @@ class Model:
         """Record that a peer has no record any more. It has left if its records had not expired yet."""
         known.missing += 1
         expired = known.records.expires_s <= now_s
-        if not expired and known.missing < _GONE_SNAPSHOTS:
+        if not expired and known.missing < _GONE_POLLS:
             return
         known.gone_s, known.left = now_s, not expired
         if expired:
@@ -429,7 +422,7 @@ class Model:
             known.quiet = quiet
 
     def _report_breaks(self, first: bool, now_s: float) -> None:
-        """Add an event for each history that began with a break since the last snapshot."""
+        """Add an event for each history that began with a break since the last poll."""
         found: dict[str, list[PeerId]] = {}
         for peer, known in self._counted(self._live(now_s)).items():
             if known.records.metrics is not None:
@@ -442,8 +435,8 @@ class Model:
             text = f"{names}{more} went on without a majority of the peers that decide: history {line[:8]}"
             self.events.add(now_s, "break", "warning", text, str(peers[0]))
 
-    def _report_rounds(self, snapshot: Snapshot, now_s: float) -> None:
-        for peer, records in snapshot.peers.items():
+    def _report_rounds(self, poll: Poll, now_s: float) -> None:
+        for peer, records in poll.peers.items():
             if self._is_stranger(peer):  # it contributed to no round
                 continue
             for report in records.metrics.rounds if records.metrics else ():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from averaging.optim.progress.logic.reports import ProgressReport
+from averaging.optim.progress.logic.reports import ProgressReport, ProgressTotal
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics
-from swarm.monitor.logic.view import PeerView
+from swarm.monitor.logic.view import ExpertView, PeerActivity, PeerView
 
 _BURST_S = 5.0  # time constant of the rates, because bytes come in bursts, round by round
 _SECONDS_MIN = 0.5  # between two records: closer ones would give rates of noise
@@ -25,6 +26,19 @@ class PeerRecords:
     def at_s(self) -> float:
         """Return the time at which the newest record was true."""
         return max(self.metrics.at_s if self.metrics else 0.0, self.report.at_s if self.report else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poll:
+    """All records that were read at one moment."""
+
+    peers: Mapping[PeerId, PeerRecords]
+    refused: int = 0
+    # the epoch and digest that donors declare
+    states: Mapping[PeerId, tuple[int, str]] = field(default_factory=dict)
+    total: ProgressTotal | None = None  # of a run so large that its reports are spread over shards
+    experts: tuple[ExpertView, ...] = ()
+    interval_s: float = 2.0  # until the next poll
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +92,7 @@ class TrackedPeer:
         """Return the view of this peer. Rates of a peer that publishes nothing are shown as zero."""
         metrics, report, fresh = self.records.metrics, self.records.report, assessment.fresh
         rate, epoch = self.pace
-        state = "behind" if assessment.behind else "training"
+        state: PeerActivity = "behind" if assessment.behind else "training"
         if self.gone_s is not None:
             state = "left" if self.left else "lost"
         elif not fresh:

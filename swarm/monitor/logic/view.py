@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+# "late": no answer for longer than usual; "lost": no peer answers
+LinkStatus: TypeAlias = Literal["joining", "live", "late", "lost"]
+# "idle": alive but not training; "quiet": published nothing for too long
+PeerActivity: TypeAlias = Literal["training", "behind", "idle", "quiet", "lost", "left"]
+EventLevel: TypeAlias = Literal["info", "good", "warning", "bad"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +39,7 @@ class RunView:
 class LinkView:
     """How well the monitor sees the swarm: the other numbers are only as fresh as this."""
 
-    # "joining", "live", "late" (no answer for longer than usual), "lost" (no peer answers)
-    status: str = "joining"
+    status: LinkStatus = "joining"
     age_s: float | None = None  # since the last poll that was answered
     entry: str = ""  # address by which this monitor joined
     entry_answers: bool | None = None  # None: not asked yet
@@ -48,9 +53,7 @@ class PeerView:
 
     peer_id: str
     short: str
-    # "training", "behind", "idle" (alive but not training), "quiet" (published nothing for too long), "lost",
-    # "left"
-    state: str
+    state: PeerActivity
     age_s: float  # of its newest record
     fresh: bool  # its values are included in sums
     idle_s: float | None = None
@@ -113,7 +116,7 @@ class MonitorEvent:
     number: int  # increasing; never used twice by one monitor
     at_s: float
     kind: str
-    level: str  # "info", "good", "warning", "bad"
+    level: EventLevel
     text: str
     peer_id: str = ""
 

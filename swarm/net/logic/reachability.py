@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.scope import Scope, ip_of, network_of, scope_of
 
-Verdict = Literal["direct", "hidden", "unknown"]
+Verdict: TypeAlias = Literal["direct", "hidden", "unknown"]
+# as a node says it to its user; "none": it does not listen
+NodeReach: TypeAlias = Literal["direct", "relayed", "hidden", "unknown", "none"]
 
 ASKED_MAX: Final = 3  # peers in one check, each in another network
 FAILURES_MIN: Final = 3  # before a peer that could be called takes itself for hidden

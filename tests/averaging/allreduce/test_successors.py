@@ -162,3 +162,17 @@ def test_an_auxiliary_member_leaves_a_successor_its_time() -> None:
         one.step(on.InventoryAsked(call, 1, InventoryQuestion(LOST, wait=True, known_sealed=True)))
         one.run(float(call))
     assert not one.took_over
+
+
+def test_a_member_that_says_the_same_again_at_once_is_asked_ten_times_a_second_at_most() -> None:
+    """One whose round is over does not wait for news before it answers, whatever it is asked."""
+    one = Observed(round_setup(IDENTITIES))
+    one.lose()
+    question = InventoryQuestion(LOST, wait=True, known=0, known_sealed=True)
+    asked = 0
+    for _ in range(50):
+        effects = one.machine.step(on.InventoryAnswered(3, question, Inventory({}, sealed=True)), one.now_s)
+        asked += any(isinstance(effect, do.AskInventory) and effect.place == 3 for effect in effects)
+    assert asked <= 1
+    one.run(0.5)
+    assert 3 in [place for _, place in one.asked]  # later it is asked again: it may make the chunk

@@ -12,8 +12,8 @@ HEAD, NEXT = b"h" * 32, b"n" * 32
 
 def known() -> KnownHeads:
     heads = KnownHeads()
-    heads.heard(A, HEAD)
-    heads.heard(B, HEAD)
+    heads.heard(A, HEAD, 0.0)
+    heads.heard(B, HEAD, 0.0)
     return heads
 
 
@@ -23,8 +23,20 @@ def test_a_peer_that_answers_no_call_for_long_has_no_voice() -> None:
         heads.missed(A.peer_id, now_s, refused=False)
     assert heads.reported(SILENT_S - 0.1) == {A.peer_id: HEAD, B.peer_id: HEAD}
     assert heads.reported(SILENT_S) == {B.peer_id: HEAD}
-    heads.heard(A, HEAD)  # the record of a dead peer is read again and again
+    heads.heard(A, HEAD, 10.0)  # the record of a dead peer is read again and again
     assert heads.reported(SILENT_S) == {B.peer_id: HEAD}
+
+
+def test_a_peer_is_silent_since_it_was_heard_last_and_not_since_the_first_call() -> None:
+    """Regression test: a newcomer whose download had failed did not follow the peer that lived until the
+    others had been dead, and asked by itself, for 15 s more.
+    """
+    heads = known()
+    heads.heard(B, HEAD, 40.0)
+    for one in (A, B):
+        heads.missed(one.peer_id, 41.0, refused=False)
+    assert heads.reported(41.0) == {B.peer_id: HEAD}
+    assert heads.reported(40.0 + SILENT_S) == {}
 
 
 def test_a_peer_has_its_voice_again_once_it_answers_or_reports_another_head() -> None:
@@ -32,7 +44,7 @@ def test_a_peer_has_its_voice_again_once_it_answers_or_reports_another_head() ->
     heads.missed(A.peer_id, 0.0, refused=False)
     heads.missed(B.peer_id, 0.0, refused=False)
     heads.answered(A.peer_id)
-    heads.heard(B, NEXT)
+    heads.heard(B, NEXT, 1.0)
     assert heads.reported(2 * SILENT_S) == {A.peer_id: HEAD, B.peer_id: NEXT}
 
 

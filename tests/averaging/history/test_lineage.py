@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import msgpack
 import pytest
 
 from averaging.history.certificate import Certificate, RoundKind, genesis, goodbye_statement
@@ -13,7 +12,6 @@ from averaging.history.encoding import (
     chain_text,
     decode_chain,
     encode_chain,
-    encode_root,
     read_chain_text,
 )
 from averaging.history.lineage import CERTIFICATES_MAX, Lineage
@@ -139,10 +137,6 @@ def test_a_peer_that_restarts_from_a_checkpoint_of_a_break_still_gives_way_to_th
     assert forged.valid_part(RUN) == forged.end, "of a chain that proves nothing only the head is taken"
     with pytest.raises(PeerError, match="at most"):
         read_chain_text("00" * (CHAIN_BYTES_MAX + 1))
-    older = lineage(C)  # a checkpoint of an older version names the head only
-    older.adopt(read_chain_text(msgpack.packb(encode_root(c.chain().end)).hex()))
-    assert older.head == c.head
-    assert older.relation(a.chain()) is Relation.UNRELATED
 
 
 def test_three_histories_agree_which_one_continues() -> None:

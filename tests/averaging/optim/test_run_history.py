@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from averaging.history.certificate import goodbye_statement
+from averaging.history.certificate import (
+    Certificate,
+    Proposal,
+    RoundKind,
+    Vote,
+    goodbye_statement,
+    vote_statement,
+)
 from averaging.history.chain import Chain
+from averaging.history.lineage import Lineage
+from averaging.history.tally import Tally
 from averaging.optim.history import RunHistory
 from swarm.core.clock import SystemClock
 from swarm.core.errors import NetworkError, PeerError
@@ -207,3 +216,82 @@ def test_nobody_waits_for_the_histories_that_strangers_claim_to_have(strangers: 
         fetching.cancel()
 
     run_virtual(play())
+
+
+RESULT = bytes(32)
+
+
+def votes(proposal: Proposal, numbers: list[int], result: bytes = RESULT) -> list[Vote]:
+    """Return the votes of these peers for a result of this proposal."""
+    statement = vote_statement(proposal.digest(), result)
+    return [
+        Vote(voter=contact(one).peer_id, result=result, signature=SeededIdentity(one).sign(statement))
+        for one in numbers
+    ]
+
+
+def proposal_upon(lineage: Lineage, numbers: list[int]) -> Proposal:
+    """Return an attempt of these peers at the next epoch."""
+    return lineage.propose(
+        epoch=lineage.epoch + 1,
+        kind=RoundKind.EPOCH,
+        group_id=bytes(numbers) + bytes(32 - len(numbers)),
+        contributors=[contact(one).peer_id for one in numbers],
+        is_break=False,
+    )
+
+
+def begun() -> tuple[Lineage, Certificate]:
+    """Return the history of a run after its first certificate, of peers 1 to 3, and that certificate."""
+    lineage = Lineage("run", contact(1).peer_id)
+    tally = Tally(proposal_upon(lineage, [1, 2, 3]), ())
+    for vote in votes(tally.proposal, [1, 2, 3]):
+        tally.add(vote)
+    assert tally.certificate is not None
+    lineage.extend(tally.certificate)
+    return lineage, tally.certificate
+
+
+def test_a_contributor_that_never_heard_of_its_round_votes_for_none_when_an_elector_asks() -> None:
+    """The others lack this vote to know that nobody can commit the round."""
+
+    async def play() -> None:
+        lineage, certificate = begun()
+        history, attempt = history_with(Calls()), proposal_upon(lineage, [1, 2])
+        history.commit(certificate)
+        for _ in range(2):  # the first answer may have been lost
+            vote = await history.endorse(contact(2).peer_id, attempt, b"", ())
+            assert isinstance(vote, Vote)
+            assert vote.result == b""
+            vote.check(attempt.digest())
+        assert isinstance(
+            await history.endorse(contact(2).peer_id, attempt, RESULT, votes(attempt, [2])), str
+        )
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("case", ["stranger asks", "not a member", "restored", "it has voted", "no elector"])
+def test_nobody_else_is_given_a_vote_for_none(case: str) -> None:
+    async def play() -> None:
+        lineage, certificate = begun()
+        history, attempt, caller = (
+            history_with(Calls()),
+            proposal_upon(lineage, [1, 2, 3]),
+            contact(2).peer_id,
+        )
+        if case == "restored":  # another process of this peer may have been in the round
+            history.restore(lineage.chain())
+        elif case != "no elector":
+            history.commit(certificate)
+        if case == "stranger asks":
+            caller = contact(4).peer_id
+        elif case == "not a member":
+            attempt = proposal_upon(lineage, [2, 3])
+        elif case == "it has voted":
+            given = await history.endorse(caller, attempt, RESULT, votes(attempt, [2, 3]))
+            assert isinstance(given, Vote)
+            assert given.result == RESULT
+        assert isinstance(await history.endorse(caller, attempt, b"", ()), str)
+
+    asyncio.run(play())

@@ -1,17 +1,18 @@
-"""The one file that imports py-libp2p: what is used of it, which version that is, and what is cured.
+"""Noise: encryption and proof of PeerIDs on a connection, by the handshake of py-libp2p. Only this file
+imports that library, and only its Noise handshake and its keys.
 
-Used are its Noise handshake and its keys. The other parts of version 0.8.1 that a host needs fail where
-strangers connect; docs/decisions/0042 has each trap and where it is avoided. In the parts that are used, this
-is cured:
+The other parts of version 0.8.1 that a host needs fail where strangers connect; docs/decisions/0042 lists the
+faults and how each is avoided. In the parts that are used, this module changes the following:
 
-- Another version, or another source text of these parts, is refused: the cures are for what was read.
-- Security is Noise only. The library's own default accepts `/plaintext/2.0.0`, which takes anybody who
-  knows a public key for its owner. Here is no list of protocols to which another one could be added.
-- A handshake ends with a PeerError or a NetworkError. The library raises what it meets: errors of protobuf,
-  `noise` and `cryptography`. It has no time limit either; the caller of `handshake` sets one.
+- Another version of the library, or another source text of these parts, is refused, because the changes were
+  made for the text that was read.
+- Noise is the only security protocol. The library's own default also accepts `/plaintext/2.0.0`, which takes
+  anybody who knows a public key for its owner. There is no list to which a protocol could be added.
+- A handshake that fails raises PeerError or NetworkError. The library passes on errors of protobuf, `noise`
+  and `cryptography`. It has no time limit either; the caller of `handshake` sets one.
 - A handshake may send 4 KiB. The library reads up to 64 KiB for each of its messages.
-- A peer has an Ed25519 key, as everywhere in swarm. The library accepts RSA, secp256k1 and ECDSA, too.
-- The library logs failures of strangers at the level ERROR. Here they reach nobody's terminal.
+- A peer has an Ed25519 key, as everywhere in swarm. The library also accepts RSA, secp256k1 and ECDSA.
+- Failures of strangers are not logged. The library logs them at the level ERROR.
 """
 
 from __future__ import annotations
@@ -54,9 +55,7 @@ class _Library:
 
 
 def check(version: str, sources: Mapping[str, str]) -> None:
-    """Raise UsageError unless this is the version, and these the digests of the sources, that the cures were
-    made for.
-    """
+    """Raise UsageError unless `version` and the digests `sources` are those that this module is made for."""
     other = [name for name, digest in SOURCES.items() if sources.get(name) != digest]
     if version != VERSION or other:
         what = f"version {version}" if version != VERSION else f"changed files ({', '.join(other)})"

@@ -15,8 +15,8 @@ import pytest
 
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
-from swarm.libp2p import cures
-from swarm.libp2p.cures import HANDSHAKE_BYTES_MAX, SOURCES, VERSION, Noise, SecureChannel
+from swarm.libp2p import noise
+from swarm.libp2p.noise import HANDSHAKE_BYTES_MAX, SOURCES, VERSION, Noise, SecureChannel
 from tests.libp2p.memory_pipes import MemoryPipe, memory_pipes
 
 T = TypeVar("T")
@@ -41,12 +41,12 @@ async def secured(
 
 
 def test_the_installed_library_is_the_one_that_was_tried() -> None:
-    cures.check(importlib.metadata.version("libp2p"), SOURCES)
+    noise.check(importlib.metadata.version("libp2p"), SOURCES)
     assert Noise(Identity.generate()).peer_id
 
 
 def test_another_version_is_refused_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    cures._library.cache_clear()
+    noise._library.cache_clear()
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.0")
     with pytest.raises(UsageError, match=r"version 0\.9\.0.*pip install --force-reinstall libp2p==0\.8\.1"):
         Noise(Identity.generate())
@@ -55,7 +55,7 @@ def test_another_version_is_refused_before_it_is_imported(monkeypatch: pytest.Mo
 def test_other_source_text_of_the_same_version_is_refused() -> None:
     changed = {**SOURCES, "libp2p.security.noise.patterns": "0" * 64}
     with pytest.raises(UsageError, match=r"changed files \(libp2p\.security\.noise\.patterns\)"):
-        cures.check(VERSION, changed)
+        noise.check(VERSION, changed)
 
 
 def test_the_library_writes_nothing_about_strangers() -> None:

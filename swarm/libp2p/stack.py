@@ -1,0 +1,78 @@
+"""All parts of libp2p that a node uses, on one host. Importing this loads py-libp2p."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swarm.core.clock import Clock
+from swarm.core.errors import UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact
+from swarm.core.standing import PeerStanding
+from swarm.libp2p.basics import ping, serve_basics
+from swarm.libp2p.circuits import Circuits
+from swarm.libp2p.host import Host
+from swarm.libp2p.logic.relaying import RelayLimits
+from swarm.libp2p.relay import RelayService
+from swarm.libp2p.tunnel import Tunnels
+from swarm.runtime.sockets import Endpoint
+
+
+class Stack:
+    """A host with circuits and tunnels, and a relay once `offer_relay` was called.
+
+    `on_change` is called when the relays change at which this peer has reservations.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        agent: str,
+        clock: Clock,
+        standing: PeerStanding,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._clock, self._standing = clock, standing
+        self.host = Host(identity)
+        serve_basics(self.host, agent)
+        self.circuits = Circuits(self.host, clock, on_change)
+        self.tunnels = Tunnels(self.host, self.circuits)
+        self.relay: RelayService | None = None
+
+    def take_calls(self, server: Address) -> None:
+        """Keep reservations, and lead the calls that come through relays to this gRPC server."""
+        self.tunnels.serve(server)
+        self.host.supervisor.spawn("reservations at relays", self.circuits.run, restart=True)
+
+    async def offer_relay(self, host: str, port: int, bytes_per_s: float) -> int:
+        """Listen, and relay for others. Return the port: the system's choice where `port` is taken. Raises
+        UsageError when it cannot listen at all.
+        """
+        try:
+            await self.host.listen(host, port)
+        except UsageError:
+            await self.host.listen(host, 0)
+        limits = RelayLimits(bytes_per_s=bytes_per_s)
+        self.relay = RelayService(self.host, limits, self._standing, self._clock)
+        assert self.host.listening is not None
+        return self.host.listening.port
+
+    async def ping(self, relay: Contact) -> float:
+        """Return the round-trip time to a relay in seconds. Raises SwarmError when it does not answer."""
+        return await ping(await self.host.connect(relay.peer_id, relay.addresses))
+
+    @property
+    def listening(self) -> tuple[Endpoint, ...]:
+        """Return where its sockets listen."""
+        own = self.host.listening
+        return (*self.tunnels.listening, *([(own.host, own.port)] if own is not None else []))
+
+    @property
+    def dialed(self) -> frozenset[Endpoint]:
+        """Return every (IP, port) that it is connected to, or may be connecting to."""
+        return self.host.dialed | self.tunnels.dialed
+
+    async def close(self) -> None:
+        """End all of it."""
+        await self.tunnels.close()
+        await self.host.close()

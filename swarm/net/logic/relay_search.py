@@ -1,0 +1,56 @@
+"""The search for relays, by a peer that nobody can call: which peers it asks. Pure; times are seconds, passed
+in.
+
+It learns from the answers to its Hellos which peers relay. While it knows fewer relays than it wants, it
+greets peers that have an address again: some take up relaying only when others have called them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from swarm.core.backoff import backoff_s
+from swarm.core.ids import Contact, PeerId
+
+KNOWN_MIN = 2  # relays, before no more are looked for: as many as this peer has reservations at
+ASKED_MAX = 4  # peers in one round
+_ASKED_AGAIN_S = 60.0  # until the same peer is asked again
+_ROUND_FIRST_S, _ROUND_S_MAX = 2.0, 60.0
+_REMEMBERED_MAX = 256
+
+
+class RelaySearch:
+    """When to ask which peers."""
+
+    def __init__(self) -> None:
+        self._asked_s: dict[PeerId, float] = {}
+        self._rounds = 0
+        self._next_s = -math.inf
+
+    def due(self, candidates: Iterable[Contact], now_s: float) -> list[Contact]:
+        """Return the peers to ask now, of these, which stand in the order of preference: those that were
+        asked longest ago, or never. Another round is due later; each pause is longer than the last one.
+        """
+        if now_s < self._next_s:
+            return []
+        free = [
+            one for one in candidates if now_s - self._asked_s.get(one.peer_id, -math.inf) >= _ASKED_AGAIN_S
+        ]
+        chosen = sorted(free, key=lambda one: self._asked_s.get(one.peer_id, -math.inf))[:ASKED_MAX]
+        for one in chosen:
+            self._asked_s.pop(one.peer_id, None)  # the order is that of asking
+            self._asked_s[one.peer_id] = now_s
+        while len(self._asked_s) > _REMEMBERED_MAX:
+            del self._asked_s[next(iter(self._asked_s))]
+        self._rounds += 1
+        self._next_s = now_s + backoff_s(self._rounds, _ROUND_FIRST_S, _ROUND_S_MAX)
+        return chosen
+
+    def next_s(self, now_s: float) -> float:
+        """Return when the next round is due."""
+        return max(self._next_s, now_s)
+
+    def restart(self) -> None:
+        """Take that relays are wanted again: the first rounds follow one another quickly."""
+        self._rounds, self._next_s = 0, -math.inf

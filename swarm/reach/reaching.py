@@ -1,0 +1,202 @@
+"""How a node is reached through relays, and how it relays for others, by what is known about its addresses.
+
+A node that others have called in vain keeps reservations at relays, and announces these. One that can be
+called relays for others, if its owner lets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass
+
+from swarm.core.errors import SwarmError
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.core.notify import ChangeEvent
+from swarm.net.announcing import Announcing
+from swarm.net.channels import Channels
+from swarm.net.hello import Introduction, Introductions
+from swarm.net.logic.relay_search import KNOWN_MIN, RelaySearch
+from swarm.net.peerbook import PeerBook
+from swarm.reach.on_demand import Libp2p
+
+_logger = logging.getLogger(__name__)
+
+_HELLO_S = 5.0
+_PING_S = 5.0  # to connect to a relay and ping it
+_INTERVAL_S = 15.0  # between two looks at what may have changed unseen
+# until this peer says that nobody can call it: while no relay is known, and while known ones are being asked
+_SEARCH_S, _RESERVE_S = 6.0, 30.0
+_SETTLED_S = 0.5  # for a second reservation to follow the first, before both are announced
+_KNOWN_MAX = 32
+_BYTES_PER_MBIT = 125_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayView:
+    """A relay as this node sees it. `round_trip_s`: of a ping; None: it did not answer. `is_reserved`: this
+    node can be called through it.
+    """
+
+    peer_id: PeerId
+    address: Address
+    round_trip_s: float | None
+    is_reserved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RelayTerms:
+    """The facts that decide about a node's relays. `server`: where its gRPC server listens; None: nowhere.
+    `relay_mbit`: how much it relays for others, in Mbit/s; 0: nothing.
+    """
+
+    server: Address | None
+    relay_mbit: float
+
+
+class Reaching:
+    """The relays of a node. It belongs to the network thread."""
+
+    def __init__(
+        self,
+        libp2p: Libp2p,
+        announcing: Announcing,
+        introductions: Introductions,
+        channels: Channels,
+        book: PeerBook,
+        terms: RelayTerms,
+    ) -> None:
+        self._libp2p, self._announcing = libp2p, announcing
+        self._introductions, self._channels = introductions, channels
+        self._book, self._terms = book, terms
+        self._relays: dict[PeerId, tuple[Contact, float]] = {}  # with the round-trip time of their gRPC
+        self._search = RelaySearch()
+        self._hidden_since_s: float | None = None
+        self._takes_calls = False
+        self._has_failed = False
+        self._changed = ChangeEvent()
+        introductions.on_introduced.append(self._on_introduced)
+        libp2p.on_change.append(self._changed.notify)
+        announcing.on_verdict.append(self._changed.notify)
+        announcing.on_relays((), is_searching=True)
+
+    async def run(self) -> None:
+        """Follow the verdict about this node, until cancelled."""
+        while True:
+            self._changed.clear()
+            wait_s = _INTERVAL_S
+            try:
+                if self._announcing.is_hidden:
+                    wait_s = await self._hide()
+                else:
+                    self._hidden_since_s = None
+                    self._announcing.on_relays((), is_searching=True)
+                    await self._offer()
+            except SwarmError as error:
+                if not self._has_failed:
+                    _logger.warning("libp2p cannot be used: %s", error)
+                self._has_failed = True
+                self._announcing.on_relays((), is_searching=False)
+            await self._changed.wait(wait_s)
+
+    async def relays(self) -> list[RelayView]:
+        """Ping the relays that this node knows, and return them: those first at which it has a reservation,
+        then the nearest. libp2p is loaded if there are any.
+        """
+        async with asyncio.TaskGroup() as group:
+            views = [group.create_task(self._view(one)) for one, _ in list(self._relays.values())]
+        found = [one.result() for one in views]
+        return sorted(found, key=lambda one: (not one.is_reserved, one.round_trip_s or math.inf))
+
+    async def _view(self, relay: Contact) -> RelayView:
+        is_reserved = relay.peer_id in {one.peer_id for one in self._libp2p.held}
+        try:
+            async with asyncio.timeout(_PING_S):
+                round_trip_s = await (await self._libp2p.stack()).ping(relay)
+        except (SwarmError, TimeoutError):
+            round_trip_s = None
+        return RelayView(relay.peer_id, relay.addresses[0], round_trip_s, is_reserved)
+
+    async def _hide(self) -> float:
+        """Get reservations, and announce those that stand. Return after how many seconds to look again."""
+        loop = asyncio.get_running_loop()
+        if self._introductions.relay_port:
+            self._introductions.relay_port = 0
+        if self._hidden_since_s is None:
+            self._hidden_since_s = loop.time()
+            self._search.restart()
+        held = self._libp2p.held
+        if len(held) == 1 and not self._announcing.contact.relays and len(self._relays) > 1:
+            await asyncio.sleep(_SETTLED_S)
+            held = self._libp2p.held
+        until_s = self._hidden_since_s + (_RESERVE_S if self._relays else _SEARCH_S)
+        is_searching = not held and loop.time() < until_s
+        self._announcing.on_relays(held, is_searching=is_searching)
+        if len(self._relays) < KNOWN_MIN:
+            await self._ask(loop.time())
+        if self._relays:
+            await self._reserve()
+        wait_s = (
+            self._search.next_s(loop.time()) - loop.time() if len(self._relays) < KNOWN_MIN else _INTERVAL_S
+        )
+        if is_searching:
+            wait_s = min(wait_s, until_s - loop.time())
+        return min(max(wait_s, 0.05), _INTERVAL_S)
+
+    async def _reserve(self) -> None:
+        stack = await self._libp2p.stack()
+        stack.circuits.offer([contact for contact, _ in self._relays.values()], self._round_trip_s)
+        if not self._takes_calls:
+            assert self._terms.server is not None
+            self._takes_calls = True
+            stack.take_calls(self._terms.server)
+
+    def _round_trip_s(self, peer_id: PeerId) -> float:
+        return self._relays[peer_id][1]
+
+    async def _ask(self, now_s: float) -> None:
+        """Greet peers that may relay, so that they say whether they do."""
+        known = [peer.contact for peer in self._book.known()]
+        candidates = [one for one in known if one.addresses and one.peer_id not in self._relays]
+        async with asyncio.TaskGroup() as group:
+            for contact in self._search.due(candidates, now_s):
+                group.create_task(self._greet(contact))
+
+    async def _greet(self, contact: Contact) -> None:
+        try:
+            await self._introductions.introduce(contact, timeout_s=_HELLO_S)
+        except SwarmError as error:
+            _logger.debug("%s was not asked whether it relays: %s", contact.peer_id.short, error)
+
+    def _on_introduced(self, introduction: Introduction) -> None:
+        """Learn from a peer's answer whether it relays: at the IP address at which it was reached."""
+        peer_id = introduction.contact.peer_id
+        connection = self._channels.connection_to(peer_id)
+        if not introduction.relay_port or connection is None or connection.address is None:
+            if self._relays.pop(peer_id, None) is not None:
+                self._changed.notify()
+            return
+        host = sorted(host for host, _ in connection.endpoints)[0]
+        contact = Contact(peer_id, (Address(host, introduction.relay_port),))
+        if not self._libp2p.dialable([contact]):
+            return
+        if peer_id not in self._relays and len(self._relays) >= _KNOWN_MAX:
+            return
+        self._relays[peer_id] = contact, introduction.round_trip_s
+        self._changed.notify()
+
+    async def _offer(self) -> None:
+        """Relay for others, if this node may, and peers of the internet can call it."""
+        rate = self._terms.relay_mbit
+        if not rate or self._terms.server is None or self._introductions.relay_port:
+            return
+        if not self._announcing.is_open_to_all:
+            return
+        stack = await self._libp2p.stack()
+        if stack.relay is None:
+            host, port = self._announcing.listening
+            port = await stack.offer_relay(host, port + 1 if port < 65535 else 0, rate * _BYTES_PER_MBIT)
+            _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, rate)
+        assert stack.host.listening is not None
+        self._introductions.relay_port = stack.host.listening.port
