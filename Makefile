@@ -97,7 +97,7 @@ fuzz-quick: install-dev
 # The seeds of the trainings are those of docs/reliability.md.
 sim-quick:
 	@$(MAKE) --no-print-directory sim PEERS=40 HOURS=0.2
-	@$(MAKE) --no-print-directory sim SEED=1 PEERS=4 HOURS=0.02 SCENARIO=training ARGS="--seeds 150"
+	@$(MAKE) --no-print-directory sim SEED=1 PEERS=4 HOURS=0.02 SCENARIO=training ARGS="--seeds 200"
 
 check: install-dev
 	$(BIN)/ruff format --check .

@@ -241,12 +241,11 @@ class Averager:
         """
         started_s = self.node.clock.monotonic_s()
         check_step(weight, timeout_s, apply)
+        prefix = self._low_rank.start_digest if self._low_rank is not None else b""
         options = RoundOptions(
             weight=0.0 if self.auxiliary else float(weight),
             round_key=round_key_text(round_key.key if isinstance(round_key, RoundLineage) else round_key),
-            gathered=pack_gathered(
-                gather, self._low_rank.start_digest if self._low_rank is not None else b""
-            ),
+            gathered=pack_gathered(gather, prefix),
             timeout_s=timeout_s,
             history=round_key if isinstance(round_key, RoundLineage) else None,
             is_cell=self._of_run and not isinstance(round_key, RoundLineage),
@@ -260,20 +259,18 @@ class Averager:
         )
         self._reserve(pending)
         try:
-            strategy = self._stage(
-                options, delta, read_in_place=not delta and (wait if lend is None else lend)
-            )
+            in_place = not delta and (wait if lend is None else lend)
+            strategy = self._stage(options, delta, read_in_place=in_place)
             staged_s = self.node.clock.monotonic_s() - started_s
-            pending.attach(
-                self.node.network.submit(self._conduct(pending, member, options, strategy, staged_s))
-            )
+            conducting = self._conduct(pending, member, options, strategy, staged_s)
+            pending.attach(self.node.network.submit(conducting))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 self._release(pending)
                 raise
             pending.end(RoundResult(failed=True).without_memory(self._untouched(error)))
-        except BaseException:
-            self._release(pending)
+        except BaseException:  # Ctrl-C: it may have been handed over already
+            pending.cancel()
             raise
         if not wait:
             return pending
@@ -282,6 +279,11 @@ class Averager:
         except BaseException:  # Ctrl-C: no round may continue unseen
             pending.cancel()
             raise
+
+    def cancel(self) -> None:
+        """Cancel the step in progress, if there is one: the caller was interrupted, and has lost it."""
+        if (pending := self._pending) is not None:
+            pending.cancel()
 
     def new_feedback(self) -> Feedback:
         """Return a new error feedback for one sequence of rounds over these tensors. For rounds that average
@@ -400,8 +402,7 @@ class Averager:
 
     def _reserve(self, pending: PendingRound) -> None:
         self.node.network.check()
-        previous = self._pending
-        if previous is not None:
+        if (previous := self._pending) is not None:
             previous.wait_given_up(_CANCEL_S_MAX)
             if previous.abandoned:
                 self._release(previous)

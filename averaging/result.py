@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Mapping
@@ -100,6 +101,7 @@ class PendingRound:
         self._discarded: Literal["", "cancelled", "closed"] = ""  # why there will be no result
         self._committed = False
         self._future: concurrent.futures.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None  # that runs the round, once it has started
 
     @property
     def done(self) -> bool:
@@ -159,7 +161,7 @@ class PendingRound:
         cancelled before, and the coroutine must do nothing.
         """
         with self._lock:
-            self._started = not self._discarded
+            self._started, self._task = not self._discarded, asyncio.current_task()
         return self._started
 
     def end(self, outcome: RoundResult | None, error: Exception | None = None) -> None:
@@ -192,8 +194,13 @@ class PendingRound:
             if self._result is not None:
                 return
             self._discarded = self._discarded or why
+            task = self._task
         if self._future is not None:
             self._future.cancel()
+        elif task is not None:  # Ctrl-C came before `attach`
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        else:  # nor will it start
+            self._ended.set()
         if self.done and not self._committed:
             self._release(self)
 

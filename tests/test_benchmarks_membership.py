@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import attacks, membership_costs, simulated_attacks, small_runs
+from benchmarks import attacks, membership_costs, round_costs, simulated_attacks, small_runs
 from benchmarks.attacks import CROWDS, Company, Crowd, Plan
 from benchmarks.launch import ROOT
 from benchmarks.report import ORDER
@@ -31,6 +31,14 @@ def test_a_small_run_is_measured_while_its_peers_are_killed_and_started_again() 
     run = small_runs.SmallRun(name="short", title="two peers", peers=2, changes=changes, window_s=3.0)
     paces.measure(lambda text: None, run, ROOT)
     assert paces.samples[0] > 0, paces.reasons
+
+
+def test_rounds_are_counted_in_the_short_form() -> None:
+    costs = round_costs.Costs()
+    costs.measure(lambda text: None, round_costs.Plan(peers=2, rounds=2), 1, ROOT)
+    assert not costs.reasons
+    assert 0.0 < costs.processor_s[0] < 1.0
+    assert costs.calls[0] > 0
 
 
 def test_a_peer_begins_again_only_after_it_has_ended() -> None:

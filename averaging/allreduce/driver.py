@@ -32,6 +32,7 @@ from averaging.history.certificate import Vote
 from averaging.reduction.framing import unpack
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Contact, PeerId
+from swarm.core.notify import wait_until_set
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import (
     ExchangeOpen,
@@ -80,7 +81,8 @@ class RoundDriver:
         self._exchanges: dict[int, tuple[ReducerStream, asyncio.Task[None]]] = {}
         self._reducing: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._changed = asyncio.Event()
+        self._over = asyncio.Event()  # the round has ended here
+        self._news = asyncio.Event()  # for the streams of other members: an average, or a refusal
         self._halted = False
         self._replies: dict[int, asyncio.Future[do.AnswerVotes | do.AnswerInventory]] = {}
         self._asked = 0
@@ -124,8 +126,7 @@ class RoundDriver:
                 # beside the tasks, which answer members and send heartbeats
                 await self.offload.prepare(self.kernels.prepare, not self.machine.setup.own_auxiliary)
                 self.feed(on.MemoryPrepared())
-                while self.running:
-                    await self.change()
+                await self._over.wait()
                 raise _RoundOver
         except* _RoundOver:
             pass
@@ -184,8 +185,6 @@ class RoundDriver:
     def _perform_each(self, effects: list[Effect]) -> None:
         for effect in effects:
             self._perform_one(effect)
-            if isinstance(effect, do.CheckAverage | do.Reduce | do.RefuseSender | do.Finish):
-                self._changed.set()
 
     def _perform_one(self, effect: Effect) -> None:
         match effect:
@@ -195,6 +194,8 @@ class RoundDriver:
                     reply.set_result(effect)
             case do.CheckAverage() | do.Reduce():
                 self.work.perform(effect)
+                if isinstance(effect, do.Reduce):
+                    self._news.set()
             case do.OpenStream():
                 stream = ReducerStream(self, effect.reducer)
                 task = self._spawn(stream.run)
@@ -208,6 +209,7 @@ class RoundDriver:
                     self._exchanges[effect.reducer][0].refused = True
             case do.RefuseSender():
                 self.refusals.setdefault(effect.sender, effect.reason)
+                self._news.set()
             case do.Sign():
                 vote = self.voter.vote(effect.result)
                 self._events.append(
@@ -218,7 +220,7 @@ class RoundDriver:
             case do.HaltReduction():
                 self._halt()
             case do.Finish():
-                pass  # `running` says so
+                self._over.set()
             case _:
                 self._calls.perform(effect)
 
@@ -231,17 +233,12 @@ class RoundDriver:
         if self._reducing is not None:
             self._reducing.cancel()
 
-    async def change(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is something to check, reduce or give, or the round is over (True), at most
-        `timeout_s`; look again then. There is no await between a look and this, so no change is missed.
+    async def news(self, timeout_s: float | None = None) -> None:
+        """Wait until there is something to give to senders, or to take from them, at most `timeout_s`; look
+        again then. There is no await between a look and this, so no change is missed.
         """
-        self._changed.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        self._news.clear()
+        await wait_until_set(self._news, timeout_s)
 
     # ---- this member's own work
 
@@ -323,7 +320,7 @@ class RoundDriver:
     def give(self, message: bytes) -> None:
         """Give another average of this member's shard to everybody that takes averages."""
         self.averages.append(message)
-        self._changed.set()
+        self._news.set()
 
     def given(self, nth: int) -> None:
         """A member has been given the average number `nth`."""
@@ -335,8 +332,7 @@ class RoundDriver:
         """End a stream that would otherwise outlive the round. One that still gives averages of a committed
         round to a slower member goes on, for as long as the round might have taken.
         """
-        while self.running:
-            await self.change()
+        await self._over.wait()
         finish = self.machine.finished
         assert finish is not None
         if finish.failure is not None:

@@ -148,7 +148,7 @@ class SenderStream:
             except PeerError as error:
                 driver.feed(on.SenderFailed(place, f"it broke the protocol: {error}"))
             while driver.machine.shard.is_ahead(place):
-                await driver.change()
+                await driver.news()
         driver.feed(on.SenderFinished(place))
 
     async def _give_averages(self, stream: Stream) -> None:
@@ -170,7 +170,7 @@ class SenderStream:
                 driver.given(given)
                 given += 1
             else:
-                await driver.change(max(said_s + _WAITING_S - driver.network.now_s, 0.0))
+                await driver.news(max(said_s + _WAITING_S - driver.network.now_s, 0.0))
                 if driver.network.now_s < said_s + _WAITING_S:
                     continue
                 waited_for = driver.machine.shard.waited_for(driver.machine.contributes)

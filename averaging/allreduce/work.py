@@ -12,6 +12,7 @@ from averaging.allreduce.logic import effects as do
 from averaging.allreduce.logic import events as on
 from averaging.reduction.reduce import Contribution, ReductionJob
 from swarm.core.errors import PeerError
+from swarm.core.notify import ChangeEvent
 
 if TYPE_CHECKING:
     from averaging.allreduce.driver import RoundDriver
@@ -30,13 +31,16 @@ class ChunkWork:
         self._unchecked: dict[int, memoryview] = {}  # averages that came
         self._to_check: deque[do.CheckAverage] = deque()
         self._to_reduce: deque[do.Reduce] = deque()
+        self._has_checks, self._has_reductions = ChangeEvent(), ChangeEvent()
 
     def perform(self, effect: do.CheckAverage | do.Reduce) -> None:
         """Take a piece of work."""
         if isinstance(effect, do.Reduce):
             self._to_reduce.append(effect)
+            self._has_reductions.notify()
         else:
             self._to_check.append(effect)
+            self._has_checks.notify()
 
     def halt(self) -> None:
         """Drop the work that is not begun."""
@@ -74,7 +78,7 @@ class ChunkWork:
         driver, kernels = self._driver, self._driver.kernels
         while True:
             while not self._to_check:
-                await driver.change()
+                await self._has_checks.wait()
             batch = [self._to_check.popleft() for _ in range(min(len(self._to_check), _CHECKS_MAX))]
             arrived = [
                 Arrived(
@@ -95,7 +99,7 @@ class ChunkWork:
         driver, kernels = self._driver, self._driver.kernels
         while True:
             while not self._to_reduce:
-                await driver.change()
+                await self._has_reductions.wait()
             batch = [self._to_reduce.popleft() for _ in range(min(len(self._to_reduce), _BATCH_CHUNKS))]
             jobs = [await self._job(one) for one in batch]
             full = [job for job in jobs if not job.empty]

@@ -48,14 +48,18 @@ class Offers:
         return (*lineage.electors, *self.introducers) if lineage.is_waiting else ()
 
     def to_ask(self, lineage: Lineage, heads: Mapping[PeerId, bytes]) -> list[PeerId]:
-        """Return those of `asked_first` that may have something new. A newcomer does not ask again for a
-        history that a peer has shown with the head that it reports (`heads`).
+        """Return those of `asked_first` that may have something new. A newcomer does not ask for a history
+        that a peer has shown with the head that it reports (`heads`), nor a peer that reports no other head
+        than this one's own: it is as new.
         """
         first = self.asked_first(lineage)
         if lineage.has_begun:
             return list(first)  # whether they answer is news, too
         return [
-            one for one in first if one not in self._offers or heads.get(one) not in self._offers[one].heads
+            one
+            for one in first
+            if heads.get(one) != lineage.head
+            and (one not in self._offers or heads.get(one) not in self._offers[one].heads)
         ]
 
     def takes(self, relation: Relation, lineage: Lineage, chain: Chain, contact: Contact) -> bool:

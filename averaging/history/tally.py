@@ -50,6 +50,7 @@ class Tally:
         self._voters = {*proposal.contributors, *self.electors}
         self._deciders = proposal.deciders
         self._counts = Counter[bytes]()  # votes of deciders, by result
+        self.majority: bytes | None = None  # the result that more than half of the deciders voted for
         # what follows from the known votes, until another one is counted: it is asked for after every event
         # of a round
         self._certificate: Certificate | None = None
@@ -83,6 +84,8 @@ class Tally:
     def _count(self, vote: Vote, difference: int) -> None:
         if vote.voter in self._deciders and vote.result:
             self._counts[vote.result] += difference
+            more = (result for result, count in self._counts.items() if 2 * count > len(self._deciders))
+            self.majority = next(more, None)
 
     def add_goodbye(self, peer: PeerId, signature: bytes) -> bool:
         """Count an elector as gone. Return whether this is new. Raise PeerError when it did not sign it."""
@@ -102,16 +105,6 @@ class Tally:
     def results(self) -> dict[bytes, int]:
         """Return the results that contributors whose votes count voted for, with the number of votes."""
         return dict(+self._counts)
-
-    @property
-    def majority(self) -> bytes | None:
-        """Return the result that more than half of the contributors whose votes count voted for; None while
-        there is none.
-        """
-        for result, count in self._counts.items():
-            if 2 * count > len(self._deciders):
-                return result
-        return None
 
     @property
     def certificate(self) -> Certificate | None:

@@ -228,6 +228,12 @@ class EpochAverager:
         """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
         return self.begin(epoch, is_obsolete, grace_s).result()
 
+    def cancel(self) -> None:
+        """Cancel the rounds in progress: the trainer was interrupted, perhaps before it had them."""
+        for averager in (self._epoch_averager, self._state_averager):
+            if averager is not None:
+                averager.cancel()
+
     def open_state(self) -> None:
         """Open the averager of the state. Call it after the inner optimizer has created its statistics, so
         that the layouts of all peers agree.

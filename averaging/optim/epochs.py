@@ -73,6 +73,14 @@ class EpochLoop:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
         report of this call.
         """
+        try:
+            return self._step(samples)
+        except BaseException:  # Ctrl-C between two statements: no round may continue that nobody has
+            if self._background is None:
+                self._averager.cancel()
+            raise
+
+    def _step(self, samples: int) -> StepReport:
         began_s = self._clock.monotonic_s()
         self._measure(samples, began_s)
         if not self._started:

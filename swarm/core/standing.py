@@ -73,8 +73,11 @@ class PeerStanding:
         """Return whether a peer is a member of the run, or without one of any run that this node knows."""
         if run is not None:
             return peer in self._members.get(run, ()) or peer in self._holders.get(run, ())
-        tables = [*list(self._members.values()), *list(self._holders.values())]
-        return any(peer in members for members in tables)
+        for tables in (self._members, self._holders):
+            for members in list(tables.values()):
+                if peer in members:  # without a generator: each call of each peer asks this
+                    return True
+        return False
 
     def runs(self) -> list[str]:
         """Return the runs of which this node knows members."""

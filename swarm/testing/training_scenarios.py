@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +34,7 @@ TRAINING = "training"
 MODES = ("gradients", "local", "gradients", "diloco")  # by seed
 _LIARS_SHARE = 5  # every fifth peer of every third run lies
 _LIARS_EVERY = 3
-_SEEDS_PER_PROCESS = 20
+SEEDS_PER_PROCESS = 20
 _EPOCH_STEPS = 4  # of each peer, when all are there
 _CALM_S = 40.0  # at the beginning
 _WATCH_S = 2.0
@@ -133,17 +133,29 @@ def run_training(
         gc.unfreeze()
 
 
-def run_trainings(scenarios: Sequence[TrainingScenario]) -> Iterator[tuple[TrainingScenario, str]]:
+def _processes(count: int) -> Executor:
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+def run_trainings(
+    scenarios: Sequence[TrainingScenario],
+    run: Callable[[TrainingScenario], str] | None = None,
+    pool_of: Callable[[int], Executor] = _processes,
+) -> Iterator[tuple[TrainingScenario, str]]:
     """Run scenarios side by side, on all cores. Return each, as it ends, with the text of its failure, or ""
     when it has broken no promise.
+
+    `run` returns that text of one scenario; None: it runs the training. `pool_of` makes a pool of so many
+    workers. Each pool runs a limited number of scenarios, because what a process has used it keeps.
     """
-    context, processes = multiprocessing.get_context("spawn"), os.cpu_count() or 1
+    workers = os.cpu_count() or 1
     # not `max_tasks_per_child`: Python 3.11 then hangs when a process has ended
-    count = processes * _SEEDS_PER_PROCESS
+    count = workers * SEEDS_PER_PROCESS
     for first in range(0, len(scenarios), count):
-        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        with pool_of(workers) as pool:
             running = {
-                pool.submit(_failure_of, scenario): scenario for scenario in scenarios[first : first + count]
+                pool.submit(run or _failure_of, scenario): scenario
+                for scenario in scenarios[first : first + count]
             }
             for ended in as_completed(running):
                 yield running[ended], ended.result()

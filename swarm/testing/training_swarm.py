@@ -64,7 +64,7 @@ class GreenNode:
         self.peer = peer
         self.identity, self.peer_id = peer.identity, peer.peer_id
         self.clock, self.handlers, self.channels = peer.clock, peer.handlers, peer.caller
-        self.supervisor, self.standing = peer.supervisor, PeerStanding()
+        self.supervisor = peer.supervisor
         self.timings: Timings = WAN
         self.rng: random.Random = Chance(peer.network.seed, "node", peer.index, incarnation)
         self.config = NodeConfig()
@@ -73,6 +73,7 @@ class GreenNode:
         self.introducers: tuple[PeerId, ...] = ()
         self.network = GreenNetwork()
         self.dht = GreenDht(service_of(peer))
+        self.standing: PeerStanding = self.dht.service.standing
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self.at_close(self.dht.service.leave)

@@ -186,8 +186,11 @@ from swarm.wire.peer_pb2 import Hello
 from swarm.core.ids import Contact, PeerId
 def show(**event): sys.stdout.write(json.dumps(event) + "\\n")  # one write: two threads do
 with swarm.Node(bootstrap=sys.argv[1:], listen="0.0.0.0:4000") as node:
-    node.tell_reach(lambda sentence: show(event="reach", verdict=node.reach, text=sentence,
-        contact=[str(node.peer_id), *node.contact.published]))
+    def tell(text=""):
+        contact = [str(node.peer_id), *node.contact.published]
+        show(event="reach", verdict=node.reach, text=text, contact=contact)
+    node.tell_reach(tell)
+    node.at_announced(tell)
     for line in sys.stdin:
         peer_id, *published = json.loads(line)
         contact = Contact.of_published(PeerId.parse(peer_id), published)
@@ -210,7 +213,7 @@ def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet
     peers = {name: internet.start(name, "-c", HIDDEN, address) for name in ("a", "b")}
     reached = {}
     for name, peer in peers.items():
-        reached[name] = peer.wait("relay", lambda event: event.get("verdict") == "relayed")
+        reached[name] = peer.wait("relay", lambda event: "through relay" in event.get("text", ""))
         assert f"through relay {relay[-8:]}" in reached[name]["text"]
         _, circuit = reached[name]["contact"]
         assert circuit.endswith(f"/p2p/{relay}/p2p-circuit")
@@ -232,6 +235,36 @@ def epochs(process: Process, **fits: Any) -> list[dict[str, Any]]:
         for event in process.events
         if event["event"] == "epoch" and all(event[name] == value for name, value in fits.items())
     ]
+
+
+def test_when_a_relay_is_killed_calls_go_through_the_other_one(internet: Internet) -> None:
+    for name in ("r", "s"):
+        internet.public(name)
+    for name in ("a", "b"):
+        internet.behind_router(name, symmetric=True)
+    first = command(internet, "r", "bootstrap")
+    address = first.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    second = command(internet, "s", "bootstrap", "--bootstrap", address)
+    other = second.wait("address", lambda event: event["event"] == "listening")["peer_id"]
+    peers = {name: internet.start(name, "-c", HIDDEN, address) for name in ("a", "b")}
+    for peer in peers.values():
+        peer.wait("two relays", lambda event: len(event.get("contact", ())) == 3)
+    contact = peers["b"].wait("relays", lambda event: len(event.get("contact", ())) == 3)["contact"]
+    peers["a"].tell(json.dumps(contact))
+    peers["a"].wait("answer", lambda event: event["event"] == "answer")
+    first.kill()
+    peers["b"].wait(
+        "one relay", lambda event: len(event.get("contact", ())) == 2 and other in event["contact"][1]
+    )
+    for number in range(2, 4):  # a connection that was open fails once
+        peers["a"].tell(json.dumps(contact))
+        peers["a"].wait("outcome", lambda _, of=peers["a"], n=number: outcomes(of) >= n)
+    assert peers["a"].events[-1]["event"] == "answer", peers["a"].events[-3:]
+
+
+def outcomes(process: Process) -> int:
+    """Return how many calls of a hidden node have ended."""
+    return sum(event["event"] in ("answer", "failure") for event in process.events)
 
 
 def assert_same_digests(*processes: Process) -> None:
@@ -270,6 +303,19 @@ def test_the_doctor_says_what_the_router_would_have_to_forward(internet: Interne
     assert (reach["state"], "others cannot call this machine" in reach["text"]) == ("note", True)
     assert reach["text"].endswith("The line for the router: TCP port 4100 to 192.168.1.2 port 4100")
     assert examined.wait("result", lambda event: event["event"] == "doctor")["can_volunteer"] is True
+
+
+def test_the_doctor_lists_the_relays_with_their_latency(internet: Internet) -> None:
+    one_public_and_two_behind_routers(internet)
+    entry = command(internet, "r", "bootstrap")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    examined = internet.start("a", "-m", "swarm.cli", "doctor", address, "--json")
+    reach = examined.wait("finding", lambda event: event.get("subject") == "reach")
+    assert "others reach this machine through relay" in reach["text"]
+    relays = examined.wait("relays", lambda event: event.get("subject") == "relays")
+    assert relays["state"] == "good"
+    assert address.rpartition("/")[2] in relays["text"]
+    assert " ms, used here)" in relays["text"]
 
 
 def test_volunteers_behind_routers_train_with_one_another_through_a_relay(

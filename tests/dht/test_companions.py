@@ -125,6 +125,13 @@ def test_a_member_names_members_and_not_those_that_ask() -> None:
     assert ids(found.members_for(KEY, STRANGERS[0], 1.0)) == near(MEMBERS)[:HOLDERS]
 
 
+def test_a_member_that_knows_no_other_one_names_nobody() -> None:
+    """It named other newcomers, who have nothing: each wrote to the others, and asked them."""
+    found = companions([OWN])
+    found.on_question(RUN, STRANGERS[0], 0.0)
+    assert found.members_for(KEY, STRANGERS[1], 1.0) == []
+
+
 def test_questions_about_many_runs_by_many_peers_take_bounded_memory() -> None:
     found = companions([])
     for number in range(2000):

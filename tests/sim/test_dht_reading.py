@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.core.ids import Key
+from swarm.core.ids import Contact, Key
 from swarm.core.presets import WAN
+from swarm.dht.logic.constants import REPLICAS
 from swarm.dht.service.overlay import FIND, STORE
 from swarm.dht.service.wire import KNOWN_MAX, id_to_wire, key_to_wire, known_to_wire
 from swarm.net.contacts import contacts_from_wire
+from swarm.testing.caller import SimulatedCaller
 from swarm.testing.network import SimulatedNetwork
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
 from tests.sim.dht_scenarios import nearest, peer_of, play, record_by, service_of, swarm_of, value_at
@@ -345,3 +348,30 @@ def test_a_search_without_answers_ends_with_an_error() -> None:
         assert asyncio.get_running_loop().time() - begun_s <= 2.01
 
     play(scenario, seed=1)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_write_under_a_key_that_was_read_needs_no_search(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 30, SMALL)
+        key, writer = Key.parse("written"), services[-1]
+        await services[0].store(key, 1, ttl_s=600)
+        await asyncio.sleep(1.0)
+        if reads:
+            await writer.get(key, latest=True)
+        called: list[str] = []
+        call = SimulatedCaller.call
+
+        async def counted(caller: Any, contact: Contact, method: Any, request: Any, **how: Any) -> Any:
+            called.append(method.name)
+            return await call(caller, contact, method, request, **how)
+
+        monkeypatch.setattr(SimulatedCaller, "call", counted)
+        result = await writer.store(key, 2, ttl_s=600)
+        assert result.replicas >= REPLICAS - 1
+        assert STORE.name in called
+        assert (FIND.name in called) != reads
+
+    play(scenario, seed=9)

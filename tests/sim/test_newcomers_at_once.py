@@ -30,7 +30,7 @@ NEWCOMERS = 32
 STEP_S, TARGET = 0.05, 330  # an epoch of all peers takes half a second
 BEGUN_EPOCH = 8
 CONTRIBUTED_S_MAX = 8.0
-MESSAGES_MAX = 620  # of a newcomer until it has contributed, calls and answers, on average
+MESSAGES_MAX = 510  # of a newcomer until it has contributed, calls and answers, on average
 
 
 @dataclass(slots=True)

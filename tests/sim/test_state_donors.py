@@ -284,10 +284,10 @@ class _Hashing:
     """The pool of a donor whose state takes some time to be hashed; counts how often that is done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_s: float) -> None:
-        self.begun, open_view = 0, Donor._open_view
+        self.begun = 0
 
         def begin(loop: VirtualLoop, pool: object, function: Any, *arguments: Any) -> asyncio.Future[Any]:
-            self.begun += function.__func__ is open_view
+            self.begun += isinstance(getattr(function, "__self__", None), Donor)
             return asyncio.ensure_future(after_a_while(function, *arguments))
 
         async def after_a_while(function: Any, *arguments: Any) -> Any:

@@ -6,13 +6,21 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from averaging.optim.modes.gradients import GradientsMode
-from swarm.testing.training_scenarios import TrainingFailed, TrainingScenario, run_training
+from swarm.testing.training_scenarios import (
+    SEEDS_PER_PROCESS,
+    TrainingFailed,
+    TrainingScenario,
+    run_training,
+    run_trainings,
+)
 
 SEEDS_SHORT = (1, 2, 3, 4)  # about ten seconds of processor time each
 
@@ -27,6 +35,28 @@ def test_a_training_under_faults_breaks_no_promise(seed: int) -> None:
     figures = run_training(TrainingScenario(seed=seed, peers=4, hours=0.03, faults_s=100.0))
     assert figures.epochs > 10
     assert figures.steps > 100
+
+
+@pytest.mark.parametrize("over", [0, 1, SEEDS_PER_PROCESS])
+def test_many_seeds_run_in_batches_and_each_failure_is_that_of_its_seed(over: int) -> None:
+    batch = (os.cpu_count() or 1) * SEEDS_PER_PROCESS
+    scenarios = [TrainingScenario(seed=seed) for seed in range(2 * batch + over)]
+    pools: list[Executor] = []
+
+    def pool_of(workers: int) -> Executor:
+        pools.append(ThreadPoolExecutor(workers))
+        return pools[-1]
+
+    def run(scenario: TrainingScenario) -> str:
+        return f"promise {scenario.seed} broken" if scenario.seed % 7 == 0 else ""
+
+    found = list(run_trainings(scenarios, run, pool_of))
+    assert sorted(one.seed for one, _ in found) == list(range(len(scenarios)))
+    assert all(failure == run(one) for one, failure in found)
+    assert len(pools) == 2 + (over > 0), "a process keeps the memory that it has used"
+    for pool in pools:
+        with pytest.raises(RuntimeError, match="shutdown"):
+            pool.submit(run, scenarios[0])
 
 
 def test_the_same_seed_repeats_the_training() -> None:

@@ -17,6 +17,7 @@ from swarm.core.ids import Address, Contact
 from swarm.core.standing import PeerStanding
 from swarm.libp2p.circuits import Circuits
 from swarm.libp2p.host import Host
+from swarm.libp2p.logic.admission import HANDSHAKES_PER_PREFIX_MAX
 from swarm.libp2p.logic.relaying import RelayLimits
 from swarm.libp2p.relay import RelayService
 from swarm.libp2p.tunnel import GRPC_PROTOCOL, PER_PEER_MAX, Tunnels
@@ -167,7 +168,10 @@ def test_tunnels_that_are_opened_at_once_are_limited_as_well() -> None:
             assert len(tunnels.served) == PER_PEER_MAX
             for stream in streams:  # their places are free again
                 stream.close()
+            ends = list(tunnels.served)
             await until(lambda: not tunnels.served)
+            # gRPC may come to a call after its tunnel has ended
+            assert {tunnels.place(end) for end in ends} == {HERE}
             await connection.open(GRPC_PROTOCOL)
             await until(lambda: len(tunnels.served) == 1)
             await asyncio.gather(*reading, return_exceptions=True)
@@ -212,3 +216,32 @@ def test_a_peer_that_no_relay_reaches_is_a_network_error_with_a_reason(scene: Sc
     with pytest.raises(NetworkError):
         scene.call(Contact(scene.callee.peer_id, (address,)))
     assert "NO_RESERVATION" in scene.calling.failure(scene.callee.peer_id)
+
+
+def test_places_are_free_again_when_no_task_could_begin() -> None:
+    """The supervisor refuses tasks beyond 10,000: what was counted for them is counted out."""
+
+    async def test(hosts: HostScene) -> None:
+        callee, caller = await hosts.host(), await hosts.host()
+        connection = await caller.connect(callee.peer_id, callee.announced)
+        over = asyncio.Event()
+
+        async def wait() -> None:
+            await over.wait()
+
+        for _ in range(10_000):
+            callee.supervisor.spawn("busy", wait)
+        async with asyncio.timeout(5.0):
+            with pytest.raises(NetworkError):
+                await connection.open("/echo")
+        for _ in range(HANDSHAKES_PER_PREFIX_MAX + 1):
+            with pytest.raises(NetworkError):
+                await (await hosts.host(listens=False)).connect(callee.peer_id, callee.announced)
+        over.set()
+        await until(lambda: len(callee.supervisor.running) < 10)
+        late = await (await hosts.host(listens=False)).connect(callee.peer_id, callee.announced)
+        stream = await late.open("/echo")
+        await stream.write(b"hello")
+        assert await stream.read() == b"hello"
+
+    run(test)

@@ -107,25 +107,24 @@ def test_a_monitor_leaves_a_log_and_a_history_that_the_next_one_finds(
         "--json",
         "--exit-with-parent",
     ]
-    child = subprocess.Popen(
+    lines: list[dict[str, Any]] = []
+    # its pipes are closed also when the test fails: else a later test fails for them
+    with subprocess.Popen(
         [*command, "--log", str(log), "--history", str(history)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert child.stdout is not None
-    lines: list[dict[str, Any]] = []
-    reader = threading.Thread(target=lambda: lines.extend(json.loads(line) for line in child.stdout or ()))
-    reader.start()
-    try:
-        until(lambda: sum(line["event"] == "view" for line in lines) >= 3, "three views")
-    finally:
-        child.terminate()
-        assert child.wait(10.0) == 0
-        reader.join(5.0)
-        if child.stdin is not None:
-            child.stdin.close()
-        child.stdout.close()
+    ) as child:
+        views = map(json.loads, child.stdout or ())
+        reader = threading.Thread(target=lambda: lines.extend(views))
+        reader.start()
+        try:
+            until(lambda: sum(line["event"] == "view" for line in lines) >= 3, "three views")
+            child.terminate()
+            assert child.wait(10.0) == 0
+        finally:
+            child.kill()
+            reader.join(5.0)
     assert {line["kind"] for line in lines if line["event"] == "event"} >= {"joined"}
     assert {json.loads(line)["event"] for line in log.read_text().splitlines()} == {"view", "event"}
     with Watch(

@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from swarm.core.ids import Address, Contact
 from swarm.net.rpc import Stream, StreamMethod
-from swarm.node import Node
+from swarm.node import Node, NodeConfig
 
 HERE = "127.0.0.1:0"
 
@@ -63,6 +65,27 @@ def test_a_child_keeps_its_own_sockets_and_none_of_the_nodes() -> None:
         assert in_child(lambda: other.getsockname()[1] in ports_of(psutil.Process())) == "True"
         assert mine <= ports_of(psutil.Process()), "the parent's sockets are its own"
         assert two.dht.store("key", 1, ttl_s=60).ok, "and so are its connections"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_child_keeps_no_socket_of_libp2p() -> None:
+    config = NodeConfig(announce=("relay.invalid",), relay_mbit=10.0)  # a machine that others can call relays
+    with Node(listen=HERE, config=config) as relay:
+        address = Address("127.0.0.1", relay.contact.addresses[0].port)
+        for _ in range(50):  # it loads libp2p first
+            with Node(Contact(relay.peer_id, (address,)), listen=HERE) as other:
+                assert other.wait_joined(5)
+                found = other.relays()
+                if not found:
+                    time.sleep(0.1)
+                    continue
+                assert [one.peer_id for one in found] == [relay.peer_id]
+                assert found[0].round_trip_s is not None, "it answers a ping"
+                ports = {found[0].address.port}
+                assert ports <= ports_of(psutil.Process())
+                assert in_child(lambda used=ports: used & ports_of(psutil.Process())) == "set()"
+                return
+        pytest.fail("the relay was not found")
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -278,7 +278,7 @@ class RoundMachine:
 
     def _on_votes_answered(self, event: on.VotesAnswered) -> list[Effect]:
         self.membership.heard(event.place)
-        self.votes.on_answer(event.place)
+        self.votes.on_answer(event.place, event.statement)
         return self._on_statement(event.place, event.statement)
 
     def _on_votes_asked(self, event: on.VotesAsked) -> list[Effect]:

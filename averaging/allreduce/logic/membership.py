@@ -56,14 +56,10 @@ class Membership:
             dialable=setup.can_dial(own),
         )
         self.failed: dict[int, str] = {}  # in sentences
+        self.live = set(setup.members)  # the members that have not failed, this one included
         self._running: set[int] = set()  # members that have said that they run the round
         self._suspects: dict[int, list[Suspicion]] = {}
         self._probed_again: set[int] = set()
-
-    @property
-    def live(self) -> set[int]:
-        """Return the members that have not failed, this one included."""
-        return set(self._setup.members) - self.failed.keys()
 
     def heard(self, place: int) -> list[Effect]:
         """Something came from a member."""
@@ -149,6 +145,7 @@ class Membership:
             return ""
         how = "gave up" if failure.gave_up else "died"
         self.failed[place] = f"{self._setup.name(place)} {how} while {doing}: {failure.why}"
+        self.live.discard(place)
         self.detector.forget(place)
         self._suspects.pop(place, None)
         return self.failed[place]

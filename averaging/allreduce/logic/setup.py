@@ -76,9 +76,11 @@ def _grid_rounds(group: Group) -> int:
     return said[len(said) // 2] if said else 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundSetup:
-    """A round as one member begins it. Members are places in the group."""
+    """A round as one member begins it. Members are places in the group. What follows from the fields is asked
+    for after every event of the round, and computed once.
+    """
 
     group: Group
     own: int
@@ -94,38 +96,46 @@ class RoundSetup:
     begun_s: float
     deadline_s: float
 
-    @property
+    @functools.cached_property
     def members(self) -> range:
         """Return all places."""
         return range(len(self.group.members))
 
-    @property
+    @functools.cached_property
     def contributors(self) -> list[int]:
         """Return the members whose weight is above 0: they vote."""
         return [place for place, member in enumerate(self.group.members) if member.weight > 0.0]
 
-    @property
+    @functools.cached_property
     def deciders(self) -> list[int]:
         """Return the contributors whose votes count for the result (`Proposal.deciders`)."""
         deciders = set(self.proposal.deciders)
         return [place for place in self.contributors if self.peer_id(place) in deciders]
 
-    @property
+    @functools.cached_property
     def own_auxiliary(self) -> bool:
         """Return whether this member takes no averages."""
         return self.group.members[self.own].auxiliary
 
+    @functools.cached_property
+    def _peer_ids(self) -> tuple[PeerId, ...]:
+        return self.group.peer_ids
+
+    @functools.cached_property
+    def _dialable(self) -> tuple[bool, ...]:
+        return tuple(can_dial(member) for member in self.group.members)
+
     def peer_id(self, place: int) -> PeerId:
         """Return the identity of a member."""
-        return self.group.members[place].peer_id
+        return self._peer_ids[place]
 
     def name(self, place: int) -> str:
         """Return a member's name for sentences."""
-        return f"peer {self.group.members[place].peer_id}"
+        return f"peer {self._peer_ids[place]}"
 
     def can_dial(self, place: int) -> bool:
         """Return whether others can call this member."""
-        return can_dial(self.group.members[place])
+        return self._dialable[place]
 
     def calls(self, caller: int, called: int) -> bool:
         """Return whether `caller` sends votes and heartbeats to `called`: of two members that can be dialed

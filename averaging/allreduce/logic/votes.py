@@ -52,6 +52,7 @@ class VoteExchange:
         self._asked: set[int] = set()
         self._answered: set[int] = set()
         self._asking: dict[int, int] = {}  # calls in progress: which version they carry
+        self._decided: dict[int, bytes] = {}  # members that know a certificate, for which result
         self._questions: dict[int, _Question] = {}
         self._changed_s = setup.begun_s  # when something new became known
         self._endorsing: dict[PeerId, float] = {}  # when electors outside of the group were asked
@@ -168,8 +169,11 @@ class VoteExchange:
         return [self._ask(place) for place in places if place not in self._asking]
 
     def farewell(self, live: Set[int]) -> list[AskVotes]:
-        """Return the calls by which members learn how the round ended here, unless they are about to."""
+        """Return the calls by which members learn how the round ended here, unless they know, or are about
+        to.
+        """
         places = self._setup.members if self.gave_up else self._targets
+        result = self.majority if self.certificate is not None else None
         return [
             AskVotes(place, self.statement())
             for place in places
@@ -177,6 +181,7 @@ class VoteExchange:
             and place != self._setup.own
             and self._setup.can_dial(place)
             and (self.gave_up or self._asking.get(place) != self._own_version)
+            and (result is None or self._decided.get(place) != result)
         ]
 
     # ---- what others say
@@ -211,9 +216,15 @@ class VoteExchange:
             self.left_out.setdefault(place, reason)
         return []
 
-    def on_answer(self, place: int) -> None:
-        """A call has ended."""
+    def on_answer(self, place: int, statement: Statement | None = None) -> None:
+        """A call has ended, with an answer or without. A member that answers with nothing but its vote knows
+        a certificate: before that it answers only with something that the asker does not know (`answers`).
+        """
         self._asking.pop(place, None)
+        if statement is not None and not statement.gave_up and len(statement.votes) == 1:
+            (vote,) = statement.votes
+            if vote.result and vote.voter == self._setup.peer_id(place):
+                self._decided[place] = vote.result
 
     def on_question(self, call: int, place: int, statement: Statement) -> None:
         """A member waits for an answer."""

@@ -251,14 +251,15 @@ class Companions:
         callers[caller] = now_s
 
     def members_for(self, key: Key, caller: PeerId, now_s: float) -> list[Contact]:
-        """Return the members of a run to name to a caller: the nearest to the key, or where this peer knows
-        none, those that have asked about the run for the longest time.
+        """Return the members of a run to name to a caller: the nearest to the key, or of a peer that is no
+        member and knows none, those that have asked about the run for the longest time. A member that knows
+        no other one names nobody: whoever asks it has asked all that are known.
         """
         run = circle_of(key)
         if run is None:
             return []
         members = [one for near in self._near(run, key, caller) for one in near]
-        if members or run == _EXPERTS:
+        if members or run == _EXPERTS or self._standing.is_member(self._own, run):
             return members[:NAMED_MAX]
         callers = self._callers.get(run, {})
         live = [peer for peer, s in callers.items() if now_s - s < CALLER_S and peer != caller]

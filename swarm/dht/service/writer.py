@@ -16,7 +16,7 @@ from swarm.dht.service.wire import id_to_wire, record_to_wire
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtRecord, DhtStoreRequest
 
 _REFUSALS_MAX = 8
-_WRITTEN_KEYS_MAX = 256  # whose replicas are remembered, beyond this those written longest ago are forgotten
+_FOUND_KEYS_MAX = 256  # whose replicas are remembered; beyond this those found longest ago are forgotten
 _REFUSAL_CHARACTERS_MAX = 200
 
 
@@ -55,34 +55,34 @@ class Verdicts:
         )
 
 
-class WrittenReplicas:
-    """The replicas of the keys that this peer has written under lately."""
+class FoundReplicas:
+    """The replicas of the keys that this peer has read or written under lately."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[Key, Sequence[Contact]] = OrderedDict()
 
     def of(self, key: Key) -> Sequence[Contact]:
-        """Return the replicas that the last write under a key found; none when that is forgotten."""
+        """Return the replicas that the last search for a key found; none when that is forgotten."""
         return self._found.get(key, ())
 
     def note(self, key: Key, replicas: Sequence[Contact]) -> None:
         """Record the replicas of a key."""
         self._found[key] = replicas
         self._found.move_to_end(key)
-        if len(self._found) > _WRITTEN_KEYS_MAX:
+        if len(self._found) > _FOUND_KEYS_MAX:
             self._found.popitem(last=False)
 
 
 class PendingWrite:
     """A write of a single record: one round of calls in a swarm that this peer knows completely, or when it
-    has written under the same key a moment ago; otherwise a search and one round.
+    has read or written the same key lately; otherwise a search and one round.
     """
 
     def __init__(
         self,
         overlay: Overlay,
         record: Record,
-        replicas: WrittenReplicas,
+        replicas: FoundReplicas,
         companions: Sequence[Contact],
         previous_us: int,
     ) -> None:

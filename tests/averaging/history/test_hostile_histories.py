@@ -157,6 +157,13 @@ def test_a_newcomer_waits_while_the_history_of_more_peers_could_not_be_fetched()
     assert offers.choose(mine, {LIAR: forged.head, A: NOBODY, B: b""}) is not None
 
 
+def test_a_newcomer_asks_no_peer_that_is_as_new_as_itself() -> None:
+    mine = Lineage(RUN, D)
+    offers = Offers((A, B), lambda: (C,))
+    assert offers.to_ask(mine, {A: made_by([A], 5).head, B: mine.head, C: mine.head}) == [A]
+    assert offers.to_ask(mine, {A: mine.head, C: made_by([A], 5).head}) == [B, C], "B reports nothing"
+
+
 def test_a_history_that_many_peers_show_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, newcomer = encode_chain(made_by([A, B], 5).chain()), Lineage(RUN, D)
     offers, checked = Offers(), list[bytes]()

@@ -1,0 +1,33 @@
+"""Which members are told how a round ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from averaging.allreduce.logic.values import Statement
+from averaging.allreduce.logic.votes import VoteExchange
+from averaging.history.certificate import Vote, vote_statement
+from swarm.testing.identities import SeededIdentity
+from tests.averaging.allreduce.setups import round_setup
+
+RESULT = bytes(31) + b"\1"
+
+
+@pytest.mark.parametrize(("answered_with", "told"), [([1], [2]), ([0, 1], [1, 2]), ([], [1, 2])])
+def test_a_member_whose_answer_shows_that_it_knows_the_certificate_is_told_nothing(
+    answered_with: list[int], told: list[int]
+) -> None:
+    identities = [SeededIdentity(f"votes {place}") for place in range(3)]
+    setup = round_setup(identities)
+    statement = vote_statement(setup.proposal.digest(), RESULT)
+    votes = [Vote(voter=one.peer_id, result=RESULT, signature=one.sign(statement)) for one in identities]
+    exchange = VoteExchange(setup)
+    exchange.add_own(votes[0], 1.0)
+    assert [ask.place for ask in exchange.asks({0, 1, 2})] == [1, 2]
+    answer = Statement(tuple(votes[place] for place in answered_with))
+    exchange.on_answer(1, answer)
+    exchange.on_answer(2)  # without an answer
+    exchange.on_statement(1, answer, 1.0)
+    exchange.on_statement(2, Statement((votes[1], votes[2])), 1.0)
+    assert exchange.certificate is not None
+    assert [ask.place for ask in exchange.farewell({0, 1, 2})] == told
