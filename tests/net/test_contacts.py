@@ -61,6 +61,7 @@ def test_relays_beyond_the_limit_and_the_peer_itself_as_relay_are_left_out() -> 
         f"/ip4/203.0.113.7/tcp/4001/p2p/{PEER}/p2p-circuit/p2p-circuit",
         f"/p2p/{PEER}/p2p-circuit",
     ],
+    ids=["no-relay", "no-peer-id", "no-such-peer-id", "port-0", "through-two", "no-address"],
 )
 def test_malformed_relays_are_refused_in_a_record_and_ignored_on_the_wire(text: str) -> None:
     with pytest.raises(PeerError):
