@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Costs(Failures):
-    """What a round cost a member of one code, one sample for each launch."""
+    """The costs of a round to a member of one code, one sample for each launch."""
 
     processor_s: list[float] = field(default_factory=list)
     calls: list[float] = field(default_factory=list)

@@ -145,8 +145,8 @@ def run_trainings(
     """Run scenarios side by side, on all cores. Return each, as it ends, with the text of its failure, or ""
     when it has broken no promise.
 
-    `run` returns that text of one scenario; None: it runs the training. `pool_of` makes a pool of so many
-    workers. Each pool runs a limited number of scenarios, because what a process has used it keeps.
+    `run` returns that text of one scenario; None: it runs the training. `pool_of` makes a pool of that
+    number of workers. Each pool runs a limited number of scenarios, because what a process has used it keeps.
     """
     workers = os.cpu_count() or 1
     # not `max_tasks_per_child`: Python 3.11 then hangs when a process has ended

@@ -253,7 +253,7 @@ class Companions:
     def members_for(self, key: Key, caller: PeerId, now_s: float) -> list[Contact]:
         """Return the members of a run to name to a caller: the nearest to the key, or of a peer that is no
         member and knows none, those that have asked about the run for the longest time. A member that knows
-        no other one names nobody: whoever asks it has asked all that are known.
+        no other one names nobody: a peer that asks it has asked all that are known.
         """
         run = circle_of(key)
         if run is None:

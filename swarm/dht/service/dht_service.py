@@ -44,7 +44,7 @@ from swarm.dht.service.reader import Reader, RecordSearch
 from swarm.dht.service.replica import ReplicaStore
 from swarm.dht.service.replication import Replication
 from swarm.dht.service.upkeep import Upkeep
-from swarm.dht.service.writer import FoundReplicas, PendingWrite, StoreResult
+from swarm.dht.service.writer import PendingWrite, StoreResult
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Handlers
 from swarm.runtime.supervise import Supervisor
@@ -114,7 +114,6 @@ class DhtService:
         self.replication = Replication(self.overlay, self.storage, self.rng, self.companions)
         self._cache = ReadCache(CACHED_MAX, CACHED_BYTES_MAX)
         self._issued = IssuedRecords(self.peer_id, self.overlay.now_us)
-        self._found = FoundReplicas()
         self._replica = ReplicaStore(
             self.overlay,
             self.storage,
@@ -131,7 +130,6 @@ class DhtService:
             self.replication,
             self._cache,
             self.supervisor,
-            self._found,
         )
         self.upkeep = Upkeep(self.overlay, self.replication, self.supervisor, self.rng)
         self._joins = 0
@@ -412,7 +410,7 @@ class DhtService:
         self.reader.invalidate(record.key)
         previous_us = 0 if record.is_blob else self._issued.previous_us(record)
         companions = self.companions.holders(record.key)
-        write = PendingWrite(self.overlay, record, self._found, companions, previous_us)
+        write = PendingWrite(self.overlay, record, companions, previous_us)
         verdicts = write.verdicts
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):

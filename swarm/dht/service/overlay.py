@@ -24,6 +24,7 @@ from swarm.dht.logic.constants import (
     SUSPECT_S_MAX,
     SUSPECTS_MAX,
 )
+from swarm.dht.logic.found_replicas import FoundReplicas
 from swarm.dht.logic.lookup import Lookup, LookupBreadth, LookupDone
 from swarm.dht.logic.routing import NEAR_COUNT, RoutingTable
 from swarm.dht.service.wire import known_to_wire
@@ -115,7 +116,7 @@ class Overlay:
         self.own_id_number = self.own_id.dht_id
         self.timings = timings
         self.clock = clock
-        self.offset = ClockOffset()
+        self.offset, self.found = ClockOffset(), FoundReplicas()
         self.book = book
         self.table = RoutingTable(self.own_id)
         self._observers: list[TableObserver] = []

@@ -34,7 +34,6 @@ from swarm.dht.service.overlay import FIND, Overlay
 from swarm.dht.service.replica import ReplicaStore
 from swarm.dht.service.replication import Replication
 from swarm.dht.service.wire import key_to_wire
-from swarm.dht.service.writer import FoundReplicas
 from swarm.runtime.supervise import Supervisor
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtRecord
 
@@ -120,11 +119,8 @@ class Reader:
         replication: Replication,
         cache: ReadCache,
         supervisor: Supervisor,
-        found: FoundReplicas,
     ) -> None:
-        """`found`: where the replicas of the keys that are read are remembered, for writes."""
         self._overlay = overlay
-        self._found = found
         self._storage = storage
         self._replica = replica
         self._replication = replication
@@ -231,7 +227,7 @@ class Reader:
         overlay, key = self._overlay, search.key
         replicas = nearest[:REPLICAS]
         if len(replicas) == REPLICAS:
-            self._found.note(key, replicas)
+            self._overlay.found.note(key, replicas)
         if any(contact.peer_id == overlay.own_id for contact in replicas):
             for record in search.latest.values():
                 if record != self._storage.record_of(key, record.owner):

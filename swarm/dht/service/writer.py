@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.core.errors import PeerError
-from swarm.core.ids import Contact, Key, PeerId
+from swarm.core.ids import Contact, PeerId
 from swarm.dht.logic.constants import REPLICAS
 from swarm.dht.logic.records import Record
 from swarm.dht.service.overlay import FIND, STORE, Overlay
@@ -16,7 +15,6 @@ from swarm.dht.service.wire import id_to_wire, record_to_wire
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtRecord, DhtStoreRequest
 
 _REFUSALS_MAX = 8
-_FOUND_KEYS_MAX = 256  # whose replicas are remembered; beyond this those found longest ago are forgotten
 _REFUSAL_CHARACTERS_MAX = 200
 
 
@@ -55,24 +53,6 @@ class Verdicts:
         )
 
 
-class FoundReplicas:
-    """The replicas of the keys that this peer has read or written under lately."""
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[Key, Sequence[Contact]] = OrderedDict()
-
-    def of(self, key: Key) -> Sequence[Contact]:
-        """Return the replicas that the last search for a key found; none when that is forgotten."""
-        return self._found.get(key, ())
-
-    def note(self, key: Key, replicas: Sequence[Contact]) -> None:
-        """Record the replicas of a key."""
-        self._found[key] = replicas
-        self._found.move_to_end(key)
-        if len(self._found) > _FOUND_KEYS_MAX:
-            self._found.popitem(last=False)
-
-
 class PendingWrite:
     """A write of a single record: one round of calls in a swarm that this peer knows completely, or when it
     has read or written the same key lately; otherwise a search and one round.
@@ -82,7 +62,6 @@ class PendingWrite:
         self,
         overlay: Overlay,
         record: Record,
-        replicas: FoundReplicas,
         companions: Sequence[Contact],
         previous_us: int,
     ) -> None:
@@ -93,7 +72,6 @@ class PendingWrite:
         self._companions = companions
         self._at_companions: dict[PeerId, asyncio.Task[Sequence[Contact] | None]] = {}
         self._record = record
-        self._replicas = replicas
         self._previous_us = previous_us
         self.held: list[
             DhtRecord
@@ -111,14 +89,14 @@ class PendingWrite:
 
     async def _store_at_replicas(self) -> None:
         overlay, target = self._overlay, self._record.key.dht_id
-        near = [one for one in self._replicas.of(self._record.key) if not overlay.is_suspect(one.peer_id)]
+        near = [one for one in overlay.found.of(self._record.key) if not overlay.is_suspect(one.peer_id)]
         lookup = overlay.lookup(target, wanted=REPLICAS, parallel=REPLICAS, near=near)
         # A peer that knows the replicas asks them first, and the question stores the record. Their answers
         # name closer peers that have come since.
         nearest = await overlay.search(
             lookup, self._store_once if overlay.knows_all or near else self._find_at
         )
-        self._replicas.note(self._record.key, nearest)
+        overlay.found.note(self._record.key, nearest)
         self.is_own_replica = any(contact.peer_id == overlay.own_id for contact in nearest)
         async with asyncio.TaskGroup() as group:
             for contact in nearest:
