@@ -441,7 +441,7 @@ class RoundMachine:
             votes = self._own in self.setup.contributors
             speaks = self.agreement.speaks or (self._complete and (self.votes.has_spoken or not votes))
             if speaks and not self.agreement.signing:
-                effects += self.votes.asks(self.membership.live)
+                effects += self.votes.asks(self.membership.live, self._now_s)
         effects += self.votes.answers(self._complete, self._now_s)
         return [*effects, *self.repairs.answers(self.finished is not None, self._now_s)]
 

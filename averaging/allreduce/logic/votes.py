@@ -7,6 +7,7 @@ until the other one knows a certificate, or something that the asker does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from swarm.core.ids import PeerId
 # News are held back for this long, because a certificate mostly follows: then one answer has it all.
 _HOLD_S = 0.1
 _ENDORSE_AGAIN_S = 2.0
+_ASK_AGAIN_S = 0.1  # a member that answered with nothing new
 _ENDORSE_NEXT_S = 0.5  # the next member in group order asks electors outside of the group this much later
 
 
@@ -52,6 +54,10 @@ class VoteExchange:
         self._asked: set[int] = set()
         self._answered: set[int] = set()
         self._asking: dict[int, int] = {}  # calls in progress: which version they carry
+        # members that have said nothing new: until when, and in which version of what this member says, they
+        # are not asked again
+        self._paused: dict[int, tuple[float, int]] = {}
+        self._abridged: set[int] = set()  # members that told nothing but their vote once, which was known
         self._decided: dict[int, bytes] = {}  # members that know a certificate, for which result
         self._questions: dict[int, _Question] = {}
         self._changed_s = setup.begun_s  # when something new became known
@@ -153,13 +159,15 @@ class VoteExchange:
         told = (own,) if own_vote_only and own is not None else tuple(votes[peer] for peer in sorted(votes))
         return Statement(told, dict(self.intents), dict(self.left_out), self.gave_up)
 
-    def asks(self, live: Set[int]) -> list[AskVotes]:
+    def asks(self, live: Set[int], now_s: float) -> list[AskVotes]:
         """Return the calls to make now, by which this member tells what it has not told yet, or asks on."""
         if self.over or self.certificate is not None:
             return []
         found = []
         for place in self._targets:
-            if place in live and self._asking.get(place) != self._own_version:
+            until_s, version = self._paused.get(place, (-math.inf, -1))
+            is_paused = now_s < until_s and version == self._own_version
+            if place in live and self._asking.get(place) != self._own_version and not is_paused:
                 both = self._setup.can_dial(place) and self._setup.can_dial(self._setup.own)
                 found.append(self._ask(place, own_vote_only=both and place not in self._asked))
         return found
@@ -206,9 +214,19 @@ class VoteExchange:
                 self.left_out.setdefault(other, reason)
             if new:
                 self._changed_s = now_s
+            elif place not in self._abridged and self._is_own_vote(place, statement):
+                self._abridged.add(place)  # it tells more when it is asked again
+            else:
+                # It waits for no news, since the round is over for it, or it takes for news what this member
+                # does not count: a vote of a liar.
+                self._paused[place] = now_s + _ASK_AGAIN_S, self._own_version
         if self._majority_s is None and self.majority is not None:
             self._majority_s = now_s
         return new
+
+    def _is_own_vote(self, place: int, statement: Statement) -> bool:
+        """Return whether a member told nothing but its vote."""
+        return [vote.voter for vote in statement.votes] == [self._setup.peer_id(place)]
 
     def on_left_out(self, place: int, reason: str) -> list[AskVotes]:
         """Record why a reducer's averages lack a member. After the commit nobody could ask it."""
@@ -221,10 +239,10 @@ class VoteExchange:
         a certificate: before that it answers only with something that the asker does not know (`answers`).
         """
         self._asking.pop(place, None)
-        if statement is not None and not statement.gave_up and len(statement.votes) == 1:
-            (vote,) = statement.votes
-            if vote.result and vote.voter == self._setup.peer_id(place):
-                self._decided[place] = vote.result
+        if statement is None or statement.gave_up or not self._is_own_vote(place, statement):
+            return
+        if result := statement.votes[0].result:
+            self._decided[place] = result
 
     def on_question(self, call: int, place: int, statement: Statement) -> None:
         """A member waits for an answer."""

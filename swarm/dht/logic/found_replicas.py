@@ -1,4 +1,4 @@
-"""What searches for the replicas of keys have found, for the next write under a key."""
+"""The replicas that searches for keys have found, for the next write under the same key."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_a_member_whose_answer_shows_that_it_knows_the_certificate_is_told_nothi
     votes = [Vote(voter=one.peer_id, result=RESULT, signature=one.sign(statement)) for one in identities]
     exchange = VoteExchange(setup)
     exchange.add_own(votes[0], 1.0)
-    assert [ask.place for ask in exchange.asks({0, 1, 2})] == [1, 2]
+    assert [ask.place for ask in exchange.asks({0, 1, 2}, 0.0)] == [1, 2]
     answer = Statement(tuple(votes[place] for place in answered_with))
     exchange.on_answer(1, answer)
     exchange.on_answer(2)  # without an answer
@@ -31,3 +31,31 @@ def test_a_member_whose_answer_shows_that_it_knows_the_certificate_is_told_nothi
     exchange.on_statement(2, Statement((votes[1], votes[2])), 1.0)
     assert exchange.certificate is not None
     assert [ask.place for ask in exchange.farewell({0, 1, 2})] == told
+
+
+def test_a_member_whose_round_is_over_and_that_says_nothing_new_is_asked_again_after_a_pause() -> None:
+    """A liar has sent this member another vote than the one in the certificate, so that it has none: those that
+    have one answer at once, with what it knows.
+    """
+    identities = [SeededIdentity(f"votes {place}") for place in range(3)]
+    setup = round_setup(identities)
+    statement = vote_statement(setup.proposal.digest(), RESULT)
+    votes = [Vote(voter=one.peer_id, result=RESULT, signature=one.sign(statement)) for one in identities]
+    exchange = VoteExchange(setup)
+    other = bytes(reversed(RESULT))
+    signature = identities[2].sign(vote_statement(setup.proposal.digest(), other))
+    lie = Vote(voter=identities[2].peer_id, result=other, signature=signature)
+    exchange.intend(RESULT, 1.0)
+    exchange.on_statement(2, Statement((lie,)), 1.0)
+    for now_s, paused in ((1.0, False), (2.0, True)):
+        assert 1 in [ask.place for ask in exchange.asks({0, 1, 2}, now_s)]
+        exchange.on_answer(1)
+        new = exchange.on_statement(1, Statement((votes[1], votes[2])), now_s)
+        assert new is not paused
+    exchange.on_answer(2)
+    assert [ask.place for ask in exchange.asks({0, 1, 2}, 2.05)] == [2]
+    assert [ask.place for ask in exchange.asks({0, 1, 2}, 2.2)] == [1]
+    exchange.on_answer(1)
+    exchange.on_statement(1, Statement((votes[1], votes[2])), 3.0)
+    exchange.intend(other, 3.0)
+    assert 1 in [ask.place for ask in exchange.asks({0, 1, 2}, 3.05)], "it has something new to tell"
