@@ -34,8 +34,8 @@ def test_a_member_whose_answer_shows_that_it_knows_the_certificate_is_told_nothi
 
 
 def test_a_member_whose_round_is_over_and_that_says_nothing_new_is_asked_again_after_a_pause() -> None:
-    """A liar has sent this member another vote than the one in the certificate, so that it has none: those that
-    have one answer at once, with what it knows.
+    """A liar has sent this member two votes, which it does not count: another one takes one of them for news,
+    and answers at once.
     """
     identities = [SeededIdentity(f"votes {place}") for place in range(3)]
     setup = round_setup(identities)
