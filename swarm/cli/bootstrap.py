@@ -39,14 +39,7 @@ _REPORT_S = 5.0  # interval in which the number of known peers is checked
     help="Where to listen; port 0 picks a free one.",
 )
 @options.announce
-@click.option(
-    "--relay-mbit",
-    metavar="MBIT",
-    type=click.FloatRange(min=0.0, max=100_000.0),
-    default=50.0,
-    show_default=True,
-    help="Pass on calls to peers that nobody can call, at most at this rate in Mbit/s; 0: none.",
-)
+@options.relay_mbit(50.0)
 @options.as_json
 @options.exit_with_parent
 def bootstrap(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -13,8 +13,22 @@ from swarm.core.errors import UsageError
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
 
+Command = typing.TypeVar("Command", bound=Callable[..., typing.Any])
+
 _LOOPBACK = ("127.", "::1", "localhost")
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def relay_mbit(default: float) -> Callable[[Command], Command]:
+    """Return the option `--relay-mbit`, in Mbit/s."""
+    return click.option(
+        "--relay-mbit",
+        metavar="MBIT",
+        type=click.FloatRange(min=0.0, max=100_000.0),
+        default=default,
+        show_default=True,
+        help="Pass on calls to peers that nobody can call, at most at this rate in Mbit/s; 0: none.",
+    )
 
 
 def _check_device(context: click.Context, option: click.Parameter, value: str) -> str:
@@ -36,14 +50,6 @@ announce = click.option(
     metavar="HOST[:PORT]",
     multiple=True,
     help="Where others call this machine, for instance at a router that forwards the port. Repeatable.",
-)
-relay_mbit = click.option(
-    "--relay-mbit",
-    metavar="MBIT",
-    type=click.FloatRange(min=0.0, max=100_000.0),
-    default=0.0,
-    show_default=True,
-    help="Pass on calls to peers that nobody can call, at most at this rate in Mbit/s; 0: none.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
 device = click.option(

@@ -194,7 +194,7 @@ class ServeChoices:
 @options.optional_identity
 @options.listen
 @options.announce
-@options.relay_mbit
+@options.relay_mbit(0.0)
 @options.preset
 @options.as_json
 @options.exit_with_parent

@@ -100,7 +100,7 @@ def _training_options(
         _memory,
         options.listen,
         options.announce,
-        options.relay_mbit,
+        options.relay_mbit(0.0),
         options.preset,
         options.device,
         options.data,
