@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +16,7 @@ from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact
 from swarm.core.standing import PeerStanding
 from swarm.libp2p.circuits import Circuits
+from swarm.libp2p.connection import PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.admission import HANDSHAKES_PER_PREFIX_MAX
 from swarm.libp2p.logic.relaying import RelayLimits
@@ -138,17 +139,23 @@ async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     await reader.read()
 
 
+@contextlib.asynccontextmanager
+async def served(hosts: HostScene) -> AsyncIterator[tuple[Tunnels, PeerConnection]]:
+    """Serve tunnels to a server that says nothing, and connect another host to them."""
+    callee, caller = await hosts.host(), await hosts.host()
+    tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
+    async with tcp_server(say_nothing) as port:
+        tunnels.serve(Address(HERE, port))
+        yield tunnels, await caller.connect(callee.peer_id, callee.announced)
+
+
 def test_tunnels_of_one_peer_beyond_the_limit_are_refused_and_it_is_named() -> None:
     async def test(hosts: HostScene) -> None:
-        callee, caller = await hosts.host(), await hosts.host()
-        tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
-        async with tcp_server(say_nothing) as port:
-            tunnels.serve(Address(HERE, port))
-            connection = await caller.connect(callee.peer_id, callee.announced)
+        async with served(hosts) as (tunnels, connection):
             streams = [await connection.open(GRPC_PROTOCOL) for _ in range(PER_PEER_MAX + 1)]
             with pytest.raises(NetworkError, match="reset"):
                 await streams[-1].read()
-            assert "tunnels of a peer" in callee.faults[-1].what
+            assert "tunnels of a peer" in hosts.hosts[0].faults[-1].what
             assert len(tunnels.served) == PER_PEER_MAX
 
     run(test)
@@ -156,11 +163,7 @@ def test_tunnels_of_one_peer_beyond_the_limit_are_refused_and_it_is_named() -> N
 
 def test_tunnels_that_are_opened_at_once_are_limited_as_well() -> None:
     async def test(hosts: HostScene) -> None:
-        callee, caller = await hosts.host(), await hosts.host()
-        tunnels = Tunnels(callee, Circuits(callee, SystemClock()))
-        async with tcp_server(say_nothing) as port:
-            tunnels.serve(Address(HERE, port))
-            connection = await caller.connect(callee.peer_id, callee.announced)
+        async with served(hosts) as (tunnels, connection):
             count = PER_PEER_MAX + 4
             streams = await asyncio.gather(*[connection.open(GRPC_PROTOCOL) for _ in range(count)])
             reading = [asyncio.create_task(one.read()) for one in streams]
