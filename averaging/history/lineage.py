@@ -224,11 +224,11 @@ class Lineage:
             del self._places[dropped.proposal.head]
 
     def _append(self, certificate: Certificate) -> None:
+        self._places[certificate.proposal.head] = self._first + len(self._certificates)
         if len(self._certificates) == CERTIFICATES_MAX:
             self._root = after(self._certificates[0], self._root.root_line)
             del self._places[self._certificates[0].proposal.head]
             self._first += 1
-        self._places[certificate.proposal.head] = self._first + len(self._certificates)
         self._certificates.append(certificate)
 
     def _moved(self, *, restored: bool) -> None:

@@ -91,6 +91,26 @@ def test_a_peer_that_slept_for_many_rounds_is_behind_and_one_for_too_many_unrela
     assert relation(b, a) is Relation.UNRELATED
 
 
+@pytest.mark.parametrize("behind", [1, 40, CERTIFICATES_MAX - 1])
+def test_a_peer_that_lags_in_a_history_longer_than_what_is_kept_gets_exactly_what_it_lacks(
+    behind: int,
+) -> None:
+    a, b = together([A, B], 2 * CERTIFICATES_MAX)
+    heads = [a.head]
+    for _ in range(behind):
+        step([a], [A, B])
+        heads.append(a.head)
+    lacking = a.chain(b.heads())
+    assert [one.proposal.head for one in lacking.certificates] == heads[:-1]
+    assert (lacking.head, lacking.root_epoch) == (b.head, b.epoch)
+    assert [a.epoch_at(head) for head in heads] == list(range(b.epoch, a.epoch + 1))
+    assert relation(b, a) is Relation.AHEAD
+    b.adopt(lacking)
+    assert (b.head, b.epoch) == (a.head, a.epoch)
+    step([a], [A, B])
+    assert relation(b, a) is Relation.AHEAD
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_side_that_went_on_without_a_break_continues(order: tuple[int, int]) -> None:
     a, b, c, _ = together([A, B, C, D], 2)
