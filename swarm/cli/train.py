@@ -15,7 +15,7 @@ import click
 
 from swarm.cli import options
 from swarm.cli.control import Control
-from swarm.cli.identity import open_identity
+from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import check_answered, contacts_of, starting_invite
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import Output, make_output
@@ -184,16 +184,17 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
 
 
 @click.command(context_settings=options.CONTEXT)
-@click.argument("address", metavar="ADDRESS")
+@options.entries(required=True)
 @options.run_name
 @options.optional_identity
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 @_training_options(checkpoint_every="0")
-def join(address: str, run: str | None, **given: Any) -> int:
+def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
     """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an invite.
+    Several are tried at once.
 
     Shows what will be trained, what memory it takes and what traffic to expect, asks, downloads the current
-    state and trains until Ctrl-C.
+    state and trains until Ctrl-C. A volunteer that entered by an invite keeps its identity for the next time.
 
     \b
     Examples:
@@ -203,7 +204,7 @@ def join(address: str, run: str | None, **given: Any) -> int:
       swarm join ADDRESS --device cuda:1 --data ~/texts
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
     """
-    choices = TrainChoices.of(bootstrap=(address,), **given)
+    choices = TrainChoices.of(bootstrap=addresses, **given)
     if not choices.yes and (choices.as_json or not sys.stdin.isatty() or not sys.stdout.isatty()):
         raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
     with _session(choices, None) as session:
@@ -211,7 +212,7 @@ def join(address: str, run: str | None, **given: Any) -> int:
             why = _join_failures(session.node)
             known = run is not None and session.node.network.run(session.directory.stored(run), 30.0)
             if session.node.not_invited or not known:
-                check_answered(session.node, address)
+                check_answered(session.node, addresses)
             text = (
                 "nobody answers yet; going on alone with the specification that this machine kept, "
                 f"and trying again: {why}"
@@ -320,11 +321,10 @@ class _Session:
 
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
         """Describe the run, ask the user, and train until the end."""
-        from swarm.run.membership import check_invited, require_role, save_capability
+        from swarm.run.membership import check_invited, save_capability
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
         check_invited(signed, self.node.membership)
-        require_role(self.node.membership, "train")
         control = Control(control_folder())
         config = VolunteerConfig(
             device=self.choices.device,
@@ -353,13 +353,19 @@ class _Session:
 def _session(
     choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
 ) -> Iterator[_Session]:
-    """Open the node. `invited_to`: a run of this identity that is for invited peers."""
+    """Open the node. `identity`: the file of whom creates a run; None: the command joins one. `invited_to`: a
+    run of this identity that is for invited peers.
+    """
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # before anything is opened or published
-        own = open_identity(choices.identity, identity)
+        own = (
+            open_identity(choices.identity, identity)
+            if identity is not None
+            else open_entry_identity(choices.identity, choices.bootstrap, "train")
+        )
         try:
             from swarm.node import Node, NodeConfig
 
