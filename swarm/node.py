@@ -285,8 +285,17 @@ class Node:
 
     @property
     def join_failures(self) -> list[str]:
-        """Return one sentence for each peer that did not answer in the last attempt to join."""
-        return list(self._joining.failures.values())
+        """Return one sentence for each peer that did not answer in the last attempt to join, and one if an
+        address that was given names this peer itself.
+        """
+        failures = list(self._joining.failures.values())
+        named = {one.peer_id for one in self._entrance.contacts}
+        if self.peer_id in named and (failures or len(named) == 1):
+            failures.append(
+                f"an address names this peer itself ({self.peer_id}): if another process answers there, it "
+                "has a copy of this identity, and one of the two needs an identity file of its own"
+            )
+        return failures
 
     @property
     def not_invited(self) -> str:

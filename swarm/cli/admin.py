@@ -18,7 +18,7 @@ from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import check_answered, contacts_of, owners_entries, run_addresses, stored_run
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
-from swarm.core.errors import SwarmError
+from swarm.core.errors import NotInvited, SwarmError
 from swarm.core.identity import Identity
 
 if TYPE_CHECKING:
@@ -265,6 +265,9 @@ def temporary_node(
     listen = options.listen_at(None, (), contacts_of(entries))
     with contextlib.closing(own), Node(bootstrap=entries, listen=listen, identity=own) as node:
         if not node.wait_joined(_JOIN_S):
+            if owner is not None and node.not_invited:
+                hint = "If this identity owns the run, pass one of its invites: --from swarm1…"
+                raise NotInvited(f"{node.not_invited}. {hint}")
             check_answered(node, entries[-1:])
         store = SpecificationStore(specifications_folder())
         yield node, RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)

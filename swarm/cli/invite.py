@@ -147,6 +147,11 @@ def _issuer(signed: SignedSpecification, choice: str | None) -> tuple[Identity, 
             one = Identity.read(file) if file.exists() else None
             if one is not None and (one.peer_id == signed.owner or _may_invite(held(one))):
                 return one, held(one)
+        if not own.exists():
+            raise UsageError(
+                f"no identity on this machine may invite to {signed.full_name}: its owner may, and peers "
+                "that joined by an invite with the role invite"
+            )
     one = Identity.read(own)
     return one, held(one)
 

@@ -149,7 +149,7 @@ def status_error(
     if code in (status.CANCELLED, status.ABORTED):
         return NetworkError(f"peer {peer_id} broke off {name}: {details or 'no reason given'}")
     if code is status.PERMISSION_DENIED:
-        return NotInvited(f"peer {peer_id} at {where} answers nothing: {details}")
+        return NotInvited(f"peer {peer_id} at {where} refuses this one: {details}")
     if code is status.UNIMPLEMENTED:
         return PeerError(
             f"peer {peer_id} does not serve {name}: it runs another version, or not this service"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm.cli import main
+from swarm.cli.paths import default_identity
 from swarm.core.errors import UsageError
 from swarm.membership.invite import Invite
 from swarm.node import Node
@@ -39,6 +40,11 @@ def test_a_run_is_joined_by_invite_closed_to_strangers_and_left_when_revoked(
         for _ in range(2):  # the entrance of this peer takes one use, however often it looks
             assert main(["monitor", nobody, node.entry, other.entry, "--once", "--json"]) == 0
             assert f'"run_id": "{signed.run_id}"' in capsys.readouterr().out
+        default_identity().parent.mkdir(exist_ok=True)
+        default_identity().write_bytes(owner.encode())
+        default_identity().chmod(0o600)
+        assert main(["change", "tiny", "--pause", "--from", node.addresses[0]]) == 1
+        assert "pass one of its invites: --from swarm1…" in capsys.readouterr().err
         joined = two.events[two.wait(events.Joined)]
         assert isinstance(joined, events.Joined)
         assert joined.join_line == f"swarm join {other.entry}"

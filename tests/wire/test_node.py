@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import subprocess
 import sys
@@ -47,6 +48,21 @@ def test_two_nodes_in_one_process_find_each_other() -> None:
         assert entry is not None
         assert not isinstance(entry, dict)
         assert (entry.value, entry.writer) == ("value", one.peer_id)
+
+
+def test_a_node_that_is_given_its_own_address_says_that_its_identity_may_have_been_copied(
+    tmp_path: Path,
+) -> None:
+    """Regression test: with a copied identity the second process went on alone and said "no answer"."""
+    with swarm.Node(listen=HERE, identity=tmp_path / "first", config=QUICK) as first:
+        shutil.copy(tmp_path / "first", tmp_path / "copy")
+        with swarm.Node(first.addresses, listen=None, identity=tmp_path / "copy", config=QUICK) as copy:
+            (why,) = copy.join_failures
+            assert f"names this peer itself ({first.peer_id})" in why
+            assert "one of the two needs an identity file of its own" in why
+        with swarm.Node(first.addresses, listen=None, config=QUICK) as other:
+            assert other.wait_joined(10)
+            assert other.join_failures == []
 
 
 def test_starting_and_closing_a_node_is_fast() -> None:
