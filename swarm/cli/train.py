@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
+    from swarm.cli.finding import Entry
     from swarm.net.throttle import Bandwidth
     from swarm.node import Node
     from swarm.run.checkpoints import CheckpointConfig
@@ -79,6 +80,12 @@ _name = click.option(
     "--name", default="", help="A name of this machine for `swarm monitor`; at most 40 characters."
 )
 
+_no_lan = click.option(
+    "--no-lan",
+    is_flag=True,
+    help="Do not tell others on the local network (mDNS) which run this machine trains.",
+)
+
 
 def _training_options(
     checkpoint_every: str,
@@ -105,6 +112,7 @@ def _training_options(
         options.device,
         options.data,
         _name,
+        _no_lan,
         options.as_json,
         options.exit_with_parent,
     )
@@ -184,13 +192,16 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
 
 
 @click.command(context_settings=options.CONTEXT)
-@click.argument("address", metavar="ADDRESS")
+@click.argument("address", metavar="[ADDRESS|INVITE|RUN]", required=False)
 @options.run_name
 @options.optional_identity
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 @_training_options(checkpoint_every="0")
-def join(address: str, run: str | None, **given: Any) -> int:
-    """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an invite.
+def join(address: str | None, run: str | None, **given: Any) -> int:
+    """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an INVITE.
+
+    A run that this machine took part in is joined by its name, RUN: this machine remembers peers of it.
+    Without any of these, lists the runs on the local network, and joins the only one, or asks which.
 
     Shows what will be trained, what memory it takes and what traffic to expect, asks, downloads the current
     state and trains until Ctrl-C.
@@ -199,27 +210,53 @@ def join(address: str, run: str | None, **given: Any) -> int:
     Examples:
       swarm join /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm join swarm1... --yes
+      swarm join bytelm
+      swarm join
       swarm join ADDRESS --run bytelm --yes
       swarm join ADDRESS --device cuda:1 --data ~/texts
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
     """
-    choices = TrainChoices.of(bootstrap=(address,), **given)
-    if not choices.yes and (choices.as_json or not sys.stdin.isatty() or not sys.stdout.isatty()):
-        raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
+    from swarm.cli.finding import Entry, is_run_name, nearby_entry, nearby_runs, remembered_entry
+
+    entry: Entry | None = None
+    if address is not None:
+        is_name = is_run_name(address)
+        entry = remembered_entry(address, run, given["identity"]) if is_name else Entry((address,), run)
+    choices = TrainChoices.of(bootstrap=entry.bootstrap if entry is not None else (), **given)
+    may_ask = sys.stdin.isatty() and sys.stdout.isatty() and not choices.as_json
+    if entry is None:
+        with make_output(VolunteerPresentation(), as_json=choices.as_json) as output:
+            if choices.as_json and not choices.yes:
+                nearby_runs(output, run)
+                return 0
+            _check_asked(choices, may_ask=may_ask)
+            entry = nearby_entry(output, run, choices.identity)
+        choices = replace(choices, bootstrap=entry.bootstrap)
+    _check_asked(choices, may_ask=may_ask)
     with _session(choices, None) as session:
-        if not _wait_for_answer(session.node):
-            why = _join_failures(session.node)
-            known = run is not None and session.node.network.run(session.directory.stored(run), 30.0)
-            if session.node.not_invited or not known:
-                check_answered(session.node, address)
-            text = (
-                "nobody answers yet; going on alone with the specification that this machine kept, "
-                f"and trying again: {why}"
-            )
-            session.emit(Notice(text=text))
-        signed = session.node.network.run(session.directory.find(run), 30.0)
+        signed = _find_run(session, entry)
         session.train(signed, created=False)
     return 0
+
+
+def _check_asked(choices: TrainChoices, *, may_ask: bool) -> None:
+    if not choices.yes and not may_ask:
+        raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
+
+
+def _find_run(session: _Session, entry: Entry) -> SignedSpecification:
+    """Return the run to join, from the swarm; where nobody answers, the copy that this machine has kept."""
+    if not _wait_for_answer(session.node):
+        why = _join_failures(session.node)
+        known = entry.run is not None and session.node.network.run(session.directory.stored(entry.run), 30.0)
+        if session.node.not_invited or not known:
+            check_answered(session.node, entry.bootstrap[0])
+        text = (
+            "nobody answers yet; going on alone with the specification that this machine kept, "
+            f"and trying again: {why}"
+        )
+        session.emit(Notice(text=text))
+    return session.node.network.run(session.directory.find(entry.run), 30.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +279,7 @@ class TrainChoices:
     hours: tuple[str, ...]
     memory: str | None
     yes: bool = True
+    no_lan: bool = False
     name: str = ""
     preset: Preset = "wan"
 
@@ -305,12 +343,8 @@ class _Session:
         self._importing = importing
         self.node, self.own, self.output = node, own, output
         self.shutdown, self.choices = shutdown, choices
-        self.directory = RunDirectory(
-            node.dht.service,
-            node.peer_id,
-            clock=node.clock,
-            store=SpecificationStore(specifications_folder()),
-        )
+        self._store = SpecificationStore(specifications_folder())
+        self.directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=self._store)
 
     def emit(self, event: Event) -> None:
         """Show an event. After the last one the command only cleans up."""
@@ -320,6 +354,7 @@ class _Session:
 
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
         """Describe the run, ask the user, and train until the end."""
+        from swarm.cli.finding import announce_nearby
         from swarm.run.membership import check_invited, require_role, save_capability
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
@@ -345,6 +380,9 @@ class _Session:
         if not self.shutdown.requested.is_set():
             if self.node.membership is not None and self.own.path is not None:
                 save_capability(specifications_folder(), self.node.membership)
+            self.node.book.keep_at(self._store.peers_file(signed.run_id))
+            if not self.choices.no_lan and self.choices.preset != "local":
+                announce_nearby(self.node, signed)
             with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.entries):
                 volunteer.train(device, new=created, why=lambda: self.shutdown.reason)
 
