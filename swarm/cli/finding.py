@@ -29,7 +29,7 @@ _NAMES_MAX = 4  # of peers, in a line
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RunEntry:
     """How to enter a run: addresses and invites, and which run it is there; None: the only one."""
 
     bootstrap: tuple[str, ...]
@@ -41,7 +41,7 @@ def is_run_name(text: str) -> bool:
     return not is_invite(text) and RUN_NAME.fullmatch(text.partition("@")[0]) is not None
 
 
-def remembered_entry(name: str, run: str | None, identity: str | None) -> Entry:
+def remembered_entry(name: str, run: str | None, identity: str | None) -> RunEntry:
     """Return how to enter again a run that this machine took part in. `run` chooses among several of that
     name; `identity` is the file of the identity that was invited, for an invited run.
 
@@ -62,7 +62,7 @@ def remembered_entry(name: str, run: str | None, identity: str | None) -> Entry:
             f"this machine remembers no peer of {signed.full_name}: pass the address of one, or an invite"
         )
     invites = [_own_invite(signed, identity)] if signed.specification.members == "invited" else []
-    return Entry((*invites, *addresses), signed.full_name)
+    return RunEntry((*invites, *addresses), signed.full_name)
 
 
 def nearby_runs(output: Output, run: str | None) -> list[NearbyRun]:
@@ -78,7 +78,7 @@ def nearby_runs(output: Output, run: str | None) -> list[NearbyRun]:
     return found
 
 
-def nearby_entry(output: Output, run: str | None, identity: str | None) -> Entry:
+def nearby_entry(output: Output, run: str | None, identity: str | None) -> RunEntry:
     """Return how to enter a run on the local network: the only one that this peer may join, or the one that
     the user chooses. Raises NetworkError when there is none, and UsageError when it is not clear which.
     """
@@ -99,7 +99,7 @@ def nearby_entry(output: Output, run: str | None, identity: str | None) -> Entry
         output.emit(Notice(text=f"joining {chosen.full_name}"))
     addresses = [address for peer in chosen.peers for address in peer.contact.multiaddrs]
     invites = [_invite_to(chosen, identity)] if chosen.is_invited else []
-    return Entry((*invites, *addresses), chosen.full_name)
+    return RunEntry((*invites, *addresses), chosen.full_name)
 
 
 def announce_nearby(node: Node, signed: SignedSpecification) -> None:

@@ -33,7 +33,7 @@ from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
-    from swarm.cli.finding import Entry
+    from swarm.cli.finding import RunEntry
     from swarm.net.throttle import Bandwidth
     from swarm.node import Node
     from swarm.run.checkpoints import CheckpointConfig
@@ -216,12 +216,12 @@ def join(address: str | None, run: str | None, **given: Any) -> int:
       swarm join ADDRESS --device cuda:1 --data ~/texts
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
     """
-    from swarm.cli.finding import Entry, is_run_name, nearby_entry, nearby_runs, remembered_entry
+    from swarm.cli.finding import RunEntry, is_run_name, nearby_entry, nearby_runs, remembered_entry
 
-    entry: Entry | None = None
+    entry: RunEntry | None = None
     if address is not None:
         is_name = is_run_name(address)
-        entry = remembered_entry(address, run, given["identity"]) if is_name else Entry((address,), run)
+        entry = remembered_entry(address, run, given["identity"]) if is_name else RunEntry((address,), run)
     choices = TrainChoices.of(bootstrap=entry.bootstrap if entry is not None else (), **given)
     may_ask = sys.stdin.isatty() and sys.stdout.isatty() and not choices.as_json
     if entry is None:
@@ -244,7 +244,7 @@ def _check_asked(choices: TrainChoices, *, may_ask: bool) -> None:
         raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
 
 
-def _find_run(session: _Session, entry: Entry) -> SignedSpecification:
+def _find_run(session: _Session, entry: RunEntry) -> SignedSpecification:
     """Return the run to join, from the swarm; where nobody answers, the copy that this machine has kept."""
     if not _wait_for_answer(session.node):
         why = _join_failures(session.node)

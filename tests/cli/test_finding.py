@@ -34,7 +34,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shown(Output):
-    """What a command shows, and what the user answers."""
+    """Keeps the lines that a command shows, and answers its questions."""
 
     def __init__(self, answer: int | None = None) -> None:
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What peers announce on a local network: who is believed, how much is read, and what is listed."""
+"""Announcements on a local network: who is believed, how much is read, and what is listed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What peers say about their runs on a local network, and which of it is believed. Pure; times are seconds,
-passed in.
+"""Announcements of runs on a local network: how they are written, and which are believed. Pure; times are
+seconds, passed in.
 
-It is the TXT record of libp2p's mDNS discovery (`dnsaddr=` with a multiaddr each), so that other
+An announcement is the TXT record of libp2p's mDNS discovery (`dnsaddr=` with a multiaddr each), so that other
 implementations see these peers, too; `swarm-…` fields name the run, and others ignore them. Anybody on the
 network can say anything. So nothing is believed that comes from elsewhere, or names an address elsewhere;
 everything is bounded, and the PeerID is proven when the peer is dialed.
