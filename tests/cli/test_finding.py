@@ -12,7 +12,7 @@ import pytest
 from swarm.cli import main
 from swarm.cli.finding import is_run_name, nearby_entry, remembered_entry
 from swarm.cli.paths import specifications_folder
-from swarm.cli.render.output import Output
+from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
@@ -20,7 +20,7 @@ from swarm.membership.invite import Entrance, Terms, make_invite
 from swarm.net.logic.lan import NearbyPeer, NearbyRun
 from swarm.net.membership import RunMembership
 from swarm.net.peerbook import PeerBook
-from swarm.run.events import Event
+from swarm.run.events import Event, Notice
 from swarm.run.membership import identity_of, save_capability
 from swarm.run.specification import RunSpecification, SignedSpecification, sign
 from swarm.run.specification_store import SpecificationStore
@@ -41,6 +41,7 @@ class Shown(Output):
         self.answer = answer
 
     def emit(self, event: Event) -> None:
+        assert isinstance(event, Notice | Result)
         self.lines.append(event.text)
 
     def choose(self, text: str, count: int) -> int | None:
