@@ -224,9 +224,13 @@ class Internet:
         """Undo `cut`."""
         _run("ip", "netns", "exec", self._core, "nft", "delete", "table", "ip", "cut")
 
+    def inside(self, name: str) -> list[str]:
+        """Return the words before a command that run it on a host."""
+        return ["ip", "netns", "exec", f"{self._prefix}{name}"]
+
     def start(self, name: str, *arguments: str) -> Process:
         """Run Python with these arguments on a host. It is killed at the end."""
-        process = Process(["ip", "netns", "exec", f"{self._prefix}{name}", sys.executable, "-P", *arguments])
+        process = Process([*self.inside(name), sys.executable, "-P", *arguments])
         self._processes.append(process)
         return process
 
