@@ -120,14 +120,14 @@ async def go_peer(folder: Path, *options: str) -> AsyncIterator[GoPeer]:
         f"-listen=/unix{control}",
         "-hostAddrs=/ip4/127.0.0.1/tcp/0",
         *options,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
     )
     peer = GoPeer(control)
     try:
         async with asyncio.timeout(ANSWER_S_MAX):
-            while not control.exists():
-                assert process.returncode is None, "the daemon has ended"
-                await asyncio.sleep(0.02)
+            assert process.stdout is not None
+            while not (line := await process.stdout.readline()).startswith(b"Control socket"):
+                assert line, "the daemon has ended"
         await peer.identify()
         yield peer
     finally:

@@ -39,7 +39,6 @@ def test_js_finds_the_address_of_a_volunteer() -> None:
                 for one in await js.ask("found"):
                     if one["peer"] == peer_id:
                         return list(one["addresses"])
-                await asyncio.sleep(0.2)
 
     with Internet() as internet:
         here, _ = internet.lan("a", "b")
