@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 _BYTES_PER_MBIT = 125_000.0
 _POLL_S = 0.5
 _REFUSED_S = 1.5  # to wait for the first peer after every address refused the connection
-_ANSWER_S = 6.0  # to wait for the first peer when no address answers at all
+_ANSWER_S = 15.0  # to wait for the first peer while an address has not refused: three attempts
+_FIND_TRIES = 3  # to find a run, each of 10 s: the peer that is asked may be busy
 _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 
 _upload = click.option(
@@ -171,7 +172,7 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     with _session(choices, default_identity(), invited_to) as session:
         from swarm.run.creation import create_run
 
-        if choices.bootstrap and not _wait_for_answer(session.node):
+        if choices.bootstrap and not wait_for_answer(session.node):
             why = _join_failures(session.node)
             session.emit(
                 Notice(text=f"no bootstrap peer answers yet; going on alone and trying again: {why}")
@@ -207,7 +208,7 @@ def join(address: str, run: str | None, **given: Any) -> int:
     if not choices.yes and (choices.as_json or not sys.stdin.isatty() or not sys.stdout.isatty()):
         raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
     with _session(choices, None) as session:
-        if not _wait_for_answer(session.node):
+        if not wait_for_answer(session.node):
             why = _join_failures(session.node)
             known = run is not None and session.node.network.run(session.directory.stored(run), 30.0)
             if session.node.not_invited or not known:
@@ -217,9 +218,18 @@ def join(address: str, run: str | None, **given: Any) -> int:
                 f"and trying again: {why}"
             )
             session.emit(Notice(text=text))
-        signed = session.node.network.run(session.directory.find(run), 30.0)
-        session.train(signed, created=False)
+        session.train(_find(session, run), created=False)
     return 0
+
+
+def _find(session: _Session, run: str | None) -> SignedSpecification:
+    for left in reversed(range(_FIND_TRIES)):
+        try:
+            return session.node.network.run(session.directory.find(run), 30.0)
+        except DeadlineExceeded:
+            if not left:
+                raise
+    raise AssertionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,17 +408,18 @@ def _import_torch() -> None:
     keep_present_objects()
 
 
-def _wait_for_answer(node: Node) -> bool:
+def wait_for_answer(node: Node) -> bool:
     """Wait until a peer of the swarm answers. Return False if that is no longer likely."""
-    started_s = time.monotonic()
-    while True:
+    waited_s = 0.0
+    while waited_s <= (_REFUSED_S if node.join_refused else _ANSWER_S):
+        started_s = time.monotonic()
         # On a busy machine, loading torch's library can block everything for seconds, even this wait.
         with contextlib.suppress(DeadlineExceeded):
             if node.wait_joined(_POLL_S):
                 return True
-        waited_s = time.monotonic() - started_s
-        if waited_s > (_REFUSED_S if node.join_failures else _ANSWER_S):
-            return False
+        # Time in which this process did not run is no time in which a peer could have answered it.
+        waited_s += min(time.monotonic() - started_s, 2 * _POLL_S)
+    return False
 
 
 def _join_failures(node: Node) -> str:
