@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 _ROOT = Path(__file__).resolve().parents[2]
 _numbers = itertools.count()
@@ -29,6 +29,7 @@ table ip cut {
   }
 }
 """
+# Strangers get no answer, as from most routers: a refusal would end the dial that is to punch a hole.
 _MASQUERADE = """
 table ip nat {
   chain postrouting {
@@ -36,8 +37,39 @@ table ip nat {
     oifname "out" masquerade
   }
 }
+table ip strangers {
+  chain input { type filter hook input priority 0; iifname "out" ct state new drop; }
+}
 """
 _SYMMETRIC = _MASQUERADE.replace("masquerade", "masquerade fully-random")
+_CONE = _MASQUERADE.replace(
+    "  chain postrouting",
+    """  set used { type inet_service; flags dynamic, timeout; timeout 120s; }
+  chain prerouting {
+    type nat hook prerouting priority -100;
+    iifname "out" tcp dport @used dnat to 192.168.1.2
+  }
+  chain postrouting""",
+    1,
+).replace("masquerade", "update @used { tcp sport } masquerade")
+_RELAY_ONLY = (
+    _MASQUERADE
+    + """
+table ip few {
+  chain forward { type filter hook forward priority 0; iifname "in" tcp dport != { 4000, 4001 } drop; }
+}
+"""
+)
+# What a router does with the addresses of its host: "preserving" keeps the port of each connection and lets in
+# answers alone, "cone" lets anybody in at a port that the host has dialed from, "symmetric" gives each
+# connection another port, "relay-only" preserves ports, and lets out connections to ports 4000 and 4001 alone.
+RouterKind = Literal["preserving", "cone", "symmetric", "relay-only"]
+_ROUTERS: dict[RouterKind, str] = {
+    "preserving": _MASQUERADE,
+    "cone": _CONE,
+    "symmetric": _SYMMETRIC,
+    "relay-only": _RELAY_ONLY,
+}
 # The chains that miniupnpd writes the forwarded ports to.
 _UPNP_CHAINS = """
 table inet filter {
@@ -122,10 +154,9 @@ class Internet:
         _run("ip", "-n", namespace, "-6", "route", "add", "default", "via", f"2600:{number}::1")
         return f"2600:{number}::2"
 
-    def behind_router(self, name: str, *, symmetric: bool = False) -> str:
+    def behind_router(self, name: str, kind: RouterKind = "preserving") -> str:
         """Add a host with a private address behind a router that translates it. Return the router's public
-        address. All such hosts have the same private address, as those of many homes do. `symmetric`: the
-        router gives each connection another port, so that hole punching finds none.
+        address. All such hosts have the same private address, as those of many homes do.
         """
         router, host = self._namespace(f"{name}nat"), self._namespace(name)
         public = self._attach(router)
@@ -133,7 +164,7 @@ class Internet:
         _run("ip", "-n", host, "route", "add", "default", "via", "192.168.1.1")
         subprocess.run(
             ["ip", "netns", "exec", router, "nft", "-f", "-"],
-            input=(_SYMMETRIC if symmetric else _MASQUERADE).encode(),
+            input=_ROUTERS[kind].encode(),
             check=True,
         )
         return public
