@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -60,9 +61,9 @@ table ip few {
 }
 """
 )
-# What a router does with the addresses of its host: "preserving" keeps the port of each connection and lets in
-# answers alone, "cone" lets anybody in at a port that the host has dialed from, "symmetric" gives each
-# connection another port, "relay-only" preserves ports, and lets out connections to ports 4000 and 4001 alone.
+# What a router does: "preserving" keeps the port of each connection and lets in answers alone, "cone" lets
+# anybody in at a port that its host has dialed from, "symmetric" gives each connection another port,
+# "relay-only" preserves ports, and lets out connections to ports 4000 and 4001 alone.
 RouterKind = Literal["preserving", "cone", "symmetric", "relay-only"]
 _ROUTERS: dict[RouterKind, str] = {
     "preserving": _MASQUERADE,
@@ -122,6 +123,7 @@ class Internet:
         self._networks = itertools.count(1)
         self._processes: list[Process] = []
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self.routers: dict[str, str] = {}  # public address of each host's router
         self._core = self._namespace("core")
 
     def __enter__(self) -> Internet:
@@ -159,7 +161,7 @@ class Internet:
         address. All such hosts have the same private address, as those of many homes do.
         """
         router, host = self._namespace(f"{name}nat"), self._namespace(name)
-        public = self._attach(router)
+        public = self.routers[name] = self._attach(router)
         self._connect(router, "in", "192.168.1.1/24", host, "eth0", "192.168.1.2/24")
         _run("ip", "-n", host, "route", "add", "default", "via", "192.168.1.1")
         subprocess.run(
@@ -213,6 +215,17 @@ class Internet:
         _run("ip", "-n", namespace, "addr", "add", f"{now}/24", "dev", "out")
         _run("ip", "-n", namespace, "route", "add", "default", "via", f"{network}.1")
         return now
+
+    def restart_router(self, name: str) -> None:
+        """Let the router of a host forget all connections."""
+        router, host = f"{self._prefix}{name}nat", self.routers[name]
+        _run("ip", "-n", router, "link", "set", "out", "down")  # the kernel forgets what it translates there
+        _run("ip", "-n", router, "link", "set", "out", "up")
+        _run("ip", "-n", router, "route", "add", "default", "via", f"{host.rpartition('.')[0]}.1")
+
+    def readdress_router(self, name: str) -> None:
+        """Give the router of a host another public address."""
+        self.routers[name] = self.readdress(f"{name}nat", self.routers[name])
 
     def cut(self) -> None:
         """Let no host reach another one, until `restore`: each learns that the network is unreachable."""
@@ -311,6 +324,10 @@ class Process:
         """Close the standard input."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End the process at once, and read the rest of its output."""

@@ -29,6 +29,11 @@ class Punches:
         self._peers: OrderedDict[PeerId, _Tries] = OrderedDict()
         self._running: set[PeerId] = set()
 
+    @property
+    def remembered(self) -> list[PeerId]:
+        """Return the peers with failures, the one that was tried longest ago first."""
+        return list(self._peers)
+
     def next_s(self, peer_id: PeerId) -> float:
         """Return when this side may try again."""
         tries = self._peers.get(peer_id)
