@@ -6,7 +6,6 @@ from typing import cast
 
 import pytest
 
-from swarm.cli import train
 from swarm.cli.train import wait_for_answer
 from swarm.node import Node
 
@@ -44,6 +43,6 @@ def test_a_peer_that_may_still_answer_is_waited_for_and_one_that_refuses_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = Waiting(poll_s=poll_s, answers_s=answers_s, is_refused=is_refused)
-    monkeypatch.setattr(train.time, "monotonic", lambda: node.now_s)
+    monkeypatch.setattr("swarm.cli.train.time.monotonic", lambda: node.now_s)
     assert wait_for_answer(cast(Node, node)) is answered
     assert node.now_s <= at_most_s
