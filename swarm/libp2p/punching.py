@@ -2,7 +2,7 @@
 
 Both dial each other at the same time, from the ports at which they listen, so that each router takes the
 other's connection for an answer. The peer that the relayed connection has come to begins, as soon as it
-stands; it acts as the server of the new connection, whoever's dial gets through.
+stands; it acts as the server of the new connection, even if its own dial gets through.
 
 py-libp2p's own driver begins after 2 s, dials private addresses first, for 10 s each, and closes the relayed
 connection after 60 s, whatever runs on it (docs/decisions/0041).
@@ -207,13 +207,16 @@ class Punching:
         connected = self._awaited[peer_id] = asyncio.Event()
         if self._host.direct(peer_id) is not None:
             connected.set()
-        dialing = [asyncio.create_task(self._dial(peer_id, one, is_client=is_client)) for one in addresses]
         try:
-            return await wait_until_set(connected, DIAL_S)
+            async with asyncio.TaskGroup() as group:
+                dialing = [
+                    group.create_task(self._dial(peer_id, one, is_client=is_client)) for one in addresses
+                ]
+                has_come = await wait_until_set(connected, DIAL_S)
+                for task in dialing:
+                    task.cancel()
+            return has_come
         finally:
-            for task in dialing:
-                task.cancel()
-            await asyncio.gather(*dialing, return_exceptions=True)
             del self._awaited[peer_id]
 
     async def _dial(self, peer_id: PeerId, address: Address, *, is_client: bool) -> None:

@@ -219,7 +219,7 @@ class Channels:
             await self._close(self._links.pop(key))
 
     async def retire(self, peer_id: PeerId) -> None:
-        """Let new calls to a peer that is called through a tunnel dial anew: there is a better way for it.
+        """Let new calls to a peer that is called through a tunnel dial again: there is a better way for it.
         Those in progress end as they have begun.
         """
         for link in [link for key, link in self._links.items() if key[0] == peer_id]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.chaos.namespaces import Internet, Process, RouterKind
 
-# A node that says how it is reached and to whom it has punched a hole, and calls the PeerIDs on its input.
+# A node that says how it is reached and which holes it has punched, and calls the PeerIDs on its input.
 PEER = """
 import json, logging, sys, time, swarm
 from swarm.net.hello import HELLO
@@ -31,9 +31,9 @@ with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
         started_s = time.monotonic()
         try:
             node.network.run(node.channels.call(contact, HELLO, request, timeout_s=30.0))
-            show(event="called", whom=peer_id, why="", seconds=time.monotonic() - started_s)
+            show(event="called", peer=peer_id, why="", seconds=time.monotonic() - started_s)
         except swarm.NetworkError as error:
-            show(event="called", whom=peer_id, why=str(error), seconds=time.monotonic() - started_s)
+            show(event="called", peer=peer_id, why=str(error), seconds=time.monotonic() - started_s)
 """
 
 

@@ -1,4 +1,4 @@
-"""Hole punching on loopback: who dials whom, what becomes of the relayed connection, and peers that break the
+"""Hole punching on loopback: who dials, what becomes of the relayed connection, and peers that break the
 rules. tests/chaos/test_holes.py has routers.
 """
 

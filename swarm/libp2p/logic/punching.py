@@ -41,7 +41,7 @@ class Punches:
 
     def begin(self, peer_id: PeerId, now_s: float, *, is_asked: bool) -> str:
         """Begin an attempt, and return an empty text, or why there must be none. `is_asked`: the peer wants
-        it. Whoever begins calls `end`.
+        it. Each `begin` that returns an empty text has its `end`.
         """
         if peer_id in self._running:
             return "another attempt is under way"
