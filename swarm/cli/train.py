@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 _BYTES_PER_MBIT = 125_000.0
 _POLL_S = 0.5
 _REFUSED_S = 1.5  # to wait for the first peer after every address refused the connection
-_ANSWER_S = 6.0  # to wait for the first peer when no address answers at all
+_ANSWER_S = 15.0  # to wait for the first peer while an address has not refused: three attempts
+_FIND_TRIES = 3  # to find a run, each of 10 s: the peer that is asked may be busy
 _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 
 _upload = click.option(
@@ -179,7 +180,7 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     with _session(choices, default_identity(), invited_to) as session:
         from swarm.run.creation import create_run
 
-        if choices.bootstrap and not _wait_for_answer(session.node):
+        if choices.bootstrap and not wait_for_answer(session.node):
             why = _join_failures(session.node)
             session.emit(
                 Notice(text=f"no bootstrap peer answers yet; going on alone and trying again: {why}")
@@ -246,7 +247,7 @@ def _check_asked(choices: TrainChoices, *, may_ask: bool) -> None:
 
 def _find_run(session: _Session, entry: RunEntry) -> SignedSpecification:
     """Return the run to join, from the swarm; where nobody answers, the copy that this machine has kept."""
-    if not _wait_for_answer(session.node):
+    if not wait_for_answer(session.node):
         why = _join_failures(session.node)
         known = entry.run is not None and session.node.network.run(session.directory.stored(entry.run), 30.0)
         if session.node.not_invited or not known:
@@ -256,7 +257,13 @@ def _find_run(session: _Session, entry: RunEntry) -> SignedSpecification:
             f"and trying again: {why}"
         )
         session.emit(Notice(text=text))
-    return session.node.network.run(session.directory.find(entry.run), 30.0)
+    for left in reversed(range(_FIND_TRIES)):
+        try:
+            return session.node.network.run(session.directory.find(entry.run), 30.0)
+        except DeadlineExceeded:
+            if not left:
+                raise
+    raise AssertionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,17 +443,18 @@ def _import_torch() -> None:
     keep_present_objects()
 
 
-def _wait_for_answer(node: Node) -> bool:
+def wait_for_answer(node: Node) -> bool:
     """Wait until a peer of the swarm answers. Return False if that is no longer likely."""
-    started_s = time.monotonic()
-    while True:
+    waited_s = 0.0
+    while waited_s <= (_REFUSED_S if node.join_refused else _ANSWER_S):
+        started_s = time.monotonic()
         # On a busy machine, loading torch's library can block everything for seconds, even this wait.
         with contextlib.suppress(DeadlineExceeded):
             if node.wait_joined(_POLL_S):
                 return True
-        waited_s = time.monotonic() - started_s
-        if waited_s > (_REFUSED_S if node.join_failures else _ANSWER_S):
-            return False
+        # Time in which this process did not run is no time in which a peer could have answered it.
+        waited_s += min(time.monotonic() - started_s, 2 * _POLL_S)
+    return False
 
 
 def _join_failures(node: Node) -> str:
