@@ -5,17 +5,17 @@ network; and how volunteers let others find their run there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarm.cli.control import Control
 from swarm.cli.identity import NEW
-from swarm.cli.paths import control_folder, specifications_folder
+from swarm.cli.paths import control_folder, default_identity, invited_identities, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
-from swarm.core.identity import Identity
+from swarm.core.identity import Identity, IdentityInUse
 from swarm.core.ids import RUN_NAME, Contact
 from swarm.membership.invite import Invite, is_invite
 from swarm.net.logic.lan import NearbyPeer, NearbyRun
@@ -30,10 +30,13 @@ _NAMES_MAX = 4  # of peers, in a line
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """How to enter a run: addresses and invites, and which run it is there; None: the only one."""
+    """How to enter a run: addresses and invites, and which run it is there; None: the only one. `identity`:
+    the file of the one to enter with; None: as `open_entry_identity` chooses.
+    """
 
     bootstrap: tuple[str, ...]
     run: str | None
+    identity: str | None
 
 
 def is_run_name(text: str) -> bool:
@@ -61,8 +64,9 @@ def remembered_entry(name: str, run: str | None, identity: str | None) -> RunEnt
         raise UsageError(
             f"this machine remembers no peer of {signed.full_name}: pass the address of one, or an invite"
         )
-    invites = [_own_invite(signed, identity)] if signed.specification.members == "invited" else []
-    return RunEntry((*invites, *addresses), signed.full_name)
+    if signed.specification.members == "open":
+        return RunEntry(tuple(addresses), signed.full_name, identity)
+    return _invited_entry(signed, addresses, identity)
 
 
 def nearby_runs(output: Output, run: str | None) -> list[NearbyRun]:
@@ -98,8 +102,14 @@ def nearby_entry(output: Output, run: str | None, identity: str | None) -> RunEn
     else:
         output.emit(Notice(text=f"joining {chosen.full_name}"))
     addresses = [address for peer in chosen.peers for address in peer.contact.multiaddrs]
-    invites = [_invite_to(chosen, identity)] if chosen.is_invited else []
-    return RunEntry((*invites, *addresses), chosen.full_name)
+    if not chosen.is_invited:
+        return RunEntry(tuple(addresses), chosen.full_name, identity)
+    from swarm.run.specification_store import SpecificationStore
+
+    signed = SpecificationStore(specifications_folder()).load(chosen.run_id)
+    if signed is None:
+        raise UsageError(f"{chosen.full_name} needs an invite: ask its owner for one, and join with it")
+    return _invited_entry(signed, addresses, identity)
 
 
 def announce_nearby(node: Node, signed: SignedSpecification) -> None:
@@ -143,29 +153,30 @@ def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) ->
     return fitting[0]
 
 
-def _invite_to(run: NearbyRun, identity: str | None) -> str:
-    from swarm.run.specification_store import SpecificationStore
-
-    signed = SpecificationStore(specifications_folder()).load(run.run_id)
-    if signed is None:
-        raise UsageError(f"{run.full_name} needs an invite: ask its owner for one, and join with it")
-    return _own_invite(signed, identity)
-
-
-def _own_invite(signed: SignedSpecification, identity: str | None) -> str:
-    """Return an invite with the capability that this identity keeps for a run. Raises UsageError when it
-    keeps none.
+def _invited_entry(signed: SignedSpecification, addresses: Sequence[str], identity: str | None) -> RunEntry:
+    """Return how to enter an invited run again, with the chosen identity or one that has entered it before:
+    by the capability that it keeps. Raises UsageError when it keeps none.
     """
     from swarm.run.membership import identity_of, load_capability
 
-    own = Identity.read(Path(identity).expanduser()) if identity not in (None, NEW) else None
-    held = load_capability(specifications_folder(), signed.run_id, own.peer_id) if own is not None else ()
-    if not held:
-        raise UsageError(
-            f"{signed.full_name} needs an invite: join with the invite again, or with --identity FILE, the "
-            "identity that has joined it before"
-        )
-    return Invite(run=identity_of(signed), contacts=(), grants=held, key=b"").text()
+    in_use: IdentityInUse | None = None
+    kept = [default_identity(), *invited_identities()]
+    for file in kept if identity is None else [Path(identity).expanduser()]:
+        own = Identity.read(file) if identity != NEW and file.exists() else None
+        held = load_capability(specifications_folder(), signed.run_id, own.peer_id) if own is not None else ()
+        if not held or "train" not in held[-1].roles:
+            continue
+        try:
+            Identity.load(file).close()
+        except IdentityInUse as error:
+            in_use = error
+            continue
+        invite = Invite(run=identity_of(signed), contacts=(), grants=held, key=b"")
+        return RunEntry((invite.text(), *addresses), signed.full_name, str(file))
+    raise UsageError(
+        f"{signed.full_name} needs an invite: join with the invite again, or with --identity FILE, the "
+        f"identity that has joined it before{f' ({in_use})' if in_use is not None else ''}"
+    )
 
 
 def _fields(run: NearbyRun) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import click
 
 from swarm.cli import options
 from swarm.cli.control import Control
-from swarm.cli.identity import open_identity
+from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import check_answered, contacts_of, starting_invite
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import Output, make_output
@@ -193,19 +193,20 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
 
 
 @click.command(context_settings=options.CONTEXT)
-@click.argument("address", metavar="[ADDRESS|INVITE|RUN]", required=False)
+@click.argument("addresses", metavar="[ADDRESS|INVITE|RUN]...", nargs=-1)
 @options.run_name
 @options.optional_identity
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 @_training_options(checkpoint_every="0")
-def join(address: str | None, run: str | None, **given: Any) -> int:
+def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
     """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an INVITE.
+    Several are tried at once.
 
     A run that this machine took part in is joined by its name, RUN: this machine remembers peers of it.
     Without any of these, lists the runs on the local network, and joins the only one, or asks which.
 
     Shows what will be trained, what memory it takes and what traffic to expect, asks, downloads the current
-    state and trains until Ctrl-C.
+    state and trains until Ctrl-C. A volunteer that entered by an invite keeps its identity for the next time.
 
     \b
     Examples:
@@ -220,10 +221,11 @@ def join(address: str | None, run: str | None, **given: Any) -> int:
     from swarm.cli.finding import RunEntry, is_run_name, nearby_entry, nearby_runs, remembered_entry
 
     entry: RunEntry | None = None
-    if address is not None:
-        is_name = is_run_name(address)
-        entry = remembered_entry(address, run, given["identity"]) if is_name else RunEntry((address,), run)
-    choices = TrainChoices.of(bootstrap=entry.bootstrap if entry is not None else (), **given)
+    if len(addresses) == 1 and is_run_name(addresses[0]):
+        entry = remembered_entry(addresses[0], run, given["identity"])
+    elif addresses:
+        entry = RunEntry(addresses, run, given["identity"])
+    choices = TrainChoices.of(bootstrap=addresses, **given)
     may_ask = sys.stdin.isatty() and sys.stdout.isatty() and not choices.as_json
     if entry is None:
         with make_output(VolunteerPresentation(), as_json=choices.as_json) as output:
@@ -232,7 +234,7 @@ def join(address: str | None, run: str | None, **given: Any) -> int:
                 return 0
             _check_asked(choices, may_ask=may_ask)
             entry = nearby_entry(output, run, choices.identity)
-        choices = replace(choices, bootstrap=entry.bootstrap)
+    choices = replace(choices, bootstrap=entry.bootstrap, identity=entry.identity)
     _check_asked(choices, may_ask=may_ask)
     with _session(choices, None) as session:
         signed = _find_run(session, entry)
@@ -251,7 +253,7 @@ def _find_run(session: _Session, entry: RunEntry) -> SignedSpecification:
         why = _join_failures(session.node)
         known = entry.run is not None and session.node.network.run(session.directory.stored(entry.run), 30.0)
         if session.node.not_invited or not known:
-            check_answered(session.node, entry.bootstrap[0])
+            check_answered(session.node, entry.bootstrap)
         text = (
             "nobody answers yet; going on alone with the specification that this machine kept, "
             f"and trying again: {why}"
@@ -362,11 +364,10 @@ class _Session:
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
         """Describe the run, ask the user, and train until the end."""
         from swarm.cli.finding import announce_nearby
-        from swarm.run.membership import check_invited, require_role, save_capability
+        from swarm.run.membership import check_invited, save_capability
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
         check_invited(signed, self.node.membership)
-        require_role(self.node.membership, "train")
         control = Control(control_folder())
         config = VolunteerConfig(
             device=self.choices.device,
@@ -398,13 +399,19 @@ class _Session:
 def _session(
     choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
 ) -> Iterator[_Session]:
-    """Open the node. `invited_to`: a run of this identity that is for invited peers."""
+    """Open the node. `identity`: the file of whom creates a run; None: the command joins one. `invited_to`: a
+    run of this identity that is for invited peers.
+    """
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # before anything is opened or published
-        own = open_identity(choices.identity, identity)
+        own = (
+            open_identity(choices.identity, identity)
+            if identity is not None
+            else open_entry_identity(choices.identity, choices.bootstrap, "train")
+        )
         try:
             from swarm.node import Node, NodeConfig
 
