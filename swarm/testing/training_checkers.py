@@ -239,9 +239,7 @@ class TrainingChecks:
         for one in live:
             self.limits.check([SwarmMember(one.peer, one.node.dht.service)], now_s)
             for name, size in sizes_of(one.optimizer):
-                self.limits.largest[name] = max(size, self.limits.largest.get(name, 0))
-                if size > _TABLES_MAX:
-                    self.violations.add(now_s, f"peer {one.index}: {name} has {size} entries")
+                self.limits.check_size(one.index, name, size, now_s)
 
     def newest(self, live: Collection[TrainingPeer]) -> bytes | None:
         """Return the newest head that a live peer holds."""
