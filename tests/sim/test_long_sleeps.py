@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from averaging.history.lineage import GRACE_S_MIN
+from averaging.history.lineage import CERTIFICATES_MAX
 from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
@@ -16,69 +16,81 @@ from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingS
 from swarm.testing.virtual_loop import run_virtual
 
 STEP_S, SAMPLES = 0.5, 4
-KEPT = 12
-BACK_S = 60.0
+BACK_S = 20.0  # until reports of the others have come, and the state is loaded
+
+SCENES = [
+    *((how, who, count) for how in ("sleeps", "cut") for who in (-1, 0) for count in (4, 2)),
+    ("restarts", 0, 2),
+]
+# the senior one of two is a quorum by itself, and does not know that it has slept: docs/reliability.md
+SCENES.remove(("sleeps", 0, 2))
+QUICK = [("sleeps", -1, 2), ("cut", -1, 4), ("cut", 0, 2), ("restarts", 0, 2)]
 
 
 @pytest.mark.parametrize(
-    ("scene", "count"),
-    [("junior sleeps", 4), ("senior sleeps", 4), ("junior sleeps", 2), ("senior sleeps", 2),
-     ("junior cut", 4), ("senior cut", 4), ("junior cut", 2), ("senior cut", 2), ("all gone", 4)],
+    ("how", "who", "count", "kept"),
+    [
+        *(pytest.param(*scene, 6, marks=[pytest.mark.slow] * (scene not in QUICK)) for scene in SCENES),
+        pytest.param("sleeps", -1, 4, CERTIFICATES_MAX, marks=pytest.mark.slow),
+        pytest.param("sleeps", -1, 2, CERTIFICATES_MAX, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("seed", range(1))
-def test_a_peer_comes_back(
-    seed: int, scene: str, count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_peer_returns_after_more_certificates_than_a_history_keeps(
+    seed: int, how: str, who: int, count: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr("averaging.history.lineage.CERTIFICATES_MAX", KEPT)
+    """The most senior (0) or the most junior elector (-1) sleeps, its network and its trainer; is cut off
+    while it trains on, for as many certificates on both sides; or ends, and starts again with its last state.
+    """
+    logging.getLogger("averaging").setLevel(logging.CRITICAL)
+    monkeypatch.setattr("averaging.history.lineage.CERTIFICATES_MAX", kept)
 
-    async def main() -> None:
+    async def main() -> float:
         network = SimulatedNetwork(seed, LinkConfig(delay_s=0.03, jitter=0.5))
         checks, loop = TrainingChecks(Violations(), step_s_max=600.0), asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
-            swarm = TrainingSwarm(network, TrainingConfig(target_batch_size=2 * count * SAMPLES), checks.on_step, group)
+            config = TrainingConfig(target_batch_size=2 * count * SAMPLES)  # an epoch takes 1 s
+            swarm = TrainingSwarm(network, config, checks.on_step, group)
             peers = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(count)]
-            assert await until(lambda: epoch(peers) >= 3, 60.0)
+            assert await _until(lambda: _epoch(peers) >= 3, 60.0)
             for one in peers:
                 checks.ledger.read(one, loop.time())
             electors = checks.ledger.electors(checks.newest(peers) or b"") or ()
             peers.sort(key=lambda one: electors.index(one.peer.peer_id))
-            sleeper = peers[0] if scene.startswith("senior") else peers[-1]
-            others = [one for one in peers if one is not sleeper]
-            sleeper.peer.frozen, sleeper.hangs = True, "cut" not in scene
-            began = epoch([sleeper])
-            if scene == "all gone":
-                await asyncio.sleep(1.0)
-                new = [await swarm.add(batch=SAMPLES, compute_s=STEP_S) for _ in range(3)]
-                assert await until(lambda: epoch(new) > began + 8, 60.0)
-                for one in others:
-                    await swarm.kill(one)
-                    await asyncio.sleep(3.0)
-                others = new
-            start_s = loop.time()
-            assert await until(lambda: epoch(others) > began + KEPT + 5, 200.0)
-            if "cut" in scene:
-                assert await until(lambda: epoch([sleeper]) > began + KEPT + 5, 200.0)
-            print(scene, count, "away", loop.time() - start_s, epoch(others), epoch([sleeper]))
-            for one in (sleeper, *others):
+            away = peers.pop(who)
+            began, checkpoint = _epoch([away]), away.save()
+            if how == "restarts":
+                await swarm.kill(away)
+            away.peer.frozen, away.hangs = how == "cut" or how == "sleeps", how == "sleeps"
+            trains = peers if how != "cut" else [away, *peers]
+            assert await _until(lambda: _epoch(trains) > began + kept + 5, 4.0 * (kept + 20) * count)
+            for one in (away, *peers):
                 checks.ledger.read(one, loop.time())
-            sleeper.peer.frozen = sleeper.hangs = False
-            woke_s = loop.time()
-            back = await until(lambda: len({one.optimizer.history_head for one in (sleeper, *others)}) == 1, 120.0)
-            print("back", back, loop.time() - woke_s, epoch(others), epoch([sleeper]), [one.optimizer.history_head[:6] for one in (sleeper, *others)])
+            back_s = loop.time()
+            away.peer.frozen = away.hangs = False
+            if how == "restarts":
+                away = await swarm.add(peer=away.peer, checkpoint=checkpoint, batch=SAMPLES, compute_s=STEP_S)
+            assert await _until(lambda: len({_head(one) for one in (away, *peers)}) == 1, 120.0)
+            back_s, epoch = loop.time() - back_s, _epoch(peers)
+            assert await _until(lambda: _epoch([away, *peers]) > epoch + 2, 60.0), "they train on together"
             await swarm.close()
-        print(checks.violations.lines)
-        assert back
+        assert not checks.violations.count, checks.violations.lines
+        return back_s
 
-    run_virtual(main())
+    assert run_virtual(main()) <= BACK_S
 
 
-def epoch(peers: Sequence[TrainingPeer]) -> int:
+def _epoch(peers: Sequence[TrainingPeer]) -> int:
     return min(one.optimizer.epoch if one.optimizer is not None else 0 for one in peers)
 
 
-async def until(holds: Callable[[], bool], limit_s: float) -> bool:
-    end_s = asyncio.get_running_loop().time() + limit_s
-    while not (found := holds()) and asyncio.get_running_loop().time() < end_s:
+def _head(one: TrainingPeer) -> str:
+    return one.optimizer.history_head if one.optimizer is not None else ""
+
+
+async def _until(holds: Callable[[], bool], limit_s: float) -> bool:
+    end_s, found = asyncio.get_running_loop().time() + limit_s, False
+    while not found and asyncio.get_running_loop().time() < end_s:
         await asyncio.sleep(0.25)
+        found = holds()
     return found

@@ -13,7 +13,7 @@ from averaging.history.certificate import Certificate, RoundKind, genesis
 from averaging.history.chain import Chain, Relation, after, beginning
 from averaging.history.electors import FOUNDING_MAX, is_quorum
 from averaging.history.encoding import decode_chain, encode_chain
-from averaging.history.lineage import CERTIFICATES_MAX, Lineage
+from averaging.history.lineage import CERTIFICATES_MAX, PARTINGS_MAX, Lineage
 from swarm.core.ids import PeerId
 from swarm.core.standing import NO_SPECIFICATION
 from tests.averaging.history.peers import PEERS, RUN, certificate
@@ -29,6 +29,7 @@ class Model:
     kept_max: int
     line: list[Certificate] = field(default_factory=list)
     first: int = 0  # number of the oldest certificate that is kept
+    since: int = 0  # number of the oldest certificate that it has ever seen
 
     @property
     def heads(self) -> list[bytes]:
@@ -51,6 +52,12 @@ class Model:
         start = max([*places, self.first, len(self.line) - count_max])
         return replace(self.root(start), certificates=tuple(self.line[start:]))
 
+    def partings(self) -> list[Chain]:
+        """Return the roots before the newest breaks."""
+        places = [place for place, one in enumerate(self.line) if one.proposal.is_break]
+        roots = [self.root(place) for place in places if place >= self.since]
+        return [replace(root, root_line=b"") for root in roots[::-1][:PARTINGS_MAX]]
+
     def take(self, line: Sequence[Certificate], first: int) -> None:
         """Keep a line from a number on, as far as there is room for it."""
         self.line = list(line)
@@ -72,9 +79,7 @@ def relation(own: Model, chain: Chain, full: Sequence[Certificate], peer: PeerId
     root = own.root(place)
     if place == len(own.line):
         is_followed = not theirs.proposal.is_break or place == 0
-        by_strangers = peer not in root.electors and bool(
-            {*root.electors} & {*theirs.proposal.contributors}
-        )
+        by_strangers = peer not in root.electors and bool({*root.electors} & {*theirs.proposal.contributors})
         return Relation.AHEAD if is_followed or by_strangers else Relation.LOSES
     ours = own.line[place]
     electors = root.electors if place else ()
@@ -128,9 +133,12 @@ def check(history: Lineage, own: Model, draw: random.Random, unknown: Sequence[b
     for count_max in (draw.randrange(1, own.kept_max + 1), own.kept_max):
         assert history.chain(asked, count_max) == own.chain(asked, count_max)
     assert history.chain() == own.chain((), own.kept_max)
+    assert [replace(one, root_line=b"") for one in history.partings()] == own.partings()
     told = history.heads()
     distances = [own.known[::-1].index(head) for head in told]
-    assert distances[0] == 0 and distances[-1] == len(own.known) - 1 and len(told) <= HEADS_MAX
+    assert distances[0] == 0
+    assert distances[-1] == len(own.known) - 1
+    assert len(told) <= HEADS_MAX
     assert all(b <= 2 * a + 1 for a, b in itertools.pairwise(distances))
 
 
@@ -174,6 +182,8 @@ def test_a_lineage_answers_as_a_list_of_all_certificates_does(
             first = models[one].heads.index(chain.head) if known_from is None else known_from
             histories[other].adopt(chain)
             models[other].take(full, first)
+            if known_from is None:
+                models[other].since = first
         unknown = [head for head in models[one].heads if head not in models[other].heads]
         check(histories[other], models[other], draw, unknown)
         check(histories[one], models[one], draw, unknown)
