@@ -173,9 +173,11 @@ def _invited_entry(signed: SignedSpecification, addresses: Sequence[str], identi
             continue
         invite = Invite(run=identity_of(signed), contacts=(), grants=held, key=b"")
         return RunEntry((invite.text(), *addresses), signed.full_name, str(file))
+    if in_use is not None:
+        raise in_use
     raise UsageError(
         f"{signed.full_name} needs an invite: join with the invite again, or with --identity FILE, the "
-        f"identity that has joined it before{f' ({in_use})' if in_use is not None else ''}"
+        "identity that has joined it before"
     )
 
 
