@@ -168,7 +168,7 @@ class EpochCloser:
             if not waited:
                 _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
             waited = True
-            if self._catch_up.own_is_excluded:
+            if self._catch_up.blocklist.own_is_banned:
                 return CloseOutcome(stepped=False, reason=EXCLUDED, rounds_failed=failed)
             if self.is_behind():
                 return self._missed(failed)
