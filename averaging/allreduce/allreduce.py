@@ -102,7 +102,7 @@ class AllReduce:
         self._handlers = handlers
         _keep_freed_memory()
         handlers.stream(EXCHANGE, self._serve_exchange)
-        handlers.unary(HEARTBEAT, self._serve_heartbeat)
+        handlers.direct(HEARTBEAT, self._serve_heartbeat)
         handlers.unary(VOTE, self._serve_vote)
         handlers.unary(ACCOUNT, self._serve_account)
         handlers.unary(INVENTORY, self._serve_inventory)
@@ -324,7 +324,7 @@ class AllReduce:
         except TimeoutError:
             raise PeerError("this round is over") from None
 
-    async def _serve_heartbeat(
+    def _serve_heartbeat(
         self, caller: PeerId, request: reduce_pb2.HeartbeatRequest
     ) -> reduce_pb2.HeartbeatReply:
         found = self._rounds.get(request.group_id)

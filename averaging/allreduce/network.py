@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from averaging.allreduce.config import EXCHANGE, Dialer
 from averaging.allreduce.frames import FramedStream
@@ -42,14 +42,8 @@ class RoundNetwork:
         """
         return FramedStream(stream, self._clock, self.speed, came, went)
 
-    @asynccontextmanager
-    async def open_stream(
-        self, contact: Contact, size_bytes: int, came: Callable[[int], None], went: Callable[[], None]
-    ) -> AsyncIterator[Stream]:
-        """Open a stream to a reducer for `size_bytes` of values, with its large messages in frames."""
+    def open_stream(self, contact: Contact, size_bytes: int) -> AbstractAsyncContextManager[Stream]:
+        """Open a stream to a reducer for `size_bytes` of values; `framed` cuts its messages."""
         # a connection of its own, so that heartbeats and votes do not wait behind megabytes
         connection = 1 if size_bytes > SHARED_STREAM_BYTES_MAX else 0
-        async with self._dialer.open_stream(
-            contact, EXCHANGE, timeout_s=None, connection=connection
-        ) as stream:
-            yield self.framed(stream, came, went)
+        return self._dialer.open_stream(contact, EXCHANGE, timeout_s=None, connection=connection)
