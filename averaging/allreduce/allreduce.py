@@ -308,13 +308,13 @@ class AllReduce:
         message = await stream.receive()
         if message is None:
             return
-        header, _ = unpack(message)
+        header, first = unpack(message)
         if not header.HasField("open"):
             raise PeerError("a stream of a round begins with an opening")
         found = await self._rounds.find(header.open.group_id, stream.peer_id)
         place = _place(found, stream.peer_id)
         if isinstance(found, RoundDriver) and found.running:
-            await found.serve(place, header.open, stream)
+            await found.serve(place, header.open, stream, first)
             return
         if isinstance(found, RoundDriver):  # it ends at this moment
             found = FinishedRound(found.machine, found.kernels.averages)

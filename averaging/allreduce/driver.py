@@ -355,8 +355,8 @@ class RoundDriver:
 
     # ---- for the service, when members call
 
-    async def serve(self, place: int, opening: ExchangeOpen, stream: Stream) -> None:
-        """Serve a stream that a member opened."""
+    async def serve(self, place: int, opening: ExchangeOpen, stream: Stream, first: memoryview) -> None:
+        """Serve a stream that a member opened. `first`: the message that came with the opening."""
         wire.check_opening(opening, self.kernels.codec, self.plan_digest)
         if place in self._served:
             raise PeerError("a second stream in one round")
@@ -364,7 +364,7 @@ class RoundDriver:
         sender = SenderStream(self, place)
         self._senders.add(sender)
         try:
-            await sender.serve(stream)
+            await sender.serve(stream, first)
         finally:
             self._senders.discard(sender)
             if not self.running:

@@ -36,7 +36,7 @@ class RoundNetwork:
         """Make a unary call; see `Caller`."""
         return await self._dialer.call(contact, method, request, timeout_s=timeout_s)
 
-    def framed(self, stream: Stream, came: Callable[[int], None], went: Callable[[], None]) -> Stream:
+    def framed(self, stream: Stream, came: Callable[[int], None], went: Callable[[], None]) -> FramedStream:
         """Return the stream with its large messages in frames. `came` is called with the size of everything
         that arrives, `went` whenever something was sent.
         """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from averaging.allreduce import wire
 from averaging.allreduce.config import REASON_CHARACTERS_MAX
+from averaging.allreduce.frames import FramedStream
 from averaging.allreduce.logic import events as on
 from averaging.reduction.framing import unpack
 from swarm.core.errors import NetworkError, PeerError, SwarmError
@@ -47,10 +48,10 @@ class ReducerStream:
         else:
             driver.feed(on.ReducerStreamEnded(place))
 
-    async def _send(self, stream: Stream) -> None:
+    async def _send(self, stream: FramedStream) -> None:
         driver, place = self._driver, self._reducer
         kernels, offload = driver.kernels, driver.offload
-        await driver.send(stream, wire.opening(driver.group_id, kernels.codec, driver.plan_digest))
+        stream.begin(wire.opening(driver.group_id, kernels.codec, driver.plan_digest))
         chunks = kernels.plan.shard(place) if kernels.weights[kernels.own] > 0 else ()
         size = 1 if offload.inline else _BATCH_CHUNKS
         batches = [chunks[nth : nth + size] for nth in range(0, len(chunks), size)]
@@ -74,7 +75,7 @@ class ReducerStream:
             await driver.send(stream, wire.withdrawal(kernels.excluded_reason))
         await stream.finish()
 
-    async def _receive(self, stream: Stream) -> None:
+    async def _receive(self, stream: FramedStream) -> None:
         driver, place = self._driver, self._reducer
         while (message := await stream.receive()) is not None:
             driver.bytes_received += len(message)
@@ -105,12 +106,15 @@ class SenderStream:
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
-    async def serve(self, stream: Stream) -> None:
-        """Serve it to its end. PeerError refuses it, or says why the round failed."""
+    async def serve(self, opened: Stream, first: memoryview) -> None:
+        """Serve it to its end. `first`: the message that came with its opening. PeerError refuses it, or says
+        why the round failed.
+        """
         driver, place = self._driver, self._sender
         driver.feed(on.SenderOpened(place))
         came = functools.partial(driver.on_bytes, place, False)
-        stream = driver.network.framed(stream, came, functools.partial(driver.on_sent, place))
+        stream = driver.network.framed(opened, came, functools.partial(driver.on_sent, place))
+        stream.resume(first)
         try:
             await self._exchange(stream)
         except NetworkError as error:
@@ -123,7 +127,7 @@ class SenderStream:
             driver.feed(on.SenderStreamBroke(place, "its connection closed"))
             raise
 
-    async def _exchange(self, stream: Stream) -> None:
+    async def _exchange(self, stream: FramedStream) -> None:
         try:
             async with asyncio.timeout(None) as self._limit:
                 await _side_by_side(self._take_contributions(stream), self._give_averages(stream))
@@ -134,7 +138,7 @@ class SenderStream:
         finally:
             self._limit = None
 
-    async def _take_contributions(self, stream: Stream) -> None:
+    async def _take_contributions(self, stream: FramedStream) -> None:
         driver, place, strays = self._driver, self._sender, 0
         chunks = len(driver.own_chunks)
         while (message := await stream.receive()) is not None:

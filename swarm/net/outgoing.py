@@ -56,12 +56,8 @@ class CallerStream:
         if self._finished:
             return
         self._finished = True
+        # gRPC's own end of the caller's messages, which means the same, would be one more operation
         await self._write(END_OF_STREAM)
-        with (
-            self._map_errors,
-            contextlib.suppress(asyncio.InvalidStateError),
-        ):
-            await self._call.done_writing()
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -29,7 +29,6 @@ from averaging.allreduce.logic.versions import Version
 from averaging.allreduce.logic.votes import VoteExchange
 from swarm.core.errors import PeerError
 
-
 # Frames of messages are most events, and change nothing else. Values and averages that come decide nothing
 # before they are reduced or checked, which is another event.
 _WITHOUT_CONSEQUENCES = frozenset(
