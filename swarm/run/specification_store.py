@@ -9,18 +9,18 @@ signature counts.
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 from swarm.core.errors import PeerError
 from swarm.core.files import set_aside, write_private
+from swarm.core.ids import RUN_ID
 from swarm.run.specification import SPECIFICATION_BYTES_MAX, SignedSpecification, newest, verified
 
 _log = logging.getLogger(__name__)
 
 SPECIFICATIONS_MAX = 64  # runs; above this, the copies that were written longest ago are deleted
 _SUFFIX = ".specification"
-_RUN_ID = re.compile(r"[a-z2-7]{20}")
+_PEERS_SUFFIX = ".peers"
 
 
 class SpecificationStore:
@@ -42,6 +42,7 @@ class SpecificationStore:
                 write_private(self._file(signed.run_id), signed.blob)
             for file in sorted(self._files(), key=lambda file: file.stat().st_mtime_ns)[:-SPECIFICATIONS_MAX]:
                 file.unlink(missing_ok=True)
+                file.with_suffix(_PEERS_SUFFIX).unlink(missing_ok=True)
         except OSError as error:
             _log.error(
                 "the specification of %s cannot be saved in %s: %s", signed.full_name, self._folder, error
@@ -51,7 +52,7 @@ class SpecificationStore:
         """Return the copy of one run, or None if there is none that its owner signed. A damaged one is moved
         aside.
         """
-        if not _RUN_ID.fullmatch(run_id):
+        if not RUN_ID.fullmatch(run_id):
             return None
         file = self._file(run_id)
         try:
@@ -74,6 +75,12 @@ class SpecificationStore:
             return []
         found = (self.load(file.name.removesuffix(_SUFFIX)) for file in files)
         return [signed for signed in found if signed is not None]
+
+    def peers_file(self, run_id: str) -> Path:
+        """Return the file of the peers by which this machine last took part in a run: a copy of a peer book.
+        It goes when the specification goes.
+        """
+        return self._folder / f"{run_id}{_PEERS_SUFFIX}"
 
     def _file(self, run_id: str) -> Path:
         return self._folder / f"{run_id}{_SUFFIX}"
