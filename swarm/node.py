@@ -168,6 +168,7 @@ class Node:
             surroundings=surroundings,
             tunnelled=self._libp2p.tunnelled,
         )
+        self._libp2p.on_direct.append(self._retire)
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
@@ -191,6 +192,7 @@ class Node:
             host, port = self._listen_address
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
+            self._libp2p.listen_beside(self._listen_address)
             given = given_addresses(self.config.announce, port)
             own = replace(own, listening=self._listen_address, given=given)
         self._announcing = Announcing(
@@ -297,6 +299,13 @@ class Node:
         return list(self._joining.failures.values())
 
     @property
+    def join_refused(self) -> bool:
+        """Return whether the last attempt to join has failed for another reason than silence: then the next
+        one is likely to fail, too.
+        """
+        return self._joining.is_refused
+
+    @property
     def not_invited(self) -> str:
         """Return the sentence with which a peer that answers invited peers only has refused this one; empty
         if none has.
@@ -398,6 +407,9 @@ class Node:
             self.supervisor.spawn(
                 f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact)
             )
+
+    def _retire(self, peer_id: PeerId) -> None:
+        self.supervisor.spawn(f"other way to {peer_id.short}", lambda: self.channels.retire(peer_id))
 
     async def _introduce(self, contact: Contact) -> None:
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from averaging.blocklist import PeerBlocklist
+from averaging.blocklist import EXCLUDED, PeerBlocklist
 from averaging.optim.epoch_averager import EpochAverager
 from averaging.optim.history import RunHistory
 from averaging.optim.modes import CapturedRound, Mode
@@ -121,6 +121,11 @@ class CatchUp:
         self._registered_epoch = -1  # that the others were told of last
         self._blocklist = blocklist
 
+    @property
+    def own_is_excluded(self) -> bool:
+        """Return whether the owner of the run has excluded this peer, so that the others refuse it."""
+        return self._blocklist.own_is_banned
+
     def load(
         self,
         timeout_s: float,
@@ -141,7 +146,7 @@ class CatchUp:
         self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, timeout_s), first=True)
         while True:
             if self._blocklist.own_is_banned:
-                return self._not_loaded(attempt, "the owner of this run has banned this peer")
+                return self._not_loaded(attempt, EXCLUDED)
             if attempt.reason or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:  # another attempt
                 self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt, among)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.cli.control import Control
 from swarm.cli.identity import NEW
-from swarm.cli.paths import control_folder, specifications_folder
+from swarm.cli.paths import control_folder, default_identity, invited_identities, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
-from swarm.core.identity import Identity
+from swarm.core.identity import Identity, IdentityInUse
 from swarm.core.ids import RUN_NAME, Contact
 from swarm.membership.invite import Invite, is_invite
 from swarm.net.logic.lan import NearbyPeer, NearbyRun
@@ -31,10 +31,13 @@ _NAMES_MAX = 4  # of peers, in a line
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """How to enter a run: addresses and invites, and which run it is there; None: the only one."""
+    """How to enter a run: addresses and invites, and which run it is there; None: the only one. `identity`:
+    the file of the one to enter with; None: as `open_entry_identity` chooses.
+    """
 
     bootstrap: tuple[str, ...]
     run: str | None
+    identity: str | None
 
 
 def is_run_name(text: str) -> bool:
@@ -43,36 +46,27 @@ def is_run_name(text: str) -> bool:
 
 
 def given_entry(
-    address: str | None, run: str | None, identity: str | None, servers: Sequence[Contact]
+    given: Sequence[str], run: str | None, identity: str | None, servers: Sequence[Contact]
 ) -> RunEntry | None:
-    """Return how to enter what the user has named: an address, an invite or a run; None for nothing.
+    """Return how to enter what the user has given: addresses, an invite, or the name of a run; None for
+    nothing.
 
     `run` chooses among several of a name; `identity` is the file of the identity that was invited, for an
     invited run; `servers` are those of libp2p's DHT. Raises UsageError when it is not clear which run is
     meant, and NetworkError when no server answers.
     """
-    name = address if address is not None and is_run_name(address) else run
-    if name is None and address is not None and is_invite(address):
-        name = Invite.parse(address).run_id
-    found: list[str] = []
-    if servers and name is None:
-        raise UsageError("--libp2p-bootstrap finds a run by its name: say which, as in `swarm join NAME`")
-    if servers and name is not None:
-        from swarm.reach.rendezvous import find_peers
-
-        wanted = name.rpartition("@")[2]
-        peers = asyncio.run(find_peers(wanted, servers))
-        found = [text for peer in peers for text in peer.multiaddrs[:_ADDRESSES_MAX]]
-    if address is None:
-        return remembered_entry(name, None, identity, found) if servers and name is not None else None
-    if is_run_name(address):
-        return remembered_entry(address, run, identity, found)
-    return RunEntry((address, *found), run)
+    by_name = given[0] if len(given) == 1 and is_run_name(given[0]) else None
+    found = _found_by_name(by_name or run, given, servers) if servers else []
+    if by_name is not None:
+        return remembered_entry(by_name, run, identity, found)
+    if not given and servers and run is not None:
+        return remembered_entry(run, None, identity, found)
+    return RunEntry((*given, *found), run, identity) if given else None
 
 
 def remembered_entry(name: str, run: str | None, identity: str | None, found: Sequence[str] = ()) -> RunEntry:
     """Return how to enter a run by its name: by the peers that this machine remembers, if it took part in it,
-    and by these addresses that were found. The other parameters: as those of `given_entry`.
+    and at these addresses that were found. The other parameters: as those of `given_entry`.
 
     Raises UsageError when no run is meant, or several, or no peer of it is known.
     """
@@ -83,7 +77,7 @@ def remembered_entry(name: str, run: str | None, identity: str | None, found: Se
     store = SpecificationStore(specifications_folder())
     signed = _stored(store.all(), name, run)
     if signed is None and found:
-        return RunEntry(tuple(found), name)
+        return RunEntry(tuple(found), name, identity)
     if signed is None:
         raise UsageError(
             f"this machine took part in no run {name!r:.80}, and knows no peer of it. Pass the address of "
@@ -98,8 +92,9 @@ def remembered_entry(name: str, run: str | None, identity: str | None, found: Se
         raise UsageError(
             f"this machine remembers no peer of {signed.full_name}: pass the address of one, or an invite"
         )
-    invites = [_own_invite(signed, identity)] if signed.specification.members == "invited" else []
-    return RunEntry((*invites, *addresses), signed.full_name)
+    if signed.specification.members == "open":
+        return RunEntry(tuple(addresses), signed.full_name, identity)
+    return _invited_entry(signed, addresses, identity)
 
 
 def nearby_runs(output: Output, run: str | None) -> list[NearbyRun]:
@@ -135,8 +130,14 @@ def nearby_entry(output: Output, run: str | None, identity: str | None) -> RunEn
     else:
         output.emit(Notice(text=f"joining {chosen.full_name}"))
     addresses = [address for peer in chosen.peers for address in peer.contact.multiaddrs]
-    invites = [_invite_to(chosen, identity)] if chosen.is_invited else []
-    return RunEntry((*invites, *addresses), chosen.full_name)
+    if not chosen.is_invited:
+        return RunEntry(tuple(addresses), chosen.full_name, identity)
+    from swarm.run.specification_store import SpecificationStore
+
+    signed = SpecificationStore(specifications_folder()).load(chosen.run_id)
+    if signed is None:
+        raise UsageError(f"{chosen.full_name} needs an invite: ask its owner for one, and join with it")
+    return _invited_entry(signed, addresses, identity)
 
 
 def announce_nearby(node: Node, signed: SignedSpecification) -> None:
@@ -177,6 +178,19 @@ def announce_by_name(
     node.network.run(begin(), 5.0)
 
 
+def _found_by_name(name: str | None, given: Sequence[str], servers: Sequence[Contact]) -> list[str]:
+    """Return addresses of peers of a run that libp2p's DHT names: by the run's name, or that of an invite."""
+    from swarm.reach.rendezvous import find_peers
+
+    invites = [one for one in given if is_invite(one)]
+    if name is None and invites:
+        name = Invite.parse(invites[0]).run_id
+    if name is None:
+        raise UsageError("--libp2p-bootstrap finds a run by its name: say which, as in `swarm join NAME`")
+    peers = asyncio.run(find_peers(name.rpartition("@")[2], servers))
+    return [text for peer in peers for text in peer.multiaddrs[:_ADDRESSES_MAX]]
+
+
 def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) -> SignedSpecification | None:
     """Return the one run on disk that a name means, if there is one. Raise UsageError when there are
     several.
@@ -193,29 +207,32 @@ def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) ->
     return fitting[0] if fitting else None
 
 
-def _invite_to(run: NearbyRun, identity: str | None) -> str:
-    from swarm.run.specification_store import SpecificationStore
-
-    signed = SpecificationStore(specifications_folder()).load(run.run_id)
-    if signed is None:
-        raise UsageError(f"{run.full_name} needs an invite: ask its owner for one, and join with it")
-    return _own_invite(signed, identity)
-
-
-def _own_invite(signed: SignedSpecification, identity: str | None) -> str:
-    """Return an invite with the capability that this identity keeps for a run. Raises UsageError when it
-    keeps none.
+def _invited_entry(signed: SignedSpecification, addresses: Sequence[str], identity: str | None) -> RunEntry:
+    """Return how to enter an invited run again, with the chosen identity or one that has entered it before:
+    by the capability that it keeps. Raises UsageError when it keeps none.
     """
     from swarm.run.membership import identity_of, load_capability
 
-    own = Identity.read(Path(identity).expanduser()) if identity not in (None, NEW) else None
-    held = load_capability(specifications_folder(), signed.run_id, own.peer_id) if own is not None else ()
-    if not held:
-        raise UsageError(
-            f"{signed.full_name} needs an invite: join with the invite again, or with --identity FILE, the "
-            "identity that has joined it before"
-        )
-    return Invite(run=identity_of(signed), contacts=(), grants=held, key=b"").text()
+    in_use: IdentityInUse | None = None
+    kept = [default_identity(), *invited_identities()]
+    for file in kept if identity is None else [Path(identity).expanduser()]:
+        own = Identity.read(file) if identity != NEW and file.exists() else None
+        held = load_capability(specifications_folder(), signed.run_id, own.peer_id) if own is not None else ()
+        if not held or "train" not in held[-1].roles:
+            continue
+        try:
+            Identity.load(file).close()
+        except IdentityInUse as error:
+            in_use = error
+            continue
+        invite = Invite(run=identity_of(signed), contacts=(), grants=held, key=b"")
+        return RunEntry((invite.text(), *addresses), signed.full_name, str(file))
+    if in_use is not None:
+        raise in_use
+    raise UsageError(
+        f"{signed.full_name} needs an invite: join with the invite again, or with --identity FILE, the "
+        "identity that has joined it before"
+    )
 
 
 def _fields(run: NearbyRun) -> dict[str, Any]:

@@ -218,6 +218,17 @@ class Channels:
         for key in [key for key in self._links if key[0] == peer_id]:
             await self._close(self._links.pop(key))
 
+    async def retire(self, peer_id: PeerId) -> None:
+        """Let new calls to a peer that is called through a tunnel dial again: there is a better way for it.
+        Those in progress end as they have begun.
+        """
+        for link in [link for key, link in self._links.items() if key[0] == peer_id]:
+            async with link.lock:  # what is being dialed takes the old way
+                connection = link.connection
+                if connection is not None and connection.address is None:
+                    link.connection = None
+                    await self._drop(connection)
+
     async def close(self) -> None:
         """Close everything; calls in progress fail, later ones raise UsageError."""
         self._closed = True

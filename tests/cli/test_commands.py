@@ -73,6 +73,8 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["join", "--libp2p-bootstrap", NOBODY], "finds a run by its name: say which"),
         (["join", "x", "--libp2p-bootstrap", "nonsense"], "'nonsense' names no peer"),
         (["join"], "swarm: there is no terminal to ask on: pass --yes"),
+        (["join", NOBODY, "nonsense"], "swarm: 'nonsense' names no peer"),
+        (["monitor", NOBODY, "nonsense"], "swarm: 'nonsense' names no peer"),
         (["start", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
         (["start", str(ROOT)], "Is a directory"),
         (["start", "absent.toml", "--frob"], "No such option"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from swarm.cli import main
 from swarm.cli.finding import is_run_name, nearby_entry, remembered_entry
-from swarm.cli.paths import specifications_folder
+from swarm.cli.identity import open_entry_identity
+from swarm.cli.paths import invited_identity, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.identity import Identity
@@ -110,6 +112,12 @@ def test_a_run_is_joined_again_by_its_name_through_the_peers_that_were_reached()
         assert (list(entry.bootstrap), entry.run) == (addresses, signed.full_name)
 
 
+def test_the_name_of_a_run_passes_for_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    remember(kept("bytelm"), 1)
+    assert main(["join", "bytelm"]) == 2
+    assert "there is no terminal to ask on" in capsys.readouterr().err
+
+
 def test_a_name_that_fits_several_runs_says_which() -> None:
     first, second = kept("bytelm"), kept("bytelm", owner=Identity.generate())
     remember(first, 1)
@@ -150,6 +158,27 @@ def test_an_invited_run_is_joined_again_with_the_identity_that_was_invited(tmp_p
     assert RunMembership(entrance.invite, holder.peer_id, (), time.time).run_id == signed.run_id
     with pytest.raises(UsageError, match="is for peer"):
         RunMembership(entrance.invite, Identity.generate().peer_id, (), time.time)
+
+
+def test_an_invited_run_is_joined_again_with_an_identity_that_was_kept_and_is_not_in_use() -> None:
+    signed = kept("closed", "invited")
+    remember(signed, 1)
+    terms = Terms(roles=("train",), uses=2, lifetime_s=3600.0)
+    invite = make_invite(identity_of(signed), OWNER, (), terms, now_s=time.time())
+    files = [invited_identity(str(invite.subject), number) for number in (1, 2)]
+    for file in files:
+        with closing(Identity.load(file)) as one:
+            save_capability(specifications_folder(), RunMembership(invite, one.peer_id, (), time.time))
+    entry = remembered_entry("closed", None, None)
+    assert entry.identity == str(files[0])
+    own = open_entry_identity(entry.identity, entry.bootstrap, "train")
+    assert own.peer_id == Identity.read(files[0]).peer_id
+    other = remembered_entry("closed", None, None).identity
+    assert other is not None
+    with closing(own), closing(Identity.load(other)) as second:
+        assert second.peer_id == Identity.read(files[1]).peer_id
+        with pytest.raises(UsageError, match="is using the identity file"):
+            remembered_entry("closed", None, None)
 
 
 def test_the_only_run_of_the_network_is_joined_through_its_peers(around: list[NearbyRun]) -> None:
