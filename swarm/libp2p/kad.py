@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 
 from swarm.core.errors import NetworkError, SwarmError
@@ -15,7 +16,7 @@ from swarm.libp2p.logic.kad import (
     PROVIDERS_MAX,
     KadAnswer,
     KadKind,
-    Lookup,
+    ServerSearch,
     decode_answer,
     encode_question,
 )
@@ -65,8 +66,8 @@ class KadClient:
 
     async def _search(
         self, kind: KadKind, key: bytes, bootstrap: Sequence[Contact]
-    ) -> tuple[Lookup, list[Contact]]:
-        lookup, found = Lookup(key, bootstrap), dict[bytes, Contact]()
+    ) -> tuple[ServerSearch, list[Contact]]:
+        lookup, found = ServerSearch(key, bootstrap), dict[bytes, Contact]()
         failures: list[str] = []
         running: set[asyncio.Task[None]] = set()
 
@@ -85,7 +86,9 @@ class KadClient:
         try:
             async with asyncio.timeout(SEARCH_S):
                 while True:
-                    running |= {asyncio.create_task(ask(peer)) for peer in lookup.due()}
+                    for peer in lookup.due():
+                        name = f"question to {peer.peer_id.short}"
+                        running.add(self._host.supervisor.spawn(name, functools.partial(ask, peer)))
                     if not running or len(found) >= PROVIDERS_MAX:
                         break
                     _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

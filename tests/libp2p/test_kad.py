@@ -19,7 +19,7 @@ from swarm.libp2p.logic.kad import (
     PARALLEL,
     PROVIDERS_MAX,
     KadKind,
-    Lookup,
+    ServerSearch,
     decode_answer,
     encode_question,
     run_key,
@@ -104,7 +104,7 @@ def test_damaged_answers_raise_nothing_but_sentences(seed: int) -> None:
         assert all(one.addresses for one in (*answer.closer, *answer.providers))
 
 
-def searched(lookup: Lookup, rng: random.Random, answers: dict[PeerId, list[Contact]]) -> int:
+def searched(lookup: ServerSearch, rng: random.Random, answers: dict[PeerId, list[Contact]]) -> int:
     """Run a search in which those answer that have an answer, in any order. Return how many were asked."""
     waiting: list[Contact] = []
     asked = 0
@@ -133,7 +133,7 @@ def test_a_search_finds_the_nearest_of_a_network_in_which_each_knows_some(seed: 
         close = sorted(everybody, key=lambda two: one.peer_id.dht_id ^ two.peer_id.dht_id)[:30]
         known = {two.peer_id: two for two in (*close, *rng.sample(everybody, 40))}
         answers[one.peer_id] = sorted(known.values(), key=lambda two: distance(two, KEY))[:20]
-    lookup = Lookup(KEY, rng.sample(everybody, 2))
+    lookup = ServerSearch(KEY, rng.sample(everybody, 2))
     assert searched(lookup, rng, answers) <= ASKED_MAX
     assert lookup.nearest[:10] == near[:10]
     assert len(lookup.nearest) == NEAREST
@@ -144,7 +144,7 @@ def test_peers_that_do_not_answer_are_left_out(seed: int) -> None:
     rng = random.Random(seed)
     everybody = [peer(number) for number in range(40)]
     live = rng.sample(everybody, 15)
-    lookup = Lookup(KEY, everybody)
+    lookup = ServerSearch(KEY, everybody)
     searched(lookup, rng, {one.peer_id: [] for one in live})
     assert lookup.nearest == sorted(live, key=lambda one: distance(one, KEY))
 
@@ -160,5 +160,5 @@ def test_answers_that_name_ever_nearer_peers_end_after_a_bounded_number_of_quest
             Endless.made += 100
             return [peer(Endless.made + number) for number in range(100)]
 
-    lookup = Lookup(KEY, [peer(1)])
+    lookup = ServerSearch(KEY, [peer(1)])
     assert searched(lookup, random.Random(1), Endless()) <= ASKED_MAX

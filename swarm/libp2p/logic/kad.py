@@ -1,7 +1,7 @@
 """libp2p's kad-dht, as a client: messages, and the search for the peers nearest to a key. Pure.
 
-Runs are found under their names there: whoever can be called is a provider of the key that follows from the
-name. Nothing else is used of it. Anybody can provide any key, so a provider is a hint.
+Runs are found under their names there: peers that can be called are providers of the key that follows from
+the name. Nothing else is used of it. Anybody can provide any key, so a provider is a hint.
 
 Source: libp2p specification "Kademlia DHT".
 """
@@ -79,8 +79,8 @@ def decode_answer(data: bytes) -> KadAnswer:
     return KadAnswer(tuple(closer), tuple(providers))
 
 
-class Lookup:
-    """A search for the peers that are nearest to a key: whom to ask next, and when to stop."""
+class ServerSearch:
+    """A search for the servers that are nearest to a key: which to ask next, and when to stop."""
 
     def __init__(self, key: bytes, start: Iterable[Contact]) -> None:
         self._place = int.from_bytes(hashlib.sha256(key).digest(), "big")
@@ -97,7 +97,7 @@ class Lookup:
                 self._known.setdefault(one.peer_id, one)
 
     def due(self) -> list[Contact]:
-        """Return whom to ask now: the nearest of those that were not asked, unless enough of them have
+        """Return which to ask now: the nearest of those that were not asked, unless enough of them have
         answered.
         """
         live = [one for one in self._sorted() if one not in self._asked or self._is_useful(one)]
