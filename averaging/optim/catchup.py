@@ -119,12 +119,7 @@ class CatchUp:
         self.distrusted: dict[PeerId, str] = {}
         self._unproven_since_s: float | None = None  # a report without a certificate was believed first
         self._registered_epoch = -1  # that the others were told of last
-        self._blocklist = blocklist
-
-    @property
-    def own_is_excluded(self) -> bool:
-        """Return whether the owner of the run has excluded this peer, so that the others refuse it."""
-        return self._blocklist.own_is_banned
+        self.blocklist = blocklist
 
     def load(
         self,
@@ -145,7 +140,7 @@ class CatchUp:
         attempt = _Attempt(self.clock, retries, now_s + timeout_s, now_s, codec, among, on_progress)
         self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, timeout_s), first=True)
         while True:
-            if self._blocklist.own_is_banned:
+            if self.blocklist.own_is_banned:
                 return self._not_loaded(attempt, EXCLUDED)
             if attempt.reason or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:  # another attempt
                 self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
@@ -285,7 +280,7 @@ class CatchUp:
         """Return the electors of the swarm's head that can be called, the most senior first. `among`: only
         these, where a round has found which of them hold the state.
         """
-        ignored = {self._node.peer_id, *self.distrusted, *self._blocklist.banned}
+        ignored = {self._node.peer_id, *self.distrusted, *self.blocklist.banned}
         found = self._history.electors() if self._history is not None else ()
         contacts = [
             self._tracker.contact(peer) for peer in found if peer not in ignored and peer in (among or found)
@@ -486,7 +481,7 @@ class CatchUp:
             if (
                 entry.writer == self._node.peer_id
                 or entry.writer in self.distrusted
-                or entry.writer in self._blocklist.banned
+                or entry.writer in self.blocklist.banned
                 or not isinstance(value, dict)
             ):
                 continue

@@ -407,7 +407,7 @@ class _Session:
 def _session(
     choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
 ) -> Iterator[_Session]:
-    """Open the node. `identity`: the file of whom creates a run; None: the command joins one. `invited_to`: a
+    """Open the node. `identity`: the default file of an owner; None: the command joins a run. `invited_to`: a
     run of this identity that is for invited peers.
     """
     with (

@@ -49,7 +49,8 @@ def test_a_damaged_copy_does_not_stop_the_program_and_commands_say_so(
 ) -> None:
     """Regression test: the sentence was a warning, and the commands show errors only."""
     caplog.set_level(logging.ERROR)
-    path, taken = tmp_path / "book", []
+    path = tmp_path / "book"
+    taken: list[object] = []
     raw = {"empty": b"", "random": bytes(range(256)), "half": b'{"peers": [', "deep": b"[" * 100_000}.get(
         damage
     )
