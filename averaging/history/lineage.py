@@ -334,12 +334,12 @@ class Lineage:
         """Remember the vote that is about to be sent; `Promises.voted` has the parameters."""
         self._promises = self._promises.voted(proposal, result, outside=outside)
 
-    def leave(self, proposal: Proposal) -> bool:
-        """Record that this attempt has ended here, and that this peer does not know how it ended for others.
-        Return whether its vote there binds it.
+    def leave(self, proposal: Proposal | None) -> bool:
+        """Record that this attempt, or any (None), has ended here, and that this peer does not know how it
+        ended for others. Return whether its vote there binds it.
         """
         self._promises = self._promises.ended(proposal)
-        return self._promises.binds(proposal)
+        return self._promises.has_ended if proposal is None else self._promises.binds(proposal)
 
     def release(self, proposal: Proposal) -> None:
         """Take note that nobody can commit this attempt any more (`Tally.is_dead`)."""

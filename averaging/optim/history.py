@@ -162,7 +162,7 @@ class RunHistory:
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,
-                leave=self._leave,
+                leave=self.leave,
                 find_contact=self._find_contact,
             )
 
@@ -471,7 +471,8 @@ class RunHistory:
         with self._lock:
             self._lineage.release(proposal)
 
-    def _leave(self, proposal: Proposal) -> bool:
+    def leave(self, proposal: Proposal | None) -> bool:
+        """Return `Lineage.leave`. With None no round of this peer may be running."""
         with self._lock:
             return self._lineage.leave(proposal)
 
