@@ -108,7 +108,7 @@ def test_a_history_is_fetched_from_the_next_peer_when_one_does_not_answer() -> N
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_a_peer_shows_the_history_of_the_state_that_it_has(is_loaded: bool) -> None:
     """Regression test: peers that waited for a state of which only the dead had a copy showed one another
-    that history. Whoever gave it up followed it again because of the next one, and nobody's grace ended.
+    that history. A peer that gave it up followed it again because of another one, and no grace ended.
     """
 
     async def shown(history: RunHistory) -> bytes:
