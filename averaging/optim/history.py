@@ -101,9 +101,9 @@ class RunHistory:
             return self._lineage.present()
 
     def past(self, heads: Sequence[bytes] = ()) -> Chain:
-        """Return `Lineage.chain` of this peer's history."""
+        """Return `Lineage.chain` of this peer's state: one that it follows, nobody who lives need have."""
         with self._lock:
-            return self._lineage.chain(heads)
+            return (self._left or self._lineage).chain(heads)
 
     @property
     def has_begun(self) -> bool:

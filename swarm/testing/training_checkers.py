@@ -68,7 +68,7 @@ class HistoryLedger:
             for certificate in chain.certificates:
                 self._add(certificate, one, now_s)
             known, more = chain.last_head, is_cut(reply.chain)
-        self._seen[one] = head
+        self._seen[one] = known
 
     def _add(self, certificate: Certificate, one: TrainingPeer, now_s: float) -> None:
         head, before = certificate.head, certificate.proposal.head

@@ -19,6 +19,7 @@ from averaging.optim.exchange import REPORT
 from averaging.optim.history import RunHistory
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.progress.claims import claim_of, read_claim
+from averaging.optim.progress.logic.relays import PROBED_MAX
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, EpochProgress, ProgressReport, with_state
 from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.logic.view import ProgressView
@@ -60,9 +61,8 @@ class Tracker:
         of this peer's state; None in modes without a common state.
         """
         self._observes, self.own = target is None, node.contact.peer_id
-        self._blocklist = blocklist or PeerBlocklist(self.own, node.clock)
+        self._blocklist, self.history = blocklist or PeerBlocklist(self.own, node.clock), history
         self._node, self.run_id, self._on_full = node, run, on_full
-        self.history = history  # of this peer's state; None in modes without a common state
         dht, now_s = node.dht.service, node.clock.swarm_s()
         self.tree = Tree(dht, run, self.own, now_s)  # this peer's place in a run of several shards
         self._records = ProgressRecords(lambda: node.contact, dht, node.clock, self.tree)
@@ -333,10 +333,10 @@ class Tracker:
 
     async def probe(self, *, everybody: bool = True) -> None:
         """Exchange reports directly with the live peers that have a state: with all, or with those that this
-        one passes news to. A peer that cannot be reached does not count any more.
+        one passes news to, as in a large run. A peer that cannot be reached does not count any more.
         """
-        peers = with_state(self.others())
-        await (self._sender.send(self._counted(peers)) if everybody else self._report_to(peers))
+        asks_all = len(peers := with_state(self.others())) <= PROBED_MAX and everybody
+        await (self._sender.send(self._counted(peers)) if asks_all else self._report_to(peers))
 
     async def close(self) -> None:
         """Report that this peer leaves, and withdraw its record. The caller has cancelled `run`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from averaging.history.ahead import Ahead
 from averaging.history.certificate import (
     Certificate,
     Proposal,
@@ -17,6 +19,7 @@ from averaging.history.certificate import (
     vote_statement,
 )
 from averaging.history.chain import Chain
+from averaging.history.encoding import decode_chain
 from averaging.history.lineage import Lineage
 from averaging.history.tally import Tally
 from averaging.optim.history import RunHistory
@@ -26,6 +29,7 @@ from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.standing import PeerStanding
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.virtual_loop import run_virtual
+from swarm.wire import state_pb2
 
 HEAD = b"h" * 32
 EPOCH_S = 0.5
@@ -97,6 +101,31 @@ def test_a_history_is_fetched_from_the_next_peer_when_one_does_not_answer() -> N
             history.heard(contact(number), HEAD)
         await history.compare()
         assert asked == [contact(4), contact(3), contact(2)], "the one that was heard last first"
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_peer_shows_the_history_of_the_state_that_it_has(is_loaded: bool) -> None:
+    """Regression test: peers that waited for a state of which only the dead had a copy showed one another
+    that history. A peer that gave it up followed it again because of another one, and no grace ended.
+    """
+
+    async def shown(history: RunHistory) -> bytes:
+        reply = await history.on_history(contact(3).peer_id, state_pb2.HistoryRequest(run="run"))
+        return decode_chain(reply.chain).last_head
+
+    async def play() -> None:
+        history = history_with(Calls())
+        own = Chain(head=HEAD, electors=(contact(1).peer_id,), certificates=(), root_epoch=3)
+        history.restore(own)
+        history.follow(Ahead(replace(own, head=b"x" * 32, root_epoch=9), contact(2)))
+        assert await shown(history) == HEAD
+        if is_loaded:
+            history.settle()
+        else:
+            history.unfollow()
+        assert await shown(history) == (b"x" * 32 if is_loaded else HEAD)
 
     asyncio.run(play())
 

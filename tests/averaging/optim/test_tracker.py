@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import pytest
 
 from averaging.blocklist import PeerBlocklist
+from averaging.optim.progress.logic.relays import PROBED_MAX
 from averaging.optim.progress.logic.reports import ProgressReport
 from averaging.optim.progress.logic.standing import ReportStanding
 from averaging.optim.progress.tracker import Tracker
@@ -172,6 +173,27 @@ def test_the_answer_of_a_peer_that_is_banned_meanwhile_does_not_count() -> None:
         bench.calls.meanwhile, bench.calls.at_s = ban, bench.dht.now_s
         await bench.tracker.probe()
         assert bench.tracker.others().keys() == {THREE}
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("others", "sent"), [(2, 2), (PROBED_MAX, PROBED_MAX), (PROBED_MAX + 1, 7), (200, 8)]
+)
+def test_a_peer_whose_round_has_failed_asks_all_of_a_group_and_few_of_a_large_run(
+    others: int, sent: int
+) -> None:
+    """Regression test: in a run of 240 peers each failed round cost every one of them 240 calls."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        numbers = range(2, others + 2)
+        bench.dht.found = {str(number): entry(number, epoch=0, samples=10) for number in numbers}
+        await bench.tracker._refresh()
+        assert len(bench.tracker.others()) == others
+        bench.calls.sent.clear()
+        await bench.tracker.probe()
+        assert len(bench.calls.sent) == sent
 
     play(scenario)
 

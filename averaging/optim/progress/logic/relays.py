@@ -14,6 +14,9 @@ from swarm.core.ids import PeerId
 
 # In a run of at most this many other peers each reports to all: it costs as little, and takes one hop.
 ALL_MAX = 8
+# In a run of at most this many other peers one whose round has failed asks all whether they live. Too small:
+# dead peers are waited for until their records expire; too large: N peers whose rounds fail send N² messages
+PROBED_MAX = 64
 
 
 def relays(own: PeerId, peers: Iterable[PeerId]) -> list[PeerId]:
