@@ -167,6 +167,7 @@ class Node:
             surroundings=surroundings,
             tunnelled=self._libp2p.tunnelled,
         )
+        self._libp2p.on_direct.append(self._retire)
         register(self.handlers, self.membership)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
@@ -190,6 +191,7 @@ class Node:
             host, port = self._listen_address
             port = await self._server.start(self.identity, self.handlers, host, port)
             self._listen_address = (host, port)
+            self._libp2p.listen_beside(self._listen_address)
             given = given_addresses(self.config.announce, port)
             own = replace(own, listening=self._listen_address, given=given)
         self._announcing = Announcing(
@@ -214,6 +216,11 @@ class Node:
     def addresses(self) -> list[str]:
         """Multiaddrs that another peer can join by; empty when no peer can connect to this one."""
         return self.contact.multiaddrs
+
+    @property
+    def server(self) -> Address | None:
+        """Return where this node's server listens, maybe at a wildcard; None: it accepts no calls."""
+        return Address(*self._listen_address) if self._listen_address is not None else None
 
     @property
     def agent(self) -> str:
@@ -287,6 +294,13 @@ class Node:
     def join_failures(self) -> list[str]:
         """Return one sentence for each peer that did not answer in the last attempt to join."""
         return list(self._joining.failures.values())
+
+    @property
+    def join_refused(self) -> bool:
+        """Return whether the last attempt to join has failed for another reason than silence: then the next
+        one is likely to fail, too.
+        """
+        return self._joining.is_refused
 
     @property
     def not_invited(self) -> str:
@@ -391,6 +405,9 @@ class Node:
                 f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact)
             )
 
+    def _retire(self, peer_id: PeerId) -> None:
+        self.supervisor.spawn(f"other way to {peer_id.short}", lambda: self.channels.retire(peer_id))
+
     async def _introduce(self, contact: Contact) -> None:
         try:
             await self._introductions.introduce(
@@ -405,10 +422,9 @@ class Node:
         return NodeSockets((*own, *self._libp2p.listening), dialed)
 
     def _reach_through_relays(self) -> Reaching:
-        server = None
-        if self._listen_address is not None:  # as this process reaches it
-            host, port = self._listen_address
-            server = Address("127.0.0.1" if host in WILDCARDS else host, port)
+        server = self.server
+        if server is not None and server.host in WILDCARDS:  # as this process reaches it
+            server = Address("127.0.0.1", server.port)
         return Reaching(
             self._libp2p,
             self._announcing,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from averaging.blocklist import EXCLUDED
 from averaging.history.certificate import RoundKind
 from averaging.optim.catchup import CatchUp
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager, StateRound
@@ -169,6 +170,8 @@ class EpochCloser:
             if not waited:
                 _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
             waited = True
+            if self._catch_up.blocklist.own_is_banned:
+                return CloseOutcome(stepped=False, reason=EXCLUDED, rounds_failed=failed)
             if self.is_behind():
                 return self._missed(failed)
             if self._traits.keeps_progress and not history.waits_briefly:

@@ -24,8 +24,9 @@ from swarm.libp2p.connection import NEGOTIATION_S, MuxedStream, PeerConnection
 from swarm.libp2p.logic import yamux
 from swarm.libp2p.logic.admission import ConnectionCounts
 from swarm.libp2p.noise import PROTOCOL, Noise
-from swarm.libp2p.pipes import Pipe, TcpPipe, serve
+from swarm.libp2p.pipes import Pipe, PortInUse, TcpPipe, serve
 from swarm.libp2p.racing import Races
+from swarm.net.scope import ip_of
 from swarm.runtime.sockets import Endpoint
 from swarm.runtime.supervise import Supervisor
 
@@ -36,7 +37,8 @@ DIAL_S = 10.0
 IDLE_S = 120.0  # that a connection may be without streams and without anybody who needs it
 HELD_BYTES_MAX = 128 << 20  # that all connections hold for readers and writers who do not take them
 _HELD_STEP_BYTES = 16 << 10  # more of one connection, before all are added up
-_HOUSEKEEPING_S = 5.0
+HOUSEKEEPING_S = 5.0
+REPLACED_S = 2.0  # without streams, after which a relayed connection is closed beside a direct one
 _LINGER_S = 10.0  # that a stream which was answered may stay half open
 _FAULTS_MAX = 64
 _DIALED_MAX = 64  # remembered addresses to which a connection may be under way
@@ -64,7 +66,10 @@ class Host:
         self.peer_id = identity.peer_id
         self.supervisor = Supervisor()
         self.faults: deque[Fault] = deque(maxlen=_FAULTS_MAX)
+        self.at_connected: list[Callable[[PeerConnection], None]] = []
         self.at_ended: list[Callable[[PeerConnection], None]] = []
+        # by IP address: peers that dial this one while it dials them, and then answer as if they were dialed
+        self.crossing: dict[str, PeerId] = {}
         self.listening: Address | None = None  # an IP address and a port
         self.admission = ConnectionCounts()
         self._connections: list[PeerConnection] = []
@@ -87,7 +92,7 @@ class Host:
     async def listen(self, host: str, port: int) -> None:
         """Listen at this IP address, and set `listening`. Raises UsageError when the port is taken."""
         try:
-            self._server = await serve(host, port, self._accept)
+            self._server = await serve(host, port, self._accept, is_shared=True)
         except OSError as error:
             raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         self.listening = Address(host, self._server.sockets[0].getsockname()[1])
@@ -150,16 +155,34 @@ class Host:
         attempts = [
             (f"{one.host}:{one.port}", functools.partial(self._dial, peer_id, one)) for one in addresses
         ]
-        return await self._races.run(peer_id, lambda: self._direct(peer_id), attempts, timeout_s)
+        return await self._races.run(peer_id, lambda: self.direct(peer_id), attempts, timeout_s)
 
-    def _direct(self, peer_id: PeerId) -> PeerConnection | None:
+    def direct(self, peer_id: PeerId) -> PeerConnection | None:
+        """Return an open connection to a peer through no relay."""
         known = self.connection(peer_id)
         return known if known is not None and known.relay is None else None
 
     async def _dial(self, peer_id: PeerId, address: Address) -> PeerConnection:
+        try:
+            return await self.dial(peer_id, address)
+        except PortInUse:  # a connection to it from the own port has just ended
+            pipe = await TcpPipe.connect(address.host, address.port)
+            return await self.secure(pipe, is_client=True, expected=peer_id, remote=address)
+
+    async def dial(self, peer_id: PeerId, address: Address, *, is_client: bool = True) -> PeerConnection:
+        """Make a direct connection to a peer at this address, from the port at which this host listens, if it
+        does. `is_client`: as the side that has dialed. Raises NetworkError or PeerError; the caller sets a
+        time limit for connecting.
+        """
         self._dialed.append((address.host, address.port))
-        pipe = await TcpPipe.connect(address.host, address.port)
-        return await self.secure(pipe, is_client=True, expected=peer_id, remote=address)
+        pipe = await TcpPipe.connect(address.host, address.port, self._source(address.host))
+        return await self.secure(pipe, is_client=is_client, expected=peer_id, remote=address)
+
+    def _source(self, host: str) -> Endpoint | None:
+        own, there = self.listening, ip_of(host)
+        if own is None or there is None or ip_address(own.host).version != there.version:
+            return None
+        return own.host, own.port
 
     async def secure(
         self,
@@ -206,6 +229,8 @@ class Host:
         if reason:
             raise NetworkError(reason)
         self._connections.append(connection)
+        for listener in self.at_connected:
+            listener(connection)
 
         def ended(_: object) -> None:  # also when the task never began
             connection.close()
@@ -234,7 +259,8 @@ class Host:
             nonlocal has_begun
             has_begun = True
             try:
-                await self.secure(pipe, is_client=False, expected=None, remote=remote)
+                peer_id = self.crossing.get(remote.host)
+                await self.secure(pipe, is_client=peer_id is not None, expected=peer_id, remote=remote)
             except (NetworkError, PeerError) as error:
                 self.fault(remote.host, str(error))
 
@@ -301,8 +327,12 @@ class Host:
 
     async def _run_housekeeping(self) -> None:
         while True:
-            await asyncio.sleep(_HOUSEKEEPING_S)
+            await asyncio.sleep(HOUSEKEEPING_S)
             now_s = time.monotonic()
             for one in list(self._connections):
-                if not one.streams and not one.kept and now_s - one.idle_since_s > IDLE_S:
+                if one.streams or one.kept:
+                    continue
+                idle_s = now_s - one.idle_since_s
+                is_replaced = one.relay is not None and self.direct(one.peer_id) is not None
+                if idle_s > (REPLACED_S if is_replaced else IDLE_S):
                     one.close("it was not used")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
+import socket
 from typing import Protocol
 
 from swarm.core.errors import NetworkError
@@ -12,6 +15,14 @@ from swarm.runtime.sockets import Endpoint
 
 _READ_BYTES_MAX = 256 << 10  # read ahead of one TCP connection
 _PIECE_BYTES = 65_000  # that one frame of yamux carries
+_REUSE_PORT: int | None = getattr(
+    socket, "SO_REUSEPORT", None
+)  # None: a listening port cannot be dialed from
+_NO_PORT = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EINVAL)
+
+
+class PortInUse(NetworkError):
+    """A connection cannot be made from the given port: there is one to that address already."""
 
 
 class Pipe(Protocol):
@@ -41,12 +52,28 @@ class TcpPipe:
         self.local: Endpoint = (own[0], own[1]) if own else ("", 0)
 
     @classmethod
-    async def connect(cls, host: str, port: int) -> TcpPipe:
-        """Connect. Raises NetworkError when nobody answers there; the caller sets a time limit."""
+    async def connect(cls, host: str, port: int, source: Endpoint | None = None) -> TcpPipe:
+        """Connect; with `source` from this IP address and port of the machine, at which it may listen as well
+        (`serve` with `is_shared`), to an IP address of the same version.
+
+        Raises NetworkError when nobody answers there, PortInUse when `source` cannot be used. The caller sets
+        a time limit.
+        """
         try:
-            return cls(*await asyncio.open_connection(host, port, limit=_READ_BYTES_MAX))
+            if source is None or _REUSE_PORT is None:
+                return cls(*await asyncio.open_connection(host, port, limit=_READ_BYTES_MAX))
+            with contextlib.ExitStack() as undo:
+                bound = _socket(source, _REUSE_PORT)
+                undo.callback(bound.close)
+                bound.bind(source)
+                await asyncio.get_running_loop().sock_connect(bound, (host, port))
+                undo.pop_all()
+                return cls(*await asyncio.open_connection(sock=bound, limit=_READ_BYTES_MAX))
         except OSError as error:
-            raise NetworkError(f"{host}:{port} does not answer: {error.strerror or error}") from None
+            what = f"{host}:{port} does not answer: {error.strerror or error}"
+            raise (PortInUse if source is not None and error.errno in _NO_PORT else NetworkError)(
+                what
+            ) from None
 
     async def read_exactly(self, size: int) -> bytes:
         try:
@@ -80,11 +107,33 @@ class TcpPipe:
             self._writer.transport.abort()
 
 
-async def serve(host: str, port: int, connected: ConnectedFn) -> asyncio.Server:
-    """Listen on a TCP port, and call `connected` with every connection."""
-    return await asyncio.start_server(
-        lambda reader, writer: connected(TcpPipe(reader, writer)), host, port, limit=_READ_BYTES_MAX
-    )
+async def serve(host: str, port: int, connected: ConnectedFn, *, is_shared: bool = False) -> asyncio.Server:
+    """Listen on a TCP port of an IP address, and call `connected` with every connection. `is_shared`: this
+    process can dial from that port, too, so that routers see one port in both directions.
+    """
+    listening = _socket((host, port))
+    try:
+        if listening.family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind((host, port))
+        if is_shared and _REUSE_PORT is not None:
+            # after `bind`: before, it would let two processes listen on one port
+            listening.setsockopt(socket.SOL_SOCKET, _REUSE_PORT, 1)
+        return await asyncio.start_server(
+            lambda reader, writer: connected(TcpPipe(reader, writer)), sock=listening, limit=_READ_BYTES_MAX
+        )
+    except BaseException:
+        listening.close()
+        raise
+
+
+def _socket(address: Endpoint, *options: int) -> socket.socket:
+    """Return a TCP socket for an IP address. SO_REUSEADDR of Windows would let others take its port."""
+    made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    made.setblocking(False)
+    for option in (*([socket.SO_REUSEADDR] if os.name == "posix" else []), *options):
+        made.setsockopt(socket.SOL_SOCKET, option, 1)
+    return made
 
 
 class ConnectedFn(Protocol):

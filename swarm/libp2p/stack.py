@@ -7,12 +7,13 @@ from collections.abc import Callable
 from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
-from swarm.core.ids import Address, Contact
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.standing import PeerStanding
 from swarm.libp2p.basics import ping, serve_basics
 from swarm.libp2p.circuits import Circuits
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.relaying import RelayLimits
+from swarm.libp2p.punching import MayDialFn, Punching
 from swarm.libp2p.relay import RelayService
 from swarm.libp2p.tunnel import Tunnels
 from swarm.runtime.sockets import Endpoint
@@ -39,23 +40,30 @@ class Stack:
         self.tunnels = Tunnels(self.host, self.circuits)
         self.relay: RelayService | None = None
 
+    async def start(
+        self, listening: Endpoint | None, may_dial: MayDialFn, on_direct: Callable[[PeerId], None]
+    ) -> None:
+        """Begin to work. `listening`: the IP address and port of the machine at which to listen, or at
+        another port where this one is taken; None: nowhere. The others are those of `Punching`.
+        """
+        Punching(self.host, self._clock, may_dial, on_direct)
+        await self.host.start()
+        if listening is None:
+            return
+        try:
+            await self.host.listen(*listening)
+        except UsageError:
+            await self.host.listen(listening[0], 0)
+
     def take_calls(self, server: Address) -> None:
         """Keep reservations, and lead the calls that come through relays to this gRPC server."""
         self.tunnels.serve(server)
         self.host.supervisor.spawn("reservations at relays", self.circuits.run, restart=True)
 
-    async def offer_relay(self, host: str, port: int, bytes_per_s: float) -> int:
-        """Listen, and relay for others. Return the port: the system's choice where `port` is taken. Raises
-        UsageError when it cannot listen at all.
-        """
-        try:
-            await self.host.listen(host, port)
-        except UsageError:
-            await self.host.listen(host, 0)
+    def offer_relay(self, bytes_per_s: float) -> None:
+        """Relay for others."""
         limits = RelayLimits(bytes_per_s=bytes_per_s)
         self.relay = RelayService(self.host, limits, self._standing, self._clock)
-        assert self.host.listening is not None
-        return self.host.listening.port
 
     async def ping(self, relay: Contact) -> float:
         """Return the round-trip time to a relay in seconds. Raises SwarmError when it does not answer."""

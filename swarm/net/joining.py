@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from swarm.core.backoff import Backoff
-from swarm.core.errors import NotInvited, SwarmError
+from swarm.core.errors import DeadlineExceeded, NotInvited, SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.presets import WAN, Timings
 from swarm.net.hello import Introductions
@@ -50,6 +50,8 @@ class Joining:
         self._tried: set[PeerId] = set()
         self._lost: set[PeerId] = set()
         self.failures: dict[PeerId, str] = {}  # why each peer of the last round did not answer
+        self._silent: set[PeerId] = set()  # of those
+        self.is_refused = False  # the last round is over: nobody answered, and nobody was silent
         self.not_invited = ""  # the last refusal of a peer that answers invited peers only
         self.attempted = asyncio.Event()
         self.joined = asyncio.Event()
@@ -59,6 +61,7 @@ class Joining:
         backoff = Backoff(self._timings.rejoin_first_s, self._timings.rejoin_s_max, random)
         while True:
             asked, answered = await self._round()
+            self.is_refused = asked > 0 and not answered and not self._silent
             self.attempted.set()
             if answered:
                 backoff.reset()
@@ -73,7 +76,7 @@ class Joining:
 
     async def _round(self) -> tuple[int, int]:
         """Return how many peers were asked in one round, and how many answered."""
-        self.failures = {}
+        self.failures, self._silent = {}, set()
         asked, answered = len(self._bootstrap), await self._ask(self._bootstrap)
         if not answered:
             remembered = [
@@ -117,6 +120,8 @@ class Joining:
             ).contact
         except SwarmError as error:
             self.failures[contact.peer_id] = str(error)
+            if isinstance(error, DeadlineExceeded):
+                self._silent.add(contact.peer_id)
             if isinstance(error, NotInvited):
                 self.not_invited = str(error)
             self._lost.add(contact.peer_id)

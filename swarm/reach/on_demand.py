@@ -42,7 +42,13 @@ class Libp2p:
         self._stack: Stack | None = None
         self._loading = asyncio.Lock()
         self._closed = False
+        self._beside: Endpoint | None = None
+        self.on_direct: list[Callable[[PeerId], None]] = []  # called with a peer to which a hole is punched
         self.on_change: list[Callable[[], None]] = []  # called when `held` has changed
+
+    def listen_beside(self, endpoint: Endpoint) -> None:
+        """Take where the gRPC server listens: the host will listen at the next port, once it is loaded."""
+        self._beside = endpoint
 
     async def stack(self) -> Stack:
         """Return the host and its parts, loaded and started if they were not. Raises UsageError when the
@@ -58,7 +64,7 @@ class Libp2p:
                 stack: Stack = module.Stack(
                     self._identity, self._agent, self._clock, self._standing, self._tell
                 )
-                await stack.host.start()
+                await stack.start(self._own_endpoint(), self._may_dial, self._tell_direct)
                 self._stack = stack
             return self._stack
 
@@ -120,6 +126,19 @@ class Libp2p:
         self._closed = True
         if self._stack is not None:
             await self._stack.close()
+
+    def _own_endpoint(self) -> Endpoint | None:
+        if self._beside is None:
+            return None
+        host, port = self._beside
+        return host, port + 1 if port < 65535 else 0
+
+    def _may_dial(self, peer_id: PeerId, address: Address) -> bool:
+        return bool(self._surroundings.dialable(peer_id, address, [address.host]))
+
+    def _tell_direct(self, peer_id: PeerId) -> None:
+        for listener in self.on_direct:
+            listener(peer_id)
 
     def _tell(self) -> None:
         for listener in self.on_change:

@@ -195,8 +195,7 @@ class Reaching:
             return
         stack = await self._libp2p.stack()
         if stack.relay is None:
-            host, port = self._announcing.listening
-            port = await stack.offer_relay(host, port + 1 if port < 65535 else 0, rate * _BYTES_PER_MBIT)
-            _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, rate)
+            stack.offer_relay(rate * _BYTES_PER_MBIT)
         assert stack.host.listening is not None
-        self._introductions.relay_port = stack.host.listening.port
+        port = self._introductions.relay_port = stack.host.listening.port
+        _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, rate)

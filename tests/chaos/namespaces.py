@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 _ROOT = Path(__file__).resolve().parents[2]
 _numbers = itertools.count()
@@ -29,6 +30,7 @@ table ip cut {
   }
 }
 """
+# Strangers get no answer, as from most routers: a refusal would end the dial that is to punch a hole.
 _MASQUERADE = """
 table ip nat {
   chain postrouting {
@@ -36,8 +38,39 @@ table ip nat {
     oifname "out" masquerade
   }
 }
+table ip strangers {
+  chain input { type filter hook input priority 0; iifname "out" ct state new drop; }
+}
 """
 _SYMMETRIC = _MASQUERADE.replace("masquerade", "masquerade fully-random")
+_CONE = _MASQUERADE.replace(
+    "  chain postrouting",
+    """  set used { type inet_service; flags dynamic, timeout; timeout 120s; }
+  chain prerouting {
+    type nat hook prerouting priority -100;
+    iifname "out" tcp dport @used dnat to 192.168.1.2
+  }
+  chain postrouting""",
+    1,
+).replace("masquerade", "update @used { tcp sport } masquerade")
+_RELAY_ONLY = (
+    _MASQUERADE
+    + """
+table ip few {
+  chain forward { type filter hook forward priority 0; iifname "in" tcp dport != { 4000, 4001 } drop; }
+}
+"""
+)
+# What a router does: "preserving" keeps the port of each connection and lets in answers alone, "cone" lets
+# anybody in at a port that its host has dialed from, "symmetric" gives each connection another port,
+# "relay-only" preserves ports, and lets out connections to ports 4000 and 4001 alone.
+RouterKind = Literal["preserving", "cone", "symmetric", "relay-only"]
+_ROUTERS: dict[RouterKind, str] = {
+    "preserving": _MASQUERADE,
+    "cone": _CONE,
+    "symmetric": _SYMMETRIC,
+    "relay-only": _RELAY_ONLY,
+}
 # The chains that miniupnpd writes the forwarded ports to.
 _UPNP_CHAINS = """
 table inet filter {
@@ -90,6 +123,7 @@ class Internet:
         self._networks = itertools.count(1)
         self._processes: list[Process] = []
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self.routers: dict[str, str] = {}  # public address of each host's router
         self._core = self._namespace("core")
 
     def __enter__(self) -> Internet:
@@ -122,21 +156,51 @@ class Internet:
         _run("ip", "-n", namespace, "-6", "route", "add", "default", "via", f"2600:{number}::1")
         return f"2600:{number}::2"
 
-    def behind_router(self, name: str, *, symmetric: bool = False) -> str:
+    def behind_router(self, name: str, kind: RouterKind = "preserving") -> str:
         """Add a host with a private address behind a router that translates it. Return the router's public
-        address. All such hosts have the same private address, as those of many homes do. `symmetric`: the
-        router gives each connection another port, so that hole punching finds none.
+        address. All such hosts have the same private address, as those of many homes do.
         """
         router, host = self._namespace(f"{name}nat"), self._namespace(name)
-        public = self._attach(router)
+        public = self.routers[name] = self._attach(router)
         self._connect(router, "in", "192.168.1.1/24", host, "eth0", "192.168.1.2/24")
         _run("ip", "-n", host, "route", "add", "default", "via", "192.168.1.1")
         subprocess.run(
             ["ip", "netns", "exec", router, "nft", "-f", "-"],
-            input=(_SYMMETRIC if symmetric else _MASQUERADE).encode(),
+            input=_ROUTERS[kind].encode(),
             check=True,
         )
         return public
+
+    def lan(self, *names: str) -> list[str]:
+        """Connect hosts by a switch, without a way to anywhere else; hosts that do not exist yet are added.
+        Return their private addresses, in this order.
+        """
+        switch = self._namespace(f"sw{next(self._networks)}")
+        _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "switch", "up")
+        hosts = [f"192.168.7.{number}" for number in range(1, len(names) + 1)]
+        for number, (name, host) in enumerate(zip(names, hosts, strict=True)):
+            full = f"{self._prefix}{name}"
+            namespace = full if full in self._namespaces else self._namespace(name)
+            _run(
+                "ip",
+                "link",
+                "add",
+                f"p{number}",
+                "netns",
+                switch,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "lan",
+                "netns",
+                namespace,
+            )
+            _run("ip", "-n", switch, "link", "set", f"p{number}", "master", "switch", "up")
+            _run("ip", "-n", namespace, "addr", "add", f"{host}/24", "dev", "lan")
+            _run("ip", "-n", namespace, "link", "set", "lan", "up")
+        return hosts
 
     def forward(self, name: str, port: int) -> None:
         """Let the router of a host pass connections to this port on to it."""
@@ -183,6 +247,17 @@ class Internet:
         _run("ip", "-n", namespace, "route", "add", "default", "via", f"{network}.1")
         return now
 
+    def restart_router(self, name: str) -> None:
+        """Let the router of a host forget all connections."""
+        router, host = f"{self._prefix}{name}nat", self.routers[name]
+        _run("ip", "-n", router, "link", "set", "out", "down")  # the kernel forgets what it translates there
+        _run("ip", "-n", router, "link", "set", "out", "up")
+        _run("ip", "-n", router, "route", "add", "default", "via", f"{host.rpartition('.')[0]}.1")
+
+    def readdress_router(self, name: str) -> None:
+        """Give the router of a host another public address."""
+        self.routers[name] = self.readdress(f"{name}nat", self.routers[name])
+
     def cut(self) -> None:
         """Let no host reach another one, until `restore`: each learns that the network is unreachable."""
         subprocess.run(
@@ -193,9 +268,13 @@ class Internet:
         """Undo `cut`."""
         _run("ip", "netns", "exec", self._core, "nft", "delete", "table", "ip", "cut")
 
+    def inside(self, name: str) -> list[str]:
+        """Return the words before a command that run it on a host."""
+        return ["ip", "netns", "exec", f"{self._prefix}{name}"]
+
     def start(self, name: str, *arguments: str) -> Process:
         """Run Python with these arguments on a host. It is killed at the end."""
-        process = Process(["ip", "netns", "exec", f"{self._prefix}{name}", sys.executable, "-P", *arguments])
+        process = Process([*self.inside(name), sys.executable, "-P", *arguments])
         self._processes.append(process)
         return process
 
@@ -280,6 +359,10 @@ class Process:
         """Close the standard input."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End the process at once, and read the rest of its output."""

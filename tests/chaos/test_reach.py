@@ -206,7 +206,7 @@ with swarm.Node(bootstrap=sys.argv[1:], listen="0.0.0.0:4000") as node:
 def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet) -> None:
     internet.public("r")
     for name in ("a", "b"):
-        internet.behind_router(name, symmetric=True)
+        internet.behind_router(name, "symmetric")
     entry = command(internet, "r", "bootstrap")
     address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
     relay = address.rpartition("/")[2]
@@ -241,7 +241,7 @@ def test_when_a_relay_is_killed_calls_go_through_the_other_one(internet: Interne
     for name in ("r", "s"):
         internet.public(name)
     for name in ("a", "b"):
-        internet.behind_router(name, symmetric=True)
+        internet.behind_router(name, "symmetric")
     first = command(internet, "r", "bootstrap")
     address = first.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
     second = command(internet, "s", "bootstrap", "--bootstrap", address)
@@ -324,7 +324,7 @@ def test_volunteers_behind_routers_train_with_one_another_through_a_relay(
     run = write_small_run(tmp_path)
     internet.public("r")
     for name in ("a", "b", "c"):
-        internet.behind_router(name, symmetric=True)
+        internet.behind_router(name, "symmetric")
     entry = command(internet, "r", "bootstrap")
     address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
     founder = command(internet, "a", "start", str(run), "--bootstrap", address, "--device", "cpu")

@@ -13,7 +13,17 @@ from swarm.core.errors import PeerError
 from swarm.core.identity import Identity
 from swarm.core.ids import ADDRESSES_MAX, Address
 from swarm.libp2p.logic import messages
-from swarm.libp2p.logic.messages import Hop, HopKind, Identify, Limit, Status, Stop, StopKind
+from swarm.libp2p.logic.messages import (
+    HolePunch,
+    Hop,
+    HopKind,
+    Identify,
+    Limit,
+    PunchKind,
+    Status,
+    Stop,
+    StopKind,
+)
 from swarm.libp2p.logic.negotiation import (
     MULTISTREAM,
     PROPOSALS_MAX,
@@ -39,6 +49,16 @@ STOPS = [
     Stop(StopKind.CONNECT, peer=PEER, limit=Limit(3600, 1 << 40)),
     Stop(StopKind.STATUS, status=Status.OK),
 ]
+PUNCHES = [HolePunch(PunchKind.CONNECT, (b"\4\1\2\3\4\6\0\1", b"x")), HolePunch(PunchKind.SYNC)]
+
+
+@pytest.mark.parametrize("message", PUNCHES, ids=["connect", "sync"])
+def test_py_libp2p_reads_a_message_about_hole_punching_and_is_read(message: HolePunch) -> None:
+    from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch as Theirs
+
+    theirs = Theirs.FromString(messages.encode_punch(message))
+    assert (theirs.type, tuple(theirs.ObsAddrs)) == (message.kind, message.addresses)
+    assert messages.decode_punch(theirs.SerializeToString()) == message
 
 
 @pytest.mark.parametrize("message", HOPS)
@@ -109,6 +129,12 @@ def test_an_answer_with_many_addresses_is_cut_to_eight() -> None:
     assert len(messages.decode_hop(messages.encode_hop(message)).addresses) == ADDRESSES_MAX
 
 
+def test_a_peer_that_names_many_addresses_is_heard_up_to_eight() -> None:
+    message = HolePunch(PunchKind.CONNECT, (b"x" * 5000,) * 50)
+    heard = messages.decode_punch(messages.encode_punch(message)).addresses
+    assert (len(heard), max(map(len, heard))) == (ADDRESSES_MAX, 128)
+
+
 def test_what_a_peer_calls_itself_cannot_move_the_cursor() -> None:
     said = messages.decode_identify(messages.encode_identify(Identify("\x1b[2J" + "a" * 500, ("/x\n",))))
     assert said.agent.startswith("?[2Ja")
@@ -119,7 +145,8 @@ def test_what_a_peer_calls_itself_cannot_move_the_cursor() -> None:
 @pytest.mark.parametrize("seed", range(200))
 def test_garbage_raises_nothing_but_peer_errors(seed: int) -> None:
     rng = random.Random(seed)
-    raw = rng.choice([*map(messages.encode_hop, HOPS), *map(messages.encode_stop, STOPS), rng.randbytes(60)])
+    encoded = [*map(messages.encode_hop, HOPS), *map(messages.encode_stop, STOPS)]
+    raw = rng.choice([*encoded, *map(messages.encode_punch, PUNCHES), rng.randbytes(60)])
     bad = bytearray(raw)
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(bad))
@@ -128,6 +155,7 @@ def test_garbage_raises_nothing_but_peer_errors(seed: int) -> None:
     for decode in (
         messages.decode_hop,
         messages.decode_stop,
+        messages.decode_punch,
         messages.decode_identify,
         messages.decode_address,
         decode_line,

@@ -6,12 +6,14 @@ import asyncio
 import socket
 import time
 
+import grpc
 import pytest
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.channels import Channels, ConnectionLimits
+from swarm.net.dial import Routes
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
 from tests.wire.call_pair import ECHO, echo, pair, run, until
@@ -180,5 +182,66 @@ def test_closing_ends_calls_in_progress_with_a_swarm_error() -> None:
                 await entered.wait()
                 await two.channels.forget(two.contact.peer_id)
             assert "was closed here" in str(outcome[0])
+
+    run(scenario)
+
+
+class TunnelTo:
+    """Leads to one address, as a tunnel does."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.dials = 0
+
+    async def endpoint(self, contact: Contact) -> Address:
+        self.dials += 1
+        return self.address
+
+    def failure(self, peer_id: PeerId) -> str:
+        return ""
+
+
+def test_a_retired_tunnel_carries_its_calls_to_their_end_and_takes_no_new_ones() -> None:
+    async def scenario() -> None:
+        async with pair() as made:
+            go_on, calls = asyncio.Event(), 0
+
+            async def slow(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                nonlocal calls
+                calls += 1
+                if request.agent == "slow":
+                    await go_on.wait()
+                return request
+
+            made.handlers.unary(ECHO, slow)
+            tunnels = TunnelTo(made.contact.addresses[0])
+            channels = Channels(Identity.generate(), routes=Routes(tunnels=tunnels))
+            relay = Contact(Identity.generate().peer_id, (Address("127.0.0.1", 1),))
+            contact = Contact(made.contact.peer_id, (), (relay,))
+
+            async def call(agent: str) -> str:
+                return (await channels.call(contact, ECHO, peer_pb2.Hello(agent=agent), timeout_s=20.0)).agent
+
+            running = asyncio.create_task(call("slow"))
+            await until(lambda: calls == 1)
+            before = channels.connection_to(contact.peer_id)
+            await channels.retire(contact.peer_id)
+            assert await call("new") == "new"
+            after = channels.connection_to(contact.peer_id)
+            assert after is not before
+            assert tunnels.dials == 2
+            assert not running.done()
+            go_on.set()
+            assert await running == "slow"
+            assert before is not None
+            await until(lambda: before.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+            assert channels.connection_to(contact.peer_id) is after
+            await channels.close()
+
+            # a peer that is called at its address has no better way
+            assert await made.echo("direct") == "direct"
+            kept = made.channels.connection_to(contact.peer_id)
+            await made.channels.retire(contact.peer_id)
+            assert made.channels.connection_to(contact.peer_id) is kept
 
     run(scenario)

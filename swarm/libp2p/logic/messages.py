@@ -4,7 +4,8 @@ They are protobuf on the wire. Their few fields are read here by hand, because t
 must be written even where it is 0, which py-libp2p's generated classes leave out (js-libp2p refuses it then),
 and because nothing is kept of what is not needed.
 
-Sources: libp2p specifications "Circuit RelayState v2", "Identify" and "Addressing".
+Sources: libp2p specifications "Circuit RelayState v2", "Direct Connection Upgrade through Relay", "Identify"
+and "Addressing".
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 STOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/stop"
 IDENTIFY_PROTOCOL = "/ipfs/id/1.0.0"
 PING_PROTOCOL = "/ipfs/ping/1.0.0"
+PUNCH_PROTOCOL = "/libp2p/dcutr"
 MESSAGE_BYTES_MAX = 4096  # of a circuit message, by the specification
 IDENTIFY_BYTES_MAX = 16 << 10
 _FIELDS_MAX = 256
@@ -58,6 +60,13 @@ class StopKind(IntEnum):
     STATUS = 1
 
 
+class PunchKind(IntEnum):
+    """The messages about hole punching: addresses of both peers, and the sign to dial."""
+
+    CONNECT = 100
+    SYNC = 300
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """The limits of one circuit: seconds, and bytes in each direction; 0: no limit."""
@@ -86,6 +95,14 @@ class Stop:
     peer: PeerId | None = None
     status: int = 0
     limit: Limit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HolePunch:
+    """A message about hole punching. `addresses`: multiaddrs at which its sender can be dialed now."""
+
+    kind: PunchKind
+    addresses: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +284,25 @@ def decode_stop(data: bytes) -> Stop:
     if kind not in tuple(StopKind):
         raise PeerError(f"it sent a message about a circuit of unknown type {kind}")
     return Stop(StopKind(kind), peer, status, limit)
+
+
+def encode_punch(message: HolePunch) -> bytes:
+    """Encode a message about hole punching, without its length."""
+    return _field(1, int(message.kind)) + b"".join(_field(2, one) for one in message.addresses)
+
+
+def decode_punch(data: bytes) -> HolePunch:
+    """Decode a message about hole punching. Raises PeerError when it is malformed."""
+    kind = 0
+    addresses: list[bytes] = []
+    for number, value in fields(data):
+        if number == 1:
+            kind = _number(value)
+        elif number == 2 and len(addresses) < ADDRESSES_MAX:
+            addresses.append(_bytes(value)[:_TEXT_BYTES_MAX])
+    if kind not in tuple(PunchKind):
+        raise PeerError(f"it sent a message about hole punching of unknown type {kind}")
+    return HolePunch(PunchKind(kind), tuple(addresses))
 
 
 def encode_identify(message: Identify) -> bytes:

@@ -1,0 +1,73 @@
+"""Nodes in network namespaces that say how they are reached, and call each other when they are told to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.chaos.namespaces import Internet, Process, RouterKind
+
+# A node that says how it is reached and which holes it has punched, and calls the PeerIDs on its input.
+PEER = """
+import json, logging, sys, time, swarm
+from swarm.net.hello import HELLO
+from swarm.wire.peer_pb2 import Hello
+from swarm.core.ids import Contact, PeerId
+def show(**event): sys.stdout.write(json.dumps(event) + "\\n")  # one write: two threads do
+class Shown(logging.Handler):
+    def emit(self, record): show(event="log", text=record.getMessage())
+logging.getLogger("swarm.libp2p.punching").addHandler(Shown())
+logging.getLogger("swarm.libp2p.punching").setLevel(logging.INFO)
+with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
+    def tell(text=""):
+        contact = [str(node.peer_id), *node.contact.published]
+        show(event="reach", verdict=node.reach, contact=contact)
+    node.tell_reach(tell)
+    node.at_announced(tell)
+    for line in sys.stdin:
+        peer_id, *published = json.loads(line)
+        contact = Contact.of_published(PeerId.parse(peer_id), published)
+        request = Hello(contact={"peer_id": node.peer_id.to_bytes()})
+        started_s = time.monotonic()
+        try:
+            node.network.run(node.channels.call(contact, HELLO, request, timeout_s=30.0))
+            show(event="called", peer=peer_id, why="", seconds=time.monotonic() - started_s)
+        except swarm.NetworkError as error:
+            show(event="called", peer=peer_id, why=str(error), seconds=time.monotonic() - started_s)
+"""
+
+
+def entry_point(internet: Internet, name: str = "r", *bootstrap: str) -> tuple[Process, str]:
+    """Start a relay, and return it and its address; empty while it waits for somebody to call it there."""
+    internet.public(name)
+    command = ("-m", "swarm.cli", "bootstrap", "--identity", "new", "--json", "--exit-with-parent")
+    entry = internet.start(name, *command, *(part for one in bootstrap for part in ("--bootstrap", one)))
+    addresses = entry.wait("start", lambda event: event["event"] == "listening")["addresses"]
+    return entry, addresses[0] if addresses else ""
+
+
+def peer(internet: Internet, name: str, kind: RouterKind | None, address: str) -> Process:
+    """Start a node behind a router of this kind; None: behind none."""
+    if kind is None:
+        internet.public(name)
+    else:
+        internet.behind_router(name, kind)
+    port = 4000 if kind is None else 4100  # the router that lets out few ports is to let out no more
+    return internet.start(name, "-c", PEER, f"0.0.0.0:{port}", address)
+
+
+def contact_of(process: Process, ways: int = 1) -> list[str]:
+    """Wait until others can call a peer in this many ways, and return how."""
+    reached: list[str] = process.wait(
+        "contact", lambda event: event["event"] == "reach" and len(event["contact"]) == 1 + ways
+    )["contact"]
+    return reached
+
+
+def call(caller: Process, contact: list[str]) -> dict[str, Any]:
+    """Make a node call another one, and return how that went."""
+    before = [id(event) for event in caller.events]
+    caller.tell(json.dumps(contact))
+    return caller.wait(
+        "outcome", lambda event: event["event"] == "called" and id(event) not in before, timeout_s=60.0
+    )
