@@ -30,6 +30,7 @@ from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import CODECS, LowRank
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.result import PendingRound, RoundResult
+from averaging.service import AveragingService
 from swarm.compression import resolve
 from swarm.compression.adaptive import ADAPTIVE, Role
 from swarm.core.errors import UsageError
@@ -227,6 +228,10 @@ class EpochAverager:
     def average(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RoundResult:
         """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
         return self.begin(epoch, is_obsolete, grace_s).result()
+
+    def set_computing(self, seconds: float) -> None:
+        """Let the others know that this peer comes to no round for about `seconds`: it computes a step."""
+        self._node.service(AveragingService).exchange.set_computing(self._run_id, seconds)
 
     def cancel(self) -> None:
         """Cancel the rounds in progress: the trainer was interrupted, perhaps before it had them."""

@@ -5,6 +5,7 @@ when the swarm went on without this peer.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from averaging.optim.catchup import FIRST_REFRESH_TIMEOUT_S, CatchUp
 from averaging.optim.closing import CloseOutcome, EpochCloser
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager
 from averaging.optim.modes import Mode
-from averaging.optim.progress.logic.punctuality import longest_wait_s
+from averaging.optim.progress.logic.punctuality import absence_s, longest_wait_s
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
@@ -24,6 +25,10 @@ from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
+_TOO_SLOW = (
+    " (a step of this peer takes longer than an epoch of the others: "
+    "make its steps smaller, or target_batch_size larger)"
+)
 _RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples/s
 
 
@@ -59,6 +64,7 @@ class EpochLoop:
         self._traits, self._learner = self._mode.traits, self._mode.learner
         self._rate = 0.0
         self._last_step_ended_s: float | None = None  # when the last step ended
+        self._absence_s = 0.0  # for which the next step keeps this peer from rounds
         self._started = False
         self._resync_reason = ""  # why the state must be downloaded before anything else
         self._resync_donors: frozenset[PeerId] = frozenset()  # the donors to ask; empty: all
@@ -83,6 +89,7 @@ class EpochLoop:
     def _step(self, samples: int) -> StepReport:
         began_s = self._clock.monotonic_s()
         self._measure(samples, began_s)
+        self._averager.set_computing(0.0)
         if not self._started:
             self._start()
         behind = self._resync_reason or (
@@ -107,6 +114,8 @@ class EpochLoop:
                     self._start_background_round(report) if self._traits.overlapped else self._close(report)
                 )
             report = self._wait_for_round(report, samples)
+        self._absence_s = absence_s(self._tracker.view(), self._tracker.own, samples)
+        self._averager.set_computing(self._absence_s)
         self._last_step_ended_s = self._clock.monotonic_s()
         return replace(report, progress=self._tracker.fraction(), seconds=self._last_step_ended_s - began_s)
 
@@ -123,7 +132,9 @@ class EpochLoop:
         if result.loaded:
             self._resync_reason, self._resync_donors = "", frozenset()
             self._started = True
-            if self._learner.samples:  # they count in the epoch that was loaded
+            # what was kept counts in the epoch that was loaded; and the speed of a peer whose steps all end
+            # here would be known to nobody, the choice of its micro-batch included
+            if self._learner.samples or self._rate:
                 self._tracker.update_own(self._learner.samples, self._rate)
             self._joined()
         elif result.alone:
@@ -278,6 +289,7 @@ class EpochLoop:
             history = self._tracker.history
             is_parted = history is not None and history.has_parted
             cause = "they are of a history that is given up" if is_parted else "their epoch is too long ago"
+            cause += _TOO_SLOW if math.isinf(self._absence_s) and not is_parted else ""
             why += f"; {loaded.dropped} samples are dropped, for {cause}"
         if dropped + loaded.dropped:
             _log.warning("%d samples of this peer are dropped: %s", dropped + loaded.dropped, why)

@@ -158,7 +158,8 @@ def run_trainings(
                 for scenario in scenarios[first : first + count]
             }
             for ended in as_completed(running):
-                yield running[ended], ended.result()
+                error = ended.exception()  # it has a note that replays it, unless the process was killed
+                yield running[ended], "".join(traceback.format_exception(error)) if error else ended.result()
 
 
 def _failure_of(scenario: TrainingScenario) -> str:
@@ -168,8 +169,6 @@ def _failure_of(scenario: TrainingScenario) -> str:
         run_training(scenario)
     except TrainingFailed as failure:
         return str(failure)
-    except ExceptionGroup as error:  # of the tasks of a run, with a note that replays it
-        return "\n".join(traceback.format_exception(error))
     return ""
 
 

@@ -59,6 +59,19 @@ def test_many_seeds_run_in_batches_and_each_failure_is_that_of_its_seed(over: in
             pool.submit(run, scenarios[0])
 
 
+def test_an_exception_of_one_seed_is_its_failure_and_the_others_go_on() -> None:
+    def run(scenario: TrainingScenario) -> str:
+        if scenario.seed == 2:
+            raise ValueError("a fault of the simulation itself")
+        return ""
+
+    scenarios = [TrainingScenario(seed=seed) for seed in range(5)]
+    found = {one.seed: failure for one, failure in run_trainings(scenarios, run, ThreadPoolExecutor)}
+    assert "a fault of the simulation itself" in found.pop(2)
+    assert set(found) == {0, 1, 3, 4}
+    assert not any(found.values())
+
+
 def test_the_same_seed_repeats_the_training() -> None:
     scenario = TrainingScenario(seed=3, peers=3, hours=0.01, faults_s=30.0)
     assert run_training(scenario).digest == run_training(scenario).digest

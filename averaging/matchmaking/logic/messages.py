@@ -49,7 +49,7 @@ class PeerStatus(enum.IntEnum):
     IDLE = 1  # it holds this averager and is not averaging now
     SEARCHING = 2  # it looks for a group, and leads those who join it
     FOLLOWING = 3  # it has asked another peer to lead, and accepts no followers meanwhile
-    BUSY = 4  # it is in a round
+    BUSY = 4  # it is in a round, or without a round key in a training step
     PASSED = 5  # it has committed the round of this key, which is not repeated
     REFUSED = 6  # it will never average with the asker: its tensors or codec differ
 
@@ -104,7 +104,7 @@ class Answer:
     deadline_s: float = 0.0  # its rank, when it is searching or following
     can_lead: bool = True
     leader: Leader | None = None  # the peer that it follows
-    expected_s: float = 0.0  # busy: estimated time until its round is over
+    expected_s: float = 0.0  # busy: estimated time until its round or step is over
     # busy: members of its round; a hint, so that the asker need not query them one by one
     members: tuple[PeerId, ...] = ()
     text: str = ""  # refused: why

@@ -284,10 +284,10 @@ class PeerTable:
         if peer.was_searching or (peer.status is PeerStatus.BUSY and same_key and peer.round_key):
             return -math.inf  # it found a group for this round without this peer
         if peer.status is PeerStatus.BUSY:
-            return min(
-                peer.busy_until_s + self._grace_period.grace_s(peer_id),
-                self.started_s + self._grace_period.busy_grace_s(peer_id),
-            )
+            until_s = peer.busy_until_s + self._grace_period.grace_s(peer_id)
+            longest_s = self.started_s + self._grace_period.busy_grace_s(peer_id)
+            # a wait that ends before the peer is free would be in vain
+            return min(until_s, longest_s) if peer.busy_until_s <= longest_s else -math.inf
         return grace_until_s
 
     def _follower_until_s(self, peer: PeerState) -> float:

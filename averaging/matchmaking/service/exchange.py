@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from averaging.blocklist import PeerBlocklist
-from averaging.matchmaking.logic.messages import AveragerName
+from averaging.matchmaking.logic.messages import Answer, AveragerName, PeerStatus
 from averaging.matchmaking.service.wire import (
     CELL_LOOKUP,
     JOIN,
@@ -29,6 +30,8 @@ from swarm.wire import group_pb2
 
 if TYPE_CHECKING:
     from averaging.matchmaking.service.matchmaking_service import GroupService
+
+COMPUTING_S_MAX = 3600.0  # that others are told
 
 
 class GroupExchange:
@@ -53,6 +56,7 @@ class GroupExchange:
         self._services: dict[AveragerName, GroupService] = {}
         self._blocklists: dict[str, PeerBlocklist] = {}  # by run
         self._ledgers: dict[str, RunLedger] = {}  # by run
+        self._computing_until_s: dict[str, float] = {}  # by run, monotonic
         handlers.direct(LOOK_FOR_GROUP, self._on_query)
         handlers.unary(JOIN, self._on_join)
         handlers.direct(CELL_LOOKUP, self._on_cell_lookup)
@@ -66,6 +70,12 @@ class GroupExchange:
         if run not in self._ledgers:
             self._ledgers[run] = RunLedger(self.own, run, self.clock, self.standing, self._ledger_path(run))
         return self._ledgers[run]
+
+    def set_computing(self, run: str, seconds: float) -> None:
+        """Record that the trainer of a run on this node computes for about this long from now, and comes to
+        no round meanwhile; 0: no more. Callable from any thread.
+        """
+        self._computing_until_s[run] = self.clock.monotonic_s() + seconds
 
     def add(self, service: GroupService) -> None:
         """Register the service of an averager. Raise UsageError when this node already has an averager of
@@ -86,7 +96,14 @@ class GroupExchange:
         now_s = self.clock.swarm_s()
         query = decode_query(request, caller, now_s)
         answer = self._service(request, caller).on_query(query, announced=request.announce)
-        return encode_answer(answer, now_s=now_s)
+        return encode_answer(self._with_computing(answer, request.run), now_s=now_s)
+
+    def _with_computing(self, answer: Answer, run: str) -> Answer:
+        """Say in an answer for how long this node's trainer computes: others do not wait for it in vain."""
+        left_s = self._computing_until_s.get(run, 0.0) - self.clock.monotonic_s()
+        if answer.status is not PeerStatus.IDLE or left_s <= 0.0:
+            return answer
+        return replace(answer, status=PeerStatus.BUSY, expected_s=min(left_s, COMPUTING_S_MAX))
 
     async def _on_join(self, caller: PeerId, request: group_pb2.Join) -> group_pb2.JoinAnswer:
         join = decode_join(request, caller, self.clock.swarm_s())

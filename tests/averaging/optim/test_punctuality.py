@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from averaging.optim.progress.logic.punctuality import longest_step, longest_wait_s
+from averaging.optim.progress.logic.punctuality import absence_s, longest_step, longest_wait_s
 from averaging.optim.progress.logic.view import PeerProgress, ProgressView
 from swarm.core.ids import PeerId
 
@@ -60,6 +60,18 @@ def test_a_peer_with_short_steps_or_of_usual_speed_does_not_wait() -> None:
     assert longest_wait_s(short, OWN, 2, has_late_samples=False) == 0.0
     usual = view(160.0, [160.0, 160.0], samples=290)
     assert longest_wait_s(usual, OWN, 80, has_late_samples=False) == 0.0
+
+
+def test_others_are_told_how_long_a_step_takes_or_not_to_wait_for_one_of_more_than_an_epoch() -> None:
+    # an epoch of the others takes a second
+    slow = view(8.0, [160.0, 160.0], samples=0)
+    assert absence_s(slow, OWN, 2) == pytest.approx(0.25)
+    assert absence_s(slow, OWN, 8) == pytest.approx(1.0)
+    assert math.isinf(absence_s(slow, OWN, 9))
+    usual = view(160.0, [160.0, 160.0], samples=0)
+    assert absence_s(usual, OWN, 800) == pytest.approx(5.0), "it brings as much as the others"
+    assert absence_s(view(0.0, [160.0], samples=0), OWN, 8) == 0.0
+    assert absence_s(view(8.0, [], samples=0), OWN, 8) == pytest.approx(1.0)
 
 
 def test_a_peer_with_late_samples_waits_at_any_speed() -> None:

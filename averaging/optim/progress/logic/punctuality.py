@@ -8,6 +8,7 @@ swarm less than that of all others.
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from averaging.optim.progress.logic.view import ProgressView
@@ -49,16 +50,33 @@ def longest_wait_s(
     missing = max(view.target - _samples_by_now(view, own), 0.0)
     if others_per_s <= 0.0 or missing / others_per_s >= _MARGIN * step_s:
         return 0.0
+    epoch_s = view.target / view.samples_per_s
+    if has_late_samples or (_is_slow(view, own) and step_s > _STEP_SHARE_UNNOTICED * epoch_s):
+        return _MARGIN * step_s
+    return 0.0
+
+
+def absence_s(view: ProgressView, own: PeerId, samples_per_step: int) -> float:
+    """Return for how long this peer's next step keeps it from rounds, in seconds; 0 while its speed is not
+    known. Infinity when it is slow and the others fill an epoch meanwhile: waiting for it would cost them
+    more than it brings.
+    """
+    mine = view.peers.get(own)
+    if mine is None or mine.samples_per_s <= 0.0:
+        return 0.0
+    step_s = samples_per_step / mine.samples_per_s
+    others_per_s = view.samples_per_s - mine.samples_per_s
+    return math.inf if step_s * others_per_s > view.target and _is_slow(view, own) else step_s
+
+
+def _is_slow(view: ProgressView, own: PeerId) -> bool:
+    """Return whether this peer is slow beside the others."""
     speeds = [
         peer.samples_per_s
         for peer_id, peer in view.peers.items()
         if peer_id != own and peer.samples_per_s > 0.0 and peer.has_standing
     ]
-    is_slow = bool(speeds) and mine.samples_per_s < _SLOW * statistics.median(speeds)
-    epoch_s = view.target / view.samples_per_s
-    if has_late_samples or (is_slow and step_s > _STEP_SHARE_UNNOTICED * epoch_s):
-        return _MARGIN * step_s
-    return 0.0
+    return bool(speeds) and view.peers[own].samples_per_s < _SLOW * statistics.median(speeds)
 
 
 def _samples_by_now(view: ProgressView, own: PeerId) -> float:
