@@ -41,6 +41,7 @@ from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.reach.on_demand import Libp2p
 from swarm.reach.reaching import Reaching, RelayTerms, RelayView
+from swarm.reach.rendezvous import Rendezvous
 from swarm.runtime.fork import NodeSockets, close_after_fork
 from swarm.runtime.services import Services
 from swarm.runtime.supervise import Supervisor
@@ -201,6 +202,8 @@ class Node:
         self._introductions.on_introduced.append(self._announcing.on_introduced)
         self.at_close(self._announcing.close)
         self._reaching = self._reach_through_relays()
+        self.rendezvous = Rendezvous(self._libp2p, lambda: self.contact)
+        self.at_announced(self.rendezvous.on_announced)
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
         self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)

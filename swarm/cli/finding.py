@@ -5,7 +5,7 @@ network; and how volunteers let others find their run there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,13 @@ from swarm.core.identity import Identity, IdentityInUse
 from swarm.core.ids import RUN_NAME, Contact
 from swarm.membership.invite import Invite, is_invite
 from swarm.net.logic.lan import NearbyPeer, NearbyRun
-from swarm.run.events import Notice
+from swarm.run.events import Event, Notice
 
 if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.run.specification import SignedSpecification
 
+_ADDRESSES_MAX = 2  # of a peer that a DHT has named
 _NAMES_MAX = 4  # of peers, in a line
 
 
@@ -44,11 +45,30 @@ def is_run_name(text: str) -> bool:
     return not is_invite(text) and RUN_NAME.fullmatch(text.partition("@")[0]) is not None
 
 
-def remembered_entry(name: str, run: str | None, identity: str | None) -> RunEntry:
-    """Return how to enter again a run that this machine took part in. `run` chooses among several of that
-    name; `identity` is the file of the identity that was invited, for an invited run.
+def given_entry(
+    given: Sequence[str], run: str | None, identity: str | None, servers: Sequence[Contact]
+) -> RunEntry | None:
+    """Return how to enter what the user has given: addresses, an invite, or the name of a run; None for
+    nothing.
 
-    Raises UsageError when no run is meant, or several, or no peer of it is remembered.
+    `run` chooses among several of a name; `identity` is the file of the identity that was invited, for an
+    invited run; `servers` are those of libp2p's DHT. Raises UsageError when it is not clear which run is
+    meant, and NetworkError when no server answers.
+    """
+    by_name = given[0] if len(given) == 1 and is_run_name(given[0]) else None
+    found = _found_by_name(by_name or run, given, servers) if servers else []
+    if by_name is not None:
+        return remembered_entry(by_name, run, identity, found)
+    if not given and servers and run is not None:
+        return remembered_entry(run, None, identity, found)
+    return RunEntry((*given, *found), run, identity) if given else None
+
+
+def remembered_entry(name: str, run: str | None, identity: str | None, found: Sequence[str] = ()) -> RunEntry:
+    """Return how to enter a run by its name: by the peers that this machine remembers, if it took part in it,
+    and at these addresses that were found. The other parameters: as those of `given_entry`.
+
+    Raises UsageError when no run is meant, or several, or no peer of it is known.
     """
     from swarm.net.joining import REMEMBERED_MAX
     from swarm.net.peerbook import reached_peers
@@ -56,10 +76,18 @@ def remembered_entry(name: str, run: str | None, identity: str | None) -> RunEnt
 
     store = SpecificationStore(specifications_folder())
     signed = _stored(store.all(), name, run)
+    if signed is None and found:
+        return RunEntry(tuple(found), name, identity)
+    if signed is None:
+        raise UsageError(
+            f"this machine took part in no run {name!r:.80}, and knows no peer of it. Pass the address of "
+            "one (/ip4/…/p2p/<PeerID>), an invite (swarm1…), or nothing, to look on the local network"
+        )
     here = [one for one in Control(control_folder()).running() if one.matches(signed.run_id)]
     addresses = [address for one in here for address in one.addresses[:1]]
     for contact in reached_peers(store.peers_file(signed.run_id), REMEMBERED_MAX):
         addresses += contact.multiaddrs
+    addresses += found
     if not addresses:
         raise UsageError(
             f"this machine remembers no peer of {signed.full_name}: pass the address of one, or an invite"
@@ -134,23 +162,49 @@ def announce_nearby(node: Node, signed: SignedSpecification) -> None:
     node.network.run(begin(), 5.0)
 
 
-def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) -> SignedSpecification:
-    """Return the one run on disk that a name means. Raise UsageError when there is none, or several."""
+def announce_by_name(
+    node: Node, signed: SignedSpecification, servers: Sequence[Contact], emit: Callable[[Event], None]
+) -> None:
+    """Let others find a run by its name and id in libp2p's DHT until the node closes."""
+
+    async def renew() -> None:
+        await node.rendezvous.run(
+            [signed.name, signed.run_id], servers, lambda sentence: emit(Notice(text=sentence))
+        )
+
+    async def begin() -> None:
+        node.supervisor.spawn(f"provider of {signed.full_name}", renew, restart=True)
+
+    node.network.run(begin(), 5.0)
+
+
+def _found_by_name(name: str | None, given: Sequence[str], servers: Sequence[Contact]) -> list[str]:
+    """Return addresses of peers of a run that libp2p's DHT names: by the run's name, or that of an invite."""
+    from swarm.reach.rendezvous import find_peers
+
+    invites = [one for one in given if is_invite(one)]
+    if name is None and invites:
+        name = Invite.parse(invites[0]).run_id
+    if name is None:
+        raise UsageError("--libp2p-bootstrap finds a run by its name: say which, as in `swarm join NAME`")
+    peers = asyncio.run(find_peers(name.rpartition("@")[2], servers))
+    return [text for peer in peers for text in peer.multiaddrs[:_ADDRESSES_MAX]]
+
+
+def _stored(every: Iterable[SignedSpecification], name: str, run: str | None) -> SignedSpecification | None:
+    """Return the one run on disk that a name means, if there is one. Raise UsageError when there are
+    several.
+    """
     from swarm.run.directory import RunListing
 
     listed = [(RunListing(one.name, one.run_id), one) for one in every]
     fitting = [signed for listing, signed in listed if listing.matches(name) and listing.matches(run)]
-    if not fitting:
-        raise UsageError(
-            f"this machine took part in no run {name!r:.80}. Pass the address of a peer of it "
-            "(/ip4/…/p2p/<PeerID>) or an invite (swarm1…), or nothing, to look on the local network"
-        )
     if len(fitting) > 1:
         names = ", ".join(sorted(one.full_name for one in fitting))
         raise UsageError(
             f"{len(fitting)} runs could be meant: {names}. Join one of them by NAME@ID, as it stands here"
         )
-    return fitting[0]
+    return fitting[0] if fitting else None
 
 
 def _invited_entry(signed: SignedSpecification, addresses: Sequence[str], identity: str | None) -> RunEntry:

@@ -98,6 +98,12 @@ peers_of_run = click.option(
     multiple=True,
     help="A peer of the run; may be given several times.",
 )
+libp2p_bootstrap = click.option(
+    "--libp2p-bootstrap",
+    metavar="MULTIADDR",
+    multiple=True,
+    help="A server of libp2p's DHT, in which the run is found by its name. Repeatable.",
+)
 preset = click.option(
     "--preset",
     type=click.Choice(typing.get_args(Preset)),

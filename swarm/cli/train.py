@@ -114,6 +114,7 @@ def _training_options(
         options.data,
         _name,
         _no_lan,
+        options.libp2p_bootstrap,
         options.as_json,
         options.exit_with_parent,
     )
@@ -202,8 +203,9 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
     """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an INVITE.
     Several are tried at once.
 
-    A run that this machine took part in is joined by its name, RUN: this machine remembers peers of it.
-    Without any of these, lists the runs on the local network, and joins the only one, or asks which.
+    A run that this machine took part in is joined by its name, RUN: this machine remembers peers of it. Other
+    runs are found by it in libp2p's DHT, with --libp2p-bootstrap. Without any of these, lists the runs on the
+    local network, and joins the only one, or asks which.
 
     Shows what will be trained, what memory it takes and what traffic to expect, asks, downloads the current
     state and trains until Ctrl-C. A volunteer that entered by an invite keeps its identity for the next time.
@@ -214,18 +216,15 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
       swarm join swarm1... --yes
       swarm join bytelm
       swarm join
+      swarm join bytelm --libp2p-bootstrap /ip4/203.0.113.9/tcp/4001/p2p/12D3KooW...
       swarm join ADDRESS --run bytelm --yes
       swarm join ADDRESS --device cuda:1 --data ~/texts
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
     """
-    from swarm.cli.finding import RunEntry, is_run_name, nearby_entry, nearby_runs, remembered_entry
+    from swarm.cli.finding import given_entry, nearby_entry, nearby_runs
 
-    entry: RunEntry | None = None
-    if len(addresses) == 1 and is_run_name(addresses[0]):
-        entry = remembered_entry(addresses[0], run, given["identity"])
-    elif addresses:
-        entry = RunEntry(addresses, run, given["identity"])
-    choices = TrainChoices.of(bootstrap=addresses, **given)
+    choices = TrainChoices.of(bootstrap=(), **given)
+    entry = given_entry(addresses, run, choices.identity, choices.rendezvous())
     may_ask = sys.stdin.isatty() and sys.stdout.isatty() and not choices.as_json
     if entry is None:
         with make_output(VolunteerPresentation(), as_json=choices.as_json) as output:
@@ -235,6 +234,7 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
             _check_asked(choices, may_ask=may_ask)
             entry = nearby_entry(output, run, choices.identity)
     choices = replace(choices, bootstrap=entry.bootstrap, identity=entry.identity)
+    choices.contacts()  # says which is wrong
     _check_asked(choices, may_ask=may_ask)
     with _session(choices, None) as session:
         signed = _find_run(session, entry)
@@ -289,6 +289,7 @@ class TrainChoices:
     memory: str | None
     yes: bool = True
     no_lan: bool = False
+    libp2p_bootstrap: tuple[str, ...] = ()  # multiaddrs
     name: str = ""
     preset: Preset = "wan"
 
@@ -297,6 +298,7 @@ class TrainChoices:
         """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
         choices.listen_at()
+        choices.rendezvous()
         choices.limits()
         parse_duration_s(choices.checkpoint_every)
         if len(choices.name) > NAME_CHARACTERS_MAX:
@@ -325,6 +327,10 @@ class TrainChoices:
         return CheckpointConfig(
             folder=checkpoints_folder() / run_id, every_s=every_s, from_scratch=self.from_scratch
         )
+
+    def rendezvous(self) -> list[Contact]:
+        """Return the servers of libp2p's DHT."""
+        return [Contact.parse(text) for text in self.libp2p_bootstrap]
 
     def contacts(self) -> list[Contact]:
         return contacts_of(self.bootstrap)
@@ -363,7 +369,7 @@ class _Session:
 
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
         """Describe the run, ask the user, and train until the end."""
-        from swarm.cli.finding import announce_nearby
+        from swarm.cli.finding import announce_by_name, announce_nearby
         from swarm.run.membership import check_invited, save_capability
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
@@ -391,6 +397,8 @@ class _Session:
             self.node.book.keep_at(self._store.peers_file(signed.run_id))
             if not self.choices.no_lan and self.choices.preset != "local":
                 announce_nearby(self.node, signed)
+            if servers := self.choices.rendezvous():
+                announce_by_name(self.node, signed, servers, self.emit)
             with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.entries):
                 volunteer.train(device, new=created, why=lambda: self.shutdown.reason)
 

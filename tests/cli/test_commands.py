@@ -60,7 +60,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
     [
         (
             ["join", "nonsense"],
-            "swarm: this machine took part in no run 'nonsense'. Pass the address of a peer",
+            "swarm: this machine took part in no run 'nonsense', and knows no peer of it",
         ),
         (["join", "/ip4/1.1.1.1/tcp/1"], "names no peer: an address ends in /p2p/<PeerID>"),
         (["join", "/ip4/300.1.1.1/tcp/1/p2p/x", "--yes"], "swarm: 'x' is not a PeerID"),
@@ -70,6 +70,8 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             "swarm: --data /no/such/folder: there is no such folder",
         ),
         (["join", NOBODY, "--yes", "--listen", "nowhere"], "nowhere"),
+        (["join", "--libp2p-bootstrap", NOBODY], "finds a run by its name: say which"),
+        (["join", "x", "--libp2p-bootstrap", "nonsense"], "'nonsense' names no peer"),
         (["join"], "swarm: there is no terminal to ask on: pass --yes"),
         (["join", NOBODY, "nonsense"], "swarm: 'nonsense' names no peer"),
         (["monitor", NOBODY, "nonsense"], "swarm: 'nonsense' names no peer"),

@@ -112,6 +112,12 @@ def test_a_run_is_joined_again_by_its_name_through_the_peers_that_were_reached()
         assert (list(entry.bootstrap), entry.run) == (addresses, signed.full_name)
 
 
+def test_the_name_of_a_run_passes_for_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    remember(kept("bytelm"), 1)
+    assert main(["join", "bytelm"]) == 2
+    assert "there is no terminal to ask on" in capsys.readouterr().err
+
+
 def test_a_name_that_fits_several_runs_says_which() -> None:
     first, second = kept("bytelm"), kept("bytelm", owner=Identity.generate())
     remember(first, 1)

@@ -237,3 +237,15 @@ def test_a_failed_child_is_reported_once_with_its_own_error() -> None:
         "bootstrap: it ended with exit code -9 and printed no error",
     ]
     assert state.peers["volunteer 2"].status == "failed"
+
+
+def test_on_a_terminal_the_user_chooses_a_number_and_is_asked_again_for_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter(["3", "x", "2"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(answers))
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with LiveOutput(VolunteerPresentation(), console) as output:
+        assert output.choose("Which one?", 2) == 2
+    assert list(answers) == []
+    assert PlainOutput(VolunteerPresentation(), io.StringIO()).choose("Which one?", 2) is None

@@ -8,6 +8,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from ipaddress import IPv4Interface
 from typing import Any
 
 import base58
@@ -32,12 +33,16 @@ from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.records import Record, RecordValidator, decode_value, encode_value
 from swarm.dht.logic.summary import missing_entries
 from swarm.libp2p.logic import messages
+from swarm.libp2p.logic.kad import KadKind, decode_answer, encode_question, run_key
 from swarm.libp2p.logic.messages import Hop, HopKind, Identify, Limit, Stop, StopKind
 from swarm.libp2p.logic.negotiation import decode_line, encode_line
 from swarm.libp2p.logic.yamux import YamuxSession
 from swarm.membership.capability import decode as decode_capability
 from swarm.membership.invite import PREFIX, Invite
 from swarm.metrics.record import Metrics, RoundReport
+from swarm.net.logic.lan import NearbyPeer
+from swarm.net.logic.lan import decode as decode_nearby
+from swarm.net.logic.lan import encode as encode_nearby
 from swarm.run.recovery import recover
 from swarm.run.specification import RunSpecification, sign, verified
 from tests.averaging.history.peers import PEERS, RUN, certificate, identity, proposal
@@ -232,6 +237,10 @@ def _libp2p_decoders() -> list[Decoder]:
     identify = Identify("agent", ("/a", "/b"), (b"a",), b"o", b"k")
     relayed = messages.encode_address(Address("192.0.2.1", 9), PEER)
     session = YamuxSession(is_client=True)
+    contact = Contact(PEER, (Address("192.168.7.9", 4000),))
+    nearby = NearbyPeer(contact=contact, run_id="a" * 20, run_name="tiny", is_invited=True, who="desk")
+    here = [IPv4Interface("192.168.7.1/24")]
+    provider = encode_question(KadKind.ADD_PROVIDER, run_key("tiny"), contact)
     number = session.open()
     session.send(number, b"some bytes")
     session.ping(7)
@@ -241,6 +250,8 @@ def _libp2p_decoders() -> list[Decoder]:
         Decoder("message of a relay", messages.decode_stop, [messages.encode_stop(stop)]),
         Decoder("identify", messages.decode_identify, [messages.encode_identify(identify)]),
         Decoder("multiaddr", messages.decode_address, [relayed]),
+        Decoder("record of mDNS", lambda raw: decode_nearby(raw, here), [encode_nearby(nearby)]),
+        Decoder("answer of libp2p's DHT", decode_answer, [provider]),
         Decoder("line of multistream-select", decode_line, [encode_line("/yamux/1.0.0")[1:]]),
         Decoder("yamux", lambda raw: YamuxSession(is_client=False).receive(raw), [session.output(1 << 20)]),
     ]

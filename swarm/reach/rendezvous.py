@@ -1,0 +1,100 @@
+"""Runs are found by their names through libp2p's DHT (kad-dht), whose servers the user names.
+
+Peers of a run that others can call are providers of two keys there, of its name and of its id. Who knows one
+of them asks for the providers, and enters through these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from swarm.core.errors import SwarmError
+from swarm.core.identity import Identity
+from swarm.core.ids import Contact
+from swarm.core.notify import ChangeEvent
+from swarm.net.scope import Scope, scope_of
+from swarm.reach.on_demand import Libp2p
+
+_RENEW_S = 3600.0  # servers forget a provider after a day, and may be restarted
+_RETRY_S = 60.0
+_SETTLE_S = 1.0  # for several changes of this peer's addresses
+
+
+class Rendezvous:
+    """How a node is found by the names of its runs. It belongs to the network thread."""
+
+    def __init__(self, libp2p: Libp2p, contact: Callable[[], Contact]) -> None:
+        self._libp2p, self._contact = libp2p, contact
+        self._changed = ChangeEvent()
+
+    def on_announced(self) -> None:
+        """Take that `contact` has changed."""
+        self._changed.notify()
+
+    async def run(
+        self, runs: Sequence[str], bootstrap: Sequence[Contact], say: Callable[[str], None]
+    ) -> None:
+        """Provide the keys of these names and ids while this peer can be called, until cancelled. `say` takes
+        a sentence when that begins to work, and when it begins to fail.
+        """
+        has_worked: bool | None = None
+        while True:
+            self._changed.clear()
+            works, sentence = await self._try(runs, bootstrap)
+            if works is not None and works is not has_worked:
+                has_worked = works
+                say(sentence)
+            await self._changed.wait(_RENEW_S if works else _RETRY_S)
+            await asyncio.sleep(_SETTLE_S)
+
+    async def _try(self, runs: Sequence[str], bootstrap: Sequence[Contact]) -> tuple[bool | None, str]:
+        """Return whether it worked, None for a peer that nobody there can call, and a sentence."""
+        for own in reaching([self._contact()], bootstrap):
+            try:
+                servers = await self._provide(runs, own, bootstrap)
+            except SwarmError as error:
+                return False, f"{runs[0]} cannot be found by its name: {error}"
+            at = f"{servers} server{'s' if servers != 1 else ''}"
+            return True, f"others find {runs[0]} by its name at {at} of the libp2p DHT"
+        return None, ""
+
+    async def _provide(self, runs: Sequence[str], own: Contact, bootstrap: Sequence[Contact]) -> int:
+        from swarm.libp2p.kad import KadClient
+        from swarm.libp2p.logic.kad import run_key
+
+        client = KadClient((await self._libp2p.stack()).host, lambda peers: reaching(peers, bootstrap))
+        return min([await client.provide(run_key(run), own, bootstrap) for run in runs])
+
+
+async def find_peers(run: str, bootstrap: Sequence[Contact]) -> list[Contact]:
+    """Return peers that say that they take part in a run, by its name or id, at most 16. Raises NetworkError
+    when no server of the DHT answers.
+    """
+    from swarm.libp2p.host import Host
+    from swarm.libp2p.kad import KadClient
+    from swarm.libp2p.logic.kad import run_key
+
+    host = Host(Identity.generate())
+    await host.start()
+    try:
+        client = KadClient(host, lambda peers: reaching(peers, bootstrap))
+        return reaching(await client.providers(run_key(run), bootstrap), bootstrap)
+    finally:
+        await host.close()
+
+
+def reaching(peers: Iterable[Contact], bootstrap: Sequence[Contact]) -> list[Contact]:
+    """Return those peers, with those addresses, that reach as far as the servers that the user named: what a
+    DHT of the internet says about this network is not believed, and this network is not told there.
+    """
+    named = [scope_of(address.host) for one in bootstrap for address in one.addresses]
+    least = max((Scope.INTERNET if one is None else one for one in named), default=Scope.INTERNET)
+    found = []
+    for peer in peers:
+        addresses = tuple(
+            one for one in peer.addresses if (scope := scope_of(one.host)) is not None and scope >= least
+        )
+        if addresses:
+            found.append(Contact(peer.peer_id, addresses))
+    return found
