@@ -41,8 +41,8 @@ from swarm.wire.reduce_pb2 import (
     InventoryRequest,
 )
 
-# how often those that wait for news look without any. Longer: members wait for more than 2 s to hear whom
-# their reducer waits for; shorter: more wakeups in long rounds
+# How often those that wait for news look without any. Longer: members hear later for which one their reducer
+# waits; shorter: more wakeups in long rounds
 _LOOK_S = 0.5
 _FAREWELL_S = 1.0  # how long members are told how the round ended, in the background
 

@@ -7,6 +7,7 @@ met the same peers therefore agree. docs/decisions/0031 says what this does not 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,12 @@ NEEDED_ROLES: dict[str, frozenset[Role]] = {
 ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
 _OWNERS_RIGHTS = Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
 _REVOKED = "the owner of the run has revoked this peer's invite"
+
+
+@functools.lru_cache(maxsize=256)
+def _needed_for(method: str) -> tuple[frozenset[Role], ...]:
+    """Return the roles of which a caller of a method needs one, of each set. Every call of each peer asks."""
+    return tuple(needed for prefix, needed in NEEDED_ROLES.items() if method.startswith(prefix))
 
 
 @dataclass(slots=True)
@@ -88,8 +95,8 @@ class Admission:
         roles = self.roles(caller, now_s)
         if not roles:
             return self._sentence("a peer joins with an invite (swarm1…), which a member makes for it")
-        for prefix, needed in NEEDED_ROLES.items():
-            if method.startswith(prefix) and not roles & needed:
+        for needed in _needed_for(method):
+            if not roles & needed:
                 return self._sentence(f"this needs the role {' or '.join(sorted(needed))}")
         return ""
 

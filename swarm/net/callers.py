@@ -78,8 +78,11 @@ class OpenCalls:
         if self.total >= self._open_max:
             return f"busy: {self._open_max} {self._what} open already"
         # A member is looked for, and strangers are counted, only when it matters: this runs for every call.
+        in_prefix = self._by_prefix.get(caller.prefix, 0)
+        if in_prefix < self._open_max // 4 and self.total < self._open_max // 2:
+            return None
         strangers_max = self._open_max // 2 if self._standing.has_members() else self._open_max
-        is_much = self._by_prefix.get(caller.prefix, 0) >= strangers_max // 2
+        is_much = in_prefix >= strangers_max // 2
         if not (is_much or self.total >= strangers_max) or self._standing.is_member(caller.peer_id):
             return None
         if is_much and self._strangers(caller.prefix) >= strangers_max // 2:

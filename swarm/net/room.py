@@ -42,6 +42,8 @@ class AnswerRoom:
         held = self._by_peer.get(peer)
         if held is not None and held.size_bytes + size_bytes > ANSWER_BYTES_PER_PEER_MAX:
             return False
+        if self.size_bytes + size_bytes <= ANSWER_BYTES_MAX // 2:
+            return True  # also for a stranger; every call of each peer asks this
         if held.is_stranger if held is not None else not self._standing.is_member(peer):
             return self._strangers_bytes + size_bytes <= ANSWER_BYTES_MAX // 2
         return self.size_bytes + size_bytes <= ANSWER_BYTES_MAX

@@ -15,13 +15,13 @@ from averaging.allreduce.frames import (
     FramedStream,
     FrameSize,
 )
-from averaging.reduction.framing import pack
+from averaging.reduction.framing import pack, unpack
 from averaging.reduction.speed import Speed
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.virtual_loop import VirtualClock, run_virtual
-from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeFrames, ExchangeHeader
+from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeFrames, ExchangeHeader, ExchangeOpen
 
 
 class Wire:
@@ -79,6 +79,43 @@ def test_messages_cut_into_frames_arrive_whole(size: int, bytes_per_s: float | N
             assert len(came) == 2  # whole
         elif size == 1 << 20:
             assert largest == (80_000 if bytes_per_s == 4e6 else FRAME_BYTES_MIN)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("size", "messages"), [(100, 1), (1 << 20, 1 + 1 + 14)])
+def test_an_opening_travels_with_the_first_message_if_that_is_small(size: int, messages: int) -> None:
+    opening = ExchangeHeader(open=ExchangeOpen(plan_digest=b"cut"))
+
+    async def main() -> None:
+        wire = Wire()
+        sender = stream(wire, 4e6, [])
+        sender.begin(opening)
+        await sender.send(contribution(size))
+        await sender.finish()
+        assert len(wire.sent) == messages  # the opening, what announces frames, and the frames
+        header, first = unpack(wire.sent.popleft())
+        assert header.open == opening.open
+        came = list[int]()
+        receiver = stream(wire, None, came)
+        receiver.resume(first)
+        assert await receiver.receive() == contribution(size)
+        assert await receiver.receive() is None
+        assert sum(came) == len(contribution(size))
+
+    run_virtual(main())
+
+
+def test_a_stream_that_sends_nothing_sends_its_opening() -> None:
+    async def main() -> None:
+        wire = Wire()
+        sender = stream(wire, 4e6, [])
+        sender.begin(ExchangeHeader(open=ExchangeOpen(plan_digest=b"cut")))
+        await sender.finish()
+        (message,) = wire.sent
+        header, first = unpack(message)
+        assert header.HasField("open")
+        assert not first
 
     run_virtual(main())
 

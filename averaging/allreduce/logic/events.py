@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from averaging.allreduce.logic.effects import AskInventory, AskVotes, Ping
 from averaging.allreduce.logic.values import CallFailure, Inventory, InventoryQuestion, RoundState, Statement
@@ -350,4 +350,19 @@ Event: TypeAlias = (
     | VotesAsked
     | InventoryAsked
     | CallEnded
+)
+
+# Frames of messages are most events, and change nothing else. Values and averages that come decide nothing
+# before they are reduced or checked, which is another event.
+WITHOUT_CONSEQUENCES: Final = frozenset(
+    (
+        BytesArrived,
+        BytesSent,
+        ContributionSent,
+        Heard,
+        SenderOpened,
+        AverageArrived,
+        ContributionArrived,
+        SenderFinished,
+    )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,17 @@ def test_shard_sizes_are_proportional_to_shares(numel: int, shares: list[float])
     for (start, stop), share in zip(cut, shares, strict=True):
         assert abs((stop - start) - numel * share / total) <= ALIGNMENT_ELEMENTS + 1e-6 * numel
         assert share > 0 or start == stop
+
+
+@given(numels, share_lists)
+@settings(max_examples=200, deadline=None)
+def test_edges_of_shards_are_the_exact_ones_rounded(numel: int, shares: list[float]) -> None:
+    exact = [Fraction(share) for share in shares]
+    edges = [0]
+    for cumulated in itertools.accumulate(exact):
+        aligned = round(cumulated / sum(exact) * numel / ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+        edges.append(numel if cumulated == sum(exact) else min(max(aligned, edges[-1]), numel))
+    assert cut_shards(numel, shares) == list(itertools.pairwise(edges))
 
 
 def test_chunks_of_a_shard_are_of_one_size() -> None:
