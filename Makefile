@@ -7,6 +7,7 @@
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make histories  peers that keep one history through cuts, restarts and a liar: millions of random steps, every order of votes and rounds
 # make fuzz    made and mutated input for every decoder and every call, ten minutes: make fuzz [SEED=7]
+# make interop js-libp2p and Go's daemon as peers of libp2p; installs them into build/ first, where npm and Node.js are
 # make proto   regenerate swarm/wire from proto/
 # make docs    the documentation as a site in build/docs; needs no network once its tools are installed
 PYTHON ?= python3
@@ -16,10 +17,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 
 DOCS_OUT ?= build/docs
 
-.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick histories fuzz fuzz-quick install install-dev install-docs clean
+.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -11
+	@sed -n 's/^# //p' Makefile | head -12
 
 # The stamps hold what was installed: a change of pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -85,6 +86,9 @@ sim: install-dev
 
 histories: install-dev
 	$(BIN)/python -m pytest -m "slow" tests/sim/test_histories.py tests/sim/test_vote_states.py tests/sim/test_round_states.py $(ARGS)
+
+interop: install-dev
+	$(BIN)/python -m pytest -m "slow" tests/interop $(ARGS)
 
 SECONDS ?= 600
 fuzz: install-dev

@@ -20,6 +20,9 @@ BLOCKED_MAX = 10_000
 _BANNED = "the owner of this run has banned this peer"
 
 
+EXCLUDED = "the owner of this run has banned this peer, or revoked its invite"
+
+
 class PeerBlocklist:
     """The blocklist of one run on the node of the peer `own`. `ban` may be called from any thread."""
 

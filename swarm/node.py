@@ -218,6 +218,11 @@ class Node:
         return self.contact.multiaddrs
 
     @property
+    def server(self) -> Address | None:
+        """Return where this node's server listens, maybe at a wildcard; None: it accepts no calls."""
+        return Address(*self._listen_address) if self._listen_address is not None else None
+
+    @property
     def agent(self) -> str:
         """Return the software of this peer, as it is announced to others."""
         return f"swarm/{swarm.__version__}"
@@ -417,10 +422,9 @@ class Node:
         return NodeSockets((*own, *self._libp2p.listening), dialed)
 
     def _reach_through_relays(self) -> Reaching:
-        server = None
-        if self._listen_address is not None:  # as this process reaches it
-            host, port = self._listen_address
-            server = Address("127.0.0.1" if host in WILDCARDS else host, port)
+        server = self.server
+        if server is not None and server.host in WILDCARDS:  # as this process reaches it
+            server = Address("127.0.0.1", server.port)
         return Reaching(
             self._libp2p,
             self._announcing,

@@ -102,7 +102,7 @@ class AllReduce:
         self._handlers = handlers
         _keep_freed_memory()
         handlers.stream(EXCHANGE, self._serve_exchange)
-        handlers.unary(HEARTBEAT, self._serve_heartbeat)
+        handlers.direct(HEARTBEAT, self._serve_heartbeat)
         handlers.unary(VOTE, self._serve_vote)
         handlers.unary(ACCOUNT, self._serve_account)
         handlers.unary(INVENTORY, self._serve_inventory)
@@ -308,13 +308,13 @@ class AllReduce:
         message = await stream.receive()
         if message is None:
             return
-        header, _ = unpack(message)
+        header, first = unpack(message)
         if not header.HasField("open"):
             raise PeerError("a stream of a round begins with an opening")
         found = await self._rounds.find(header.open.group_id, stream.peer_id)
         place = _place(found, stream.peer_id)
         if isinstance(found, RoundDriver) and found.running:
-            await found.serve(place, header.open, stream)
+            await found.serve(place, header.open, stream, first)
             return
         if isinstance(found, RoundDriver):  # it ends at this moment
             found = FinishedRound(found.machine, found.kernels.averages)
@@ -324,7 +324,7 @@ class AllReduce:
         except TimeoutError:
             raise PeerError("this round is over") from None
 
-    async def _serve_heartbeat(
+    def _serve_heartbeat(
         self, caller: PeerId, request: reduce_pb2.HeartbeatRequest
     ) -> reduce_pb2.HeartbeatReply:
         found = self._rounds.get(request.group_id)

@@ -32,7 +32,6 @@ from averaging.history.certificate import Vote
 from averaging.reduction.framing import unpack
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Contact, PeerId
-from swarm.core.notify import wait_until_set
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import (
     ExchangeOpen,
@@ -42,6 +41,9 @@ from swarm.wire.reduce_pb2 import (
     InventoryRequest,
 )
 
+# how often those that wait for news look without any. Longer: members wait for more than 2 s to hear whom
+# their reducer waits for; shorter: more wakeups in long rounds
+_LOOK_S = 0.5
 _FAREWELL_S = 1.0  # how long members are told how the round ended, in the background
 
 
@@ -74,7 +76,7 @@ class RoundDriver:
         takers = sum(not member.auxiliary for member in members) - (not machine.setup.own_auxiliary)
         self._takers = [takers] * len(self.own_chunks)
         self._served: set[int] = set()  # members that opened a stream
-        self._serving = 0  # streams that stand
+        self._senders: set[SenderStream] = set()  # of them, the streams that stand
         self.work = ChunkWork(self)
         self._events: deque[on.Event] = deque()
         self._stepping = False
@@ -83,6 +85,7 @@ class RoundDriver:
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()  # the round has ended here
         self._news = asyncio.Event()  # for the streams of other members: an average, or a refusal
+        self._looked_s = network.now_s  # when those that wait for news last looked without any
         self._halted = False
         self._replies: dict[int, asyncio.Future[do.AnswerVotes | do.AnswerInventory]] = {}
         self._asked = 0
@@ -144,7 +147,11 @@ class RoundDriver:
     async def _tick(self) -> None:
         while self.running:
             await asyncio.sleep(max(self.machine.deadline_s() - self.network.now_s, 0.0))
-            self._perform(self.machine.tick(self.network.now_s))
+            now_s = self.network.now_s
+            self._perform(self.machine.tick(now_s))
+            if now_s - self._looked_s >= _LOOK_S:
+                self._looked_s = now_s
+                self._news.set()
 
     @property
     def running(self) -> bool:
@@ -154,7 +161,7 @@ class RoundDriver:
     def _drop_tensors(self) -> None:
         """Keep nothing but averages that are still being given to slower members."""
         self.work.drop()
-        if not self._serving:
+        if not self._senders:
             self.averages = []
 
     # ---- events and effects
@@ -221,6 +228,7 @@ class RoundDriver:
                 self._halt()
             case do.Finish():
                 self._over.set()
+                self._end_senders()
             case _:
                 self._calls.perform(effect)
 
@@ -233,12 +241,12 @@ class RoundDriver:
         if self._reducing is not None:
             self._reducing.cancel()
 
-    async def news(self, timeout_s: float | None = None) -> None:
-        """Wait until there is something to give to senders, or to take from them, at most `timeout_s`; look
+    async def news(self) -> None:
+        """Wait until there is something to give to senders, or to take from them, at most `_LOOK_S`; look
         again then. There is no await between a look and this, so no change is missed.
         """
         self._news.clear()
-        await wait_until_set(self._news, timeout_s)
+        await self._news.wait()
 
     # ---- this member's own work
 
@@ -328,32 +336,37 @@ class RoundDriver:
         if not self._takers[nth]:
             self.averages[nth] = b""  # frees memory that the next one uses
 
-    async def refuse_when_over(self) -> None:
-        """End a stream that would otherwise outlive the round. One that still gives averages of a committed
-        round to a slower member goes on, for as long as the round might have taken.
-        """
-        await self._over.wait()
+    def why_over(self) -> str:
+        """Return why a stream of another member was ended with the round."""
         finish = self.machine.finished
-        assert finish is not None
-        if finish.failure is not None:
-            raise PeerError(f"the round failed: {finish.failure}")
-        if len(self.averages) == len(self.own_chunks):
-            await asyncio.sleep(max(self.machine.setup.deadline_s - self.network.now_s, 0.0))
-        raise PeerError("the round is over; the others ended it without this peer")
+        if finish is not None and finish.failure is not None:
+            return f"the round failed: {finish.failure}"
+        return "the round is over; the others ended it without this peer"
+
+    def _end_senders(self) -> None:
+        """End the streams of other members that would otherwise outlive the round. Those that still give
+        averages of a committed round to slower members go on, for as long as the round might have taken.
+        """
+        finish = self.machine.finished
+        goes_on = finish is not None and not finish.failure and len(self.averages) == len(self.own_chunks)
+        left_s = max(self.machine.setup.deadline_s - self.network.now_s, 0.0) if goes_on else 0.0
+        for sender in self._senders:
+            sender.end_after(left_s)
 
     # ---- for the service, when members call
 
-    async def serve(self, place: int, opening: ExchangeOpen, stream: Stream) -> None:
-        """Serve a stream that a member opened."""
+    async def serve(self, place: int, opening: ExchangeOpen, stream: Stream, first: memoryview) -> None:
+        """Serve a stream that a member opened. `first`: the message that came with the opening."""
         wire.check_opening(opening, self.kernels.codec, self.plan_digest)
         if place in self._served:
             raise PeerError("a second stream in one round")
         self._served.add(place)
-        self._serving += 1
+        sender = SenderStream(self, place)
+        self._senders.add(sender)
         try:
-            await SenderStream(self, place).serve(stream)
+            await sender.serve(stream, first)
         finally:
-            self._serving -= 1
+            self._senders.discard(sender)
             if not self.running:
                 self._drop_tensors()
 

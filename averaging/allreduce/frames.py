@@ -66,6 +66,16 @@ class FramedStream:
         self._stream, self._clock, self._speed = stream, clock, speed
         self._came, self._went = came, went
         self._size = FrameSize(speed.known_bytes_per_s, clock.monotonic_s())
+        self._opening: ExchangeHeader | None = None  # to be sent with the first message
+        self._first = b""  # a message that came with the opening
+
+    def begin(self, opening: ExchangeHeader) -> None:
+        """Begin with this header: in one message with the first one that is sent, if that is small."""
+        self._opening = opening
+
+    def resume(self, first: memoryview) -> None:
+        """Receive this message before others; empty: none came with the opening."""
+        self._first = bytes(first)
 
     @property
     def peer_id(self) -> PeerId:
@@ -73,6 +83,12 @@ class FramedStream:
 
     async def send(self, message: bytes) -> None:
         size = self._size.next_bytes(self._clock.monotonic_s())
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            if len(message) <= size:
+                await self._send(pack(opening, message))
+                return
+            await self._send(pack(opening))
         if len(message) <= size:
             await self._send(message)
             return
@@ -96,7 +112,11 @@ class FramedStream:
         """Receive a message as `Stream.receive` does. A stream that ends within a message has ended: what was
         there of it is dropped. Raises PeerError when the frames are not the message that was announced.
         """
-        message = await self._stream.receive()
+        message: bytes | None = self._first
+        if message:
+            self._first = b""
+        else:
+            message = await self._stream.receive()
         if message is None:
             return None
         remaining = _announced(message)
@@ -121,6 +141,9 @@ class FramedStream:
         return b"".join(frames)
 
     async def finish(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            await self._send(pack(opening))
         await self._stream.finish()
 
     def cancel(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from averaging.allreduce.config import EXCHANGE, Dialer
 from averaging.allreduce.frames import FramedStream
@@ -36,20 +36,14 @@ class RoundNetwork:
         """Make a unary call; see `Caller`."""
         return await self._dialer.call(contact, method, request, timeout_s=timeout_s)
 
-    def framed(self, stream: Stream, came: Callable[[int], None], went: Callable[[], None]) -> Stream:
+    def framed(self, stream: Stream, came: Callable[[int], None], went: Callable[[], None]) -> FramedStream:
         """Return the stream with its large messages in frames. `came` is called with the size of everything
         that arrives, `went` whenever something was sent.
         """
         return FramedStream(stream, self._clock, self.speed, came, went)
 
-    @asynccontextmanager
-    async def open_stream(
-        self, contact: Contact, size_bytes: int, came: Callable[[int], None], went: Callable[[], None]
-    ) -> AsyncIterator[Stream]:
-        """Open a stream to a reducer for `size_bytes` of values, with its large messages in frames."""
+    def open_stream(self, contact: Contact, size_bytes: int) -> AbstractAsyncContextManager[Stream]:
+        """Open a stream to a reducer for `size_bytes` of values; `framed` cuts its messages."""
         # a connection of its own, so that heartbeats and votes do not wait behind megabytes
         connection = 1 if size_bytes > SHARED_STREAM_BYTES_MAX else 0
-        async with self._dialer.open_stream(
-            contact, EXCHANGE, timeout_s=None, connection=connection
-        ) as stream:
-            yield self.framed(stream, came, went)
+        return self._dialer.open_stream(contact, EXCHANGE, timeout_s=None, connection=connection)

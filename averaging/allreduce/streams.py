@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from averaging.allreduce import wire
 from averaging.allreduce.config import REASON_CHARACTERS_MAX
+from averaging.allreduce.frames import FramedStream
 from averaging.allreduce.logic import events as on
 from averaging.reduction.framing import unpack
 from swarm.core.errors import NetworkError, PeerError, SwarmError
@@ -36,12 +37,9 @@ class ReducerStream:
         driver, place = self._driver, self._reducer
         came = functools.partial(driver.on_bytes, place, True)
         try:
-            async with driver.network.open_stream(
-                driver.contact(place),
-                driver.machine.reducers.shard_bytes(place),
-                came,
-                functools.partial(driver.on_sent, place),
-            ) as stream:
+            size_bytes = driver.machine.reducers.shard_bytes(place)
+            async with driver.network.open_stream(driver.contact(place), size_bytes) as opened:
+                stream = driver.network.framed(opened, came, functools.partial(driver.on_sent, place))
                 await _side_by_side(self._send(stream), self._receive(stream))
         except NetworkError as error:
             driver.feed(on.ReducerStreamEnded(place, str(error), broken=True))
@@ -50,10 +48,10 @@ class ReducerStream:
         else:
             driver.feed(on.ReducerStreamEnded(place))
 
-    async def _send(self, stream: Stream) -> None:
+    async def _send(self, stream: FramedStream) -> None:
         driver, place = self._driver, self._reducer
         kernels, offload = driver.kernels, driver.offload
-        await driver.send(stream, wire.opening(driver.group_id, kernels.codec, driver.plan_digest))
+        stream.begin(wire.opening(driver.group_id, kernels.codec, driver.plan_digest))
         chunks = kernels.plan.shard(place) if kernels.weights[kernels.own] > 0 else ()
         size = 1 if offload.inline else _BATCH_CHUNKS
         batches = [chunks[nth : nth + size] for nth in range(0, len(chunks), size)]
@@ -77,7 +75,7 @@ class ReducerStream:
             await driver.send(stream, wire.withdrawal(kernels.excluded_reason))
         await stream.finish()
 
-    async def _receive(self, stream: Stream) -> None:
+    async def _receive(self, stream: FramedStream) -> None:
         driver, place = self._driver, self._reducer
         while (message := await stream.receive()) is not None:
             driver.bytes_received += len(message)
@@ -101,19 +99,24 @@ class SenderStream:
 
     def __init__(self, driver: RoundDriver, sender: int) -> None:
         self._driver, self._sender = driver, sender
+        self._limit: asyncio.Timeout | None = None  # while it exchanges messages
 
-    async def serve(self, stream: Stream) -> None:
-        """Serve it to its end. PeerError refuses it, or says why the round failed."""
+    def end_after(self, left_s: float) -> None:
+        """End the stream in `left_s` seconds: the round has ended here."""
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + left_s)
+
+    async def serve(self, opened: Stream, first: memoryview) -> None:
+        """Serve it to its end. `first`: the message that came with its opening. PeerError refuses it, or says
+        why the round failed.
+        """
         driver, place = self._driver, self._sender
         driver.feed(on.SenderOpened(place))
         came = functools.partial(driver.on_bytes, place, False)
-        stream = driver.network.framed(stream, came, functools.partial(driver.on_sent, place))
+        stream = driver.network.framed(opened, came, functools.partial(driver.on_sent, place))
+        stream.resume(first)
         try:
-            await _side_by_side(
-                self._take_contributions(stream),
-                self._give_averages(stream),
-                until=driver.refuse_when_over(),
-            )
+            await self._exchange(stream)
         except NetworkError as error:
             driver.feed(on.SenderStreamBroke(place, str(error)))
         except PeerError as error:
@@ -124,7 +127,18 @@ class SenderStream:
             driver.feed(on.SenderStreamBroke(place, "its connection closed"))
             raise
 
-    async def _take_contributions(self, stream: Stream) -> None:
+    async def _exchange(self, stream: FramedStream) -> None:
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                await _side_by_side(self._take_contributions(stream), self._give_averages(stream))
+        except TimeoutError:
+            if self._limit is None or not self._limit.expired():
+                raise
+            raise PeerError(self._driver.why_over()) from None
+        finally:
+            self._limit = None
+
+    async def _take_contributions(self, stream: FramedStream) -> None:
         driver, place, strays = self._driver, self._sender, 0
         chunks = len(driver.own_chunks)
         while (message := await stream.receive()) is not None:
@@ -170,7 +184,7 @@ class SenderStream:
                 driver.given(given)
                 given += 1
             else:
-                await driver.news(max(said_s + _WAITING_S - driver.network.now_s, 0.0))
+                await driver.news()
                 if driver.network.now_s < said_s + _WAITING_S:
                     continue
                 waited_for = driver.machine.shard.waited_for(driver.machine.contributes)
@@ -179,20 +193,15 @@ class SenderStream:
             said_s = driver.network.now_s
 
 
-async def _side_by_side(
-    *work: Coroutine[Any, Any, None], until: Coroutine[Any, Any, None] | None = None
-) -> None:
-    """Run all of `work`; the first error ends the rest and is raised as it is. `until` runs for as long as
-    they do. A cancellation goes before errors of peers at the same moment, which a task group would raise in
-    its place: nobody waits for them any more.
+async def _side_by_side(work: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None]) -> None:
+    """Run both, `beside` in a task of its own; the first error ends the other and is raised as it is. A
+    cancellation goes before errors of peers at the same moment, which a task group would raise in its place:
+    nobody waits for them any more.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(until) if until is not None else None
-            running = [tasks.create_task(coroutine) for coroutine in work]
-            await asyncio.wait(running)
-            if watch is not None:
-                watch.cancel()
+            tasks.create_task(beside)
+            await work
     except BaseExceptionGroup as group:
         error, task = first_error(group), asyncio.current_task()
         if isinstance(error, SwarmError) and task is not None and task.cancelling():

@@ -31,12 +31,12 @@ _STATES = {
 # ---- streams
 
 
-def opening(group_id: bytes, codec: Codec, plan_digest: bytes) -> bytes:
-    """Return the first message of a stream to a reducer."""
+def opening(group_id: bytes, codec: Codec, plan_digest: bytes) -> pb.ExchangeHeader:
+    """Return the header of the first message of a stream to a reducer."""
     message = pb.ExchangeOpen(
         group_id=group_id, codec=codec.wire_id, codec_version=codec.version, plan_digest=plan_digest
     )
-    return pack(pb.ExchangeHeader(open=message))
+    return pb.ExchangeHeader(open=message)
 
 
 def check_opening(message: pb.ExchangeOpen, codec: Codec, plan_digest: bytes) -> None:

@@ -86,6 +86,7 @@ class Proposal:
     is_break: bool = False
     # rounds of the next epoch, through the cells of the grid; 1: one group has room for the whole swarm
     grid_rounds: int = 1
+    _digest: bytes = field(default=b"", init=False, repr=False, compare=False)  # once it was asked for
 
     def __post_init__(self) -> None:
         if len(self.head) != DIGEST_BYTES or len(self.group_id) != DIGEST_BYTES:
@@ -104,6 +105,11 @@ class Proposal:
 
     def digest(self) -> bytes:
         """Return the digest of all fields, 32 bytes."""
+        if not self._digest:  # signatures, the tally and the head are made of it
+            object.__setattr__(self, "_digest", self._computed_digest())
+        return self._digest
+
+    def _computed_digest(self) -> bytes:
         run = self.run.encode()
         state = blake3(_PROPOSAL + len(run).to_bytes(4, "little") + run + self.head + self.group_id)
         state.update(

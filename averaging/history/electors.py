@@ -48,6 +48,14 @@ def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Col
     return 2 * found > len(eligible) or (2 * found == len(eligible) and eligible[0] in present)
 
 
+def seats_of(present: Collection[PeerId], electors: Sequence[PeerId]) -> tuple[int, list[bool]]:
+    """Return how many of the electors are `present`, then which of them in order of seniority. Of two sides
+    the one with the larger value continues.
+    """
+    seats = [elector in present for elector in electors]
+    return sum(seats), seats
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """A peer that is no elector, and what certificates say about it."""

@@ -28,6 +28,12 @@ from swarm.core.ids import PeerId
 CHAIN_BYTES_MAX: Final = (2 << 20) - (8 << 10)  # fits into a unary message
 # head, line, epoch, the keys of at most 64 electors, and of as many former ones and candidates
 ROOT_BYTES_MAX: Final = 8192
+# of the answer to one question about a history. Too large: a peer with a slow uplink does not answer in time
+PART_BYTES_MAX: Final = 256 << 10
+# of all parts together: `CERTIFICATES_MAX` certificates of 64 contributors and 64 electors
+PARTS_BYTES_MAX: Final = 4 << 20
+# a part with less room left than this has been cut: 256 contributors and 64 electors sign 40 KiB
+_CERTIFICATE_BYTES_MAX: Final = 64 << 10
 _CHAINS_KEPT_MAX: Final = 4
 _ROOT_VALUES: Final = 9
 _RUN_CHARACTERS_MAX: Final = 256
@@ -46,6 +52,24 @@ def encode_chain(chain: Chain) -> bytes:
     root = replace(chain, certificates=chain.certificates[:start]).end
     packed: bytes = msgpack.packb([*encode_root(root), encoded[start:]])
     return packed
+
+
+def encode_part(chain: Chain) -> bytes:
+    """Return the first certificates of a chain, at least one, and no more than fit into `PART_BYTES_MAX`."""
+    encoded, size = list[bytes](), 0
+    for one in chain.certificates:
+        encoded.append(msgpack.packb(_certificate(one)))
+        size += len(encoded[-1])
+        if size > PART_BYTES_MAX and len(encoded) > 1:
+            encoded.pop()
+            break
+    packed: bytes = msgpack.packb([*encode_root(chain), encoded])
+    return packed
+
+
+def is_cut(part: bytes) -> bool:
+    """Return whether more may follow after the chain of `encode_part`."""
+    return len(part) > PART_BYTES_MAX - _CERTIFICATE_BYTES_MAX
 
 
 @lru_cache(maxsize=_CHAINS_KEPT_MAX)

@@ -32,6 +32,7 @@ from averaging.history.electors import (
     electors_after,
     is_quorum,
     leaving,
+    seats_of,
 )
 from averaging.history.promises import Promises
 from swarm.core.errors import PeerError
@@ -41,6 +42,7 @@ from swarm.core.standing import NO_SPECIFICATION, Founding
 
 # kept: cuts that last for more rounds than these are healed by comparing breaks
 CERTIFICATES_MAX: Final = 256
+PARTINGS_MAX: Final = 8  # heads before breaks that are remembered after their certificates
 GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
 GRACE_S_MAX: Final = 60.0
 GRACE_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
@@ -58,9 +60,9 @@ class Lineage:
         self._certificates: deque[Certificate] = deque(maxlen=CERTIFICATES_MAX)
         self._places: dict[bytes, int] = {}  # number of the certificate that extends each known head
         self._first = 0  # number of the oldest certificate that is kept
-        self._present: Chain | None = (
-            None  # the empty chain at the head, until it moves: it is asked for often
-        )
+        # the empty chains at the heads before breaks whose certificates were dropped
+        self._partings: deque[Chain] = deque(maxlen=PARTINGS_MAX)
+        self._present: Chain | None = None  # the empty chain at the head, until it moves: asked for often
         self._promises = Promises()  # by its votes on this head
         self._goodbyes: dict[PeerId, bytes] = {}  # signatures of electors of this head that have left
         self._early_goodbyes: dict[PeerId, bytes] = {}  # signatures of electors for another head than this
@@ -161,6 +163,13 @@ class Lineage:
             self._present = self.chain((self.head,))
         return self._present
 
+    def partings(self) -> list[Chain]:
+        """Return the empty chains at the heads that this history's breaks extend, the newest first. Their
+        lines are not filled in.
+        """
+        kept = [self._root_at(one.proposal.head) for one in self._certificates if one.proposal.is_break]
+        return [*self._partings, *kept][: -PARTINGS_MAX - 1 : -1]
+
     def heads(self) -> list[bytes]:
         """Return heads of this history, the newest first, with growing distances: at most a dozen. Another
         peer finds among them where two histories parted, or a head not far before that.
@@ -203,8 +212,8 @@ class Lineage:
         else:
             start, self._first, self._new_from = 0, 0, None
             self._root = replace(chain, certificates=())
-            self._certificates.clear()
-            self._places.clear()
+            for kept in (self._certificates, self._places, self._partings):
+                kept.clear()
         if not (self.has_begun or self.knows_founding) and chain.head == self.head:
             self._root = replace(chain, certificates=())
         for certificate in chain.certificates[start:]:
@@ -226,6 +235,8 @@ class Lineage:
     def _append(self, certificate: Certificate) -> None:
         self._places[certificate.proposal.head] = self._first + len(self._certificates)
         if len(self._certificates) == CERTIFICATES_MAX:
+            if self._certificates[0].proposal.is_break:
+                self._partings.append(replace(self._root, certificates=()))
             self._root = after(self._certificates[0], self._root.root_line)
             del self._places[self._certificates[0].proposal.head]
             self._first += 1
@@ -323,12 +334,12 @@ class Lineage:
         """Remember the vote that is about to be sent; `Promises.voted` has the parameters."""
         self._promises = self._promises.voted(proposal, result, outside=outside)
 
-    def leave(self, proposal: Proposal) -> bool:
-        """Record that this attempt has ended here, and that this peer does not know how it ended for others.
-        Return whether its vote there binds it.
+    def leave(self, proposal: Proposal | None) -> bool:
+        """Record that this attempt, or any (None), has ended here, and that this peer does not know how it
+        ended for others. Return whether its vote there binds it.
         """
         self._promises = self._promises.ended(proposal)
-        return self._promises.binds(proposal)
+        return self._promises.has_ended if proposal is None else self._promises.binds(proposal)
 
     def release(self, proposal: Proposal) -> None:
         """Take note that nobody can commit this attempt any more (`Tally.is_dead`)."""
@@ -474,22 +485,15 @@ class Lineage:
         """Return whether their history continues, from the certificates with which the two parted.
 
         The one without a break continues; if both broke, the one with more of the electors, then the one with
-        the most senior. Where no elector took part in either (there were none before the first certificate of
-        the run, or all had gone) nothing tells which is right: the one that is further continues, as long as
-        this one is young. Later it stays: anybody can make a chain from there.
+        the most senior; the hash decides between liars that signed both. Where no elector took part in either
+        (there were none before the first certificate of the run, or all had gone) nothing tells which is
+        right: the one that is further continues, as long as this one is young. Later it stays: anybody can
+        make a chain from there.
         """
         if electors and ours.proposal.is_break != theirs.proposal.is_break:
             return ours.proposal.is_break
-        own_seats, their_seats = self._seats(ours, electors), self._seats(theirs, electors)
+        own_seats, their_seats = (seats_of(one.proposal.contributors, electors) for one in (ours, theirs))
         if own_seats[0] or their_seats[0]:
-            return their_seats > own_seats
+            return (their_seats, theirs.head) > (own_seats, ours.head)
         since = self._first + len(self._certificates) - self._places[ours.proposal.head]
         return since <= FOUNDING_MAX and (their_epoch, ours.head) > (self.epoch, theirs.head)
-
-    @staticmethod
-    def _seats(certificate: Certificate, electors: Sequence[PeerId]) -> tuple[int, list[bool], bytes]:
-        """Return how many electors contributed, then which of them in order of seniority; the hash decides
-        between liars that signed both.
-        """
-        seats = [elector in certificate.proposal.contributors for elector in electors]
-        return sum(seats), seats, certificate.head

@@ -14,10 +14,12 @@ from typing import Final
 from averaging.history.ahead import Ahead
 from averaging.history.certificate import genesis
 from averaging.history.chain import Chain, Relation
+from averaging.history.electors import seats_of
 from averaging.history.lineage import Lineage
 from swarm.core.ids import Contact, PeerId
 
 _OFFERS_MAX: Final = 16  # up to 2 MiB each
+_APART_MAX: Final = 8  # electors of another line that are asked for their histories at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,11 @@ class Offers:
         """
         first = self.asked_first(lineage)
         if lineage.has_begun:
-            return list(first)  # whether they answer is news, too
+            electors = {peer for parting in lineage.partings() for peer in parting.electors}
+            elsewhere = {head for head in heads.values() if not lineage.knows(head)} - {genesis(lineage.run)}
+            apart = [peer for peer in electors.difference(first) if heads.get(peer) in elsewhere]
+            # whether the first ones answer is news, too
+            return [*first, *sorted(apart)[:_APART_MAX]]
         return [
             one
             for one in first
@@ -67,7 +73,10 @@ class Offers:
         not valid. `relation`: its relation to `lineage`.
         """
         if lineage.has_begun:
-            is_open = relation is Relation.UNRELATED and lineage.is_waiting and chain.epoch > lineage.epoch
+            is_open = relation is Relation.UNRELATED and (
+                (lineage.is_waiting and chain.epoch > lineage.epoch)
+                or _parting_of(lineage, chain, contact.peer_id) is not None
+            )
         else:
             is_open = relation in (Relation.UNRELATED, Relation.AHEAD) and chain.epoch >= lineage.epoch
         if is_open:
@@ -87,10 +96,13 @@ class Offers:
         for a head supports what follows it up to the next break: a break needs no quorum, so that anybody
         could add one.
         """
+        if (found := self._after_parting(lineage, heads)) is not None:
+            return found
+        if lineage.has_begun and not lineage.is_waiting:
+            return None
         voices = self._voices(lineage, heads)
         wanted = {peer: self._head_of(peer, heads) for peer in voices}
         best: tuple[int, int, int] | None = None
-        found: Ahead | None = None
         counted = set[PeerId]()
         for offer in self._offers.values():
             supporters = [place for place, peer in enumerate(voices) if wanted[peer] in offer.heads]
@@ -103,6 +115,28 @@ class Offers:
         silent = [wanted[peer] for peer in voices if peer not in counted]
         largest = max((silent.count(head) for head in silent), default=0)
         return found if best is not None and best[0] >= largest else None
+
+    def _after_parting(self, lineage: Lineage, heads: Mapping[PeerId, bytes]) -> Ahead | None:
+        """Return a history that parted from this one at a break of this one, more certificates ago than are
+        kept, if it continues: where most of the electors of that time are that can be reached, then where the
+        most senior is. None: this one does.
+        """
+        for parting in lineage.partings():
+            wanted = {peer: self._head_of(peer, heads) for peer in parting.electors}
+            here = {lineage.own, *(peer for peer, head in wanted.items() if lineage.knows(head))}
+            sides = [
+                (
+                    seats_of([peer for peer in wanted if wanted[peer] in offer.heads], parting.electors),
+                    offer.chain.epoch,
+                    Ahead(offer.chain, offer.contact, max(lineage.epoch - parting.root_epoch, 0)),
+                )
+                for offer in self._offers.values()
+                if _parting_of(lineage, offer.chain, offer.contact.peer_id) == parting
+            ]
+            if sides:
+                seats, _, ahead = max(sides, key=lambda side: side[:2])
+                return ahead if seats > seats_of(here, parting.electors) else None
+        return None
 
     def _voices(self, lineage: Lineage, heads: Mapping[PeerId, bytes]) -> Sequence[PeerId]:
         """Return the peers that have a voice: the live electors of this peer's own head; without any, the
@@ -137,6 +171,16 @@ class Offers:
     def clear(self) -> None:
         """Forget all histories."""
         self._offers.clear()
+
+
+def _parting_of(lineage: Lineage, chain: Chain, peer: PeerId) -> Chain | None:
+    """Return the newest break of a history at which this peer decided, and its chain may have parted; None:
+    there is none. A chain that begins before the break would show where the two parted; its peer has slept.
+    """
+    for parting in lineage.partings():
+        if peer in parting.electors:
+            return parting if chain.root_epoch > parting.root_epoch else None
+    return None
 
 
 def _supported_heads(chain: Chain) -> frozenset[bytes]:

@@ -52,9 +52,10 @@ class Promises:
             return self
         return replace(self, attempt=proposal.digest(), result=result, has_ended=outside)
 
-    def ended(self, proposal: Proposal) -> Promises:
-        """Return what binds this peer after this attempt has ended here without an outcome."""
-        return replace(self, has_ended=True) if self.binds(proposal) else self
+    def ended(self, proposal: Proposal | None) -> Promises:
+        """Return what binds this peer after this attempt, or any (None), has ended here without outcome."""
+        is_over = bool(self.attempt) if proposal is None else self.binds(proposal)
+        return replace(self, has_ended=True) if is_over else self
 
     def released(self, proposal: Proposal) -> Promises:
         """Return what binds this peer once nobody can commit this attempt any more."""

@@ -54,7 +54,9 @@ class Tally:
         # what follows from the known votes, until another one is counted: it is asked for after every event
         # of a round
         self._certificate: Certificate | None = None
+        self._is_known = False  # whether there is a certificate
         self._is_dead: bool | None = None
+        self._most_votes: int | None = None
 
     def add(self, vote: Vote) -> bool:
         """Count a vote, no matter which peer relayed it. Return whether it is new. A voter that signed two
@@ -71,7 +73,7 @@ class Tally:
         vote.check(self._digest)
         if vote.result:
             read_idle(self.proposal, vote.result)  # raises PeerError
-        self._certificate = self._is_dead = None
+        self._forget()
         if known is not None:
             self.liars[vote.voter] = (known, vote)
             del self.votes[vote.voter]
@@ -80,6 +82,11 @@ class Tally:
         self.votes[vote.voter] = vote
         self._count(vote, 1)
         return True
+
+    def _forget(self) -> None:
+        """Forget what followed from the votes and goodbyes before another one is counted."""
+        self._certificate = self._is_dead = self._most_votes = None
+        self._is_known = False
 
     def _count(self, vote: Vote, difference: int) -> None:
         if vote.voter in self._deciders and vote.result:
@@ -93,7 +100,7 @@ class Tally:
             return False
         if not verify(peer, goodbye_statement(self.proposal.run, self.proposal.head), signature):
             raise PeerError(f"a goodbye that {peer} did not sign")
-        self._certificate = self._is_dead = None
+        self._forget()
         self.goodbyes[peer] = signature
         return True
 
@@ -107,10 +114,17 @@ class Tally:
         return dict(+self._counts)
 
     @property
+    def most_votes(self) -> int:
+        """Return how many votes that count the result with most of them has."""
+        if self._most_votes is None:
+            self._most_votes = max(self._counts.values(), default=0)
+        return self._most_votes
+
+    @property
     def certificate(self) -> Certificate | None:
         """Return the certificate, once the known votes make one."""
-        if self._certificate is None:
-            self._certificate = self._made_certificate()
+        if not self._is_known:
+            self._certificate, self._is_known = self._made_certificate(), True
         return self._certificate
 
     def _made_certificate(self) -> Certificate | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from averaging.blocklist import PeerBlocklist
+from averaging.blocklist import EXCLUDED, PeerBlocklist
 from averaging.optim.epoch_averager import EpochAverager
 from averaging.optim.history import RunHistory
 from averaging.optim.modes import CapturedRound, Mode
@@ -119,7 +119,7 @@ class CatchUp:
         self.distrusted: dict[PeerId, str] = {}
         self._unproven_since_s: float | None = None  # a report without a certificate was believed first
         self._registered_epoch = -1  # that the others were told of last
-        self._blocklist = blocklist
+        self.blocklist = blocklist
 
     def load(
         self,
@@ -140,8 +140,8 @@ class CatchUp:
         attempt = _Attempt(self.clock, retries, now_s + timeout_s, now_s, codec, among, on_progress)
         self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, timeout_s), first=True)
         while True:
-            if self._blocklist.own_is_banned:
-                return self._not_loaded(attempt, "the owner of this run has banned this peer")
+            if self.blocklist.own_is_banned:
+                return self._not_loaded(attempt, EXCLUDED)
             if attempt.reason or self._tracker.refresh_age_s() > _REFRESH_AGE_S_MAX:  # another attempt
                 self._tracker.wait_refresh(min(FIRST_REFRESH_TIMEOUT_S, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt, among)
@@ -280,7 +280,7 @@ class CatchUp:
         """Return the electors of the swarm's head that can be called, the most senior first. `among`: only
         these, where a round has found which of them hold the state.
         """
-        ignored = {self._node.peer_id, *self.distrusted, *self._blocklist.banned}
+        ignored = {self._node.peer_id, *self.distrusted, *self.blocklist.banned}
         found = self._history.electors() if self._history is not None else ()
         contacts = [
             self._tracker.contact(peer) for peer in found if peer not in ignored and peer in (among or found)
@@ -481,7 +481,7 @@ class CatchUp:
             if (
                 entry.writer == self._node.peer_id
                 or entry.writer in self.distrusted
-                or entry.writer in self._blocklist.banned
+                or entry.writer in self.blocklist.banned
                 or not isinstance(value, dict)
             ):
                 continue

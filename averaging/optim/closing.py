@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from averaging.blocklist import EXCLUDED
 from averaging.history.certificate import RoundKind
 from averaging.optim.catchup import CatchUp
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager, StateRound
@@ -156,6 +158,7 @@ class EpochCloser:
         history, self.round_is_break = self._history, False
         if history is None:
             return None
+        history.leave(None)  # an interrupted trainer did not take the outcome of its round
         if not history.has_begun:
             waiting = self._wait_to_begin(failed)
             if waiting is not None:
@@ -167,6 +170,8 @@ class EpochCloser:
             if not waited:
                 _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
             waited = True
+            if self._catch_up.blocklist.own_is_banned:
+                return CloseOutcome(stepped=False, reason=EXCLUDED, rounds_failed=failed)
             if self.is_behind():
                 return self._missed(failed)
             if self._traits.keeps_progress and not history.waits_briefly:
@@ -203,9 +208,10 @@ class EpochCloser:
     def step_alone(self, result: RoundResult | None, failed: int) -> CloseOutcome:
         """Step without a round: no other peer is live, or the mode allows it."""
         weight, _ = self._mode.prepare(self._state.epoch)
-        if self._history is not None:
-            self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
-        self._advance([], ())
+        with self._undone_if_not_applied():
+            if self._history is not None:
+                self._history.commit_alone(self._state.epoch + 1, RoundKind.EPOCH)
+            self._advance([], ())
         return CloseOutcome(
             stepped=True,
             alone=True,
@@ -216,13 +222,14 @@ class EpochCloser:
         )
 
     def committed(self, result: RoundResult, failed: int, began_ago_s: float = 0.0) -> CloseOutcome:
-        if self._history is not None and result.certificate is not None:
-            self._history.commit(result.certificate)
-        self._advance(
-            list(result.gathered.values()),
-            [peer for peer in result.peers if peer not in result.left_out],
-            began_ago_s,
-        )
+        with self._undone_if_not_applied():
+            if self._history is not None and result.certificate is not None:
+                self._history.commit(result.certificate)
+            self._advance(
+                list(result.gathered.values()),
+                [peer for peer in result.peers if peer not in result.left_out],
+                began_ago_s,
+            )
         own = self._tracker.own
         counted = result.contributions.get(own, 0.0) > 0.0
         return CloseOutcome(
@@ -231,6 +238,20 @@ class EpochCloser:
             rounds_failed=failed,
             not_counted="" if counted else result.left_out.get(own, _NO_WEIGHT),
         )
+
+    @contextlib.contextmanager
+    def _undone_if_not_applied(self) -> Iterator[None]:
+        """Return to the head before when the state was not advanced, because of Ctrl-C or of an exception of
+        the inner optimizer. What this peer would certify after a head whose state it has not got could be
+        compared by nobody. As after a restart it takes no part in decisions on that head for now.
+        """
+        root, epoch = self._history.root if self._history is not None else None, self._state.epoch
+        try:
+            yield
+        except BaseException:
+            if self._history is not None and root is not None and self._state.epoch == epoch:
+                self._history.restore(root)
+            raise
 
     def failed(self, result: RoundResult, failed: int) -> CloseOutcome | None:
         """Return the outcome of a failed round, or None when it may be tried again."""

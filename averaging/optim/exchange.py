@@ -8,13 +8,14 @@ import asyncio
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
 from averaging.history.chain import Chain
-from averaging.history.encoding import decode_chain
+from averaging.history.encoding import PARTS_BYTES_MAX, decode_chain, is_cut
+from averaging.history.lineage import CERTIFICATES_MAX
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.ids import Contact, PeerId
@@ -162,11 +163,27 @@ def unpack_chunk(message: bytes) -> tuple[int, memoryview]:
     return header.index, memoryview(message)[start:]
 
 
-async def fetch_chain(caller: Caller, run: str, contact: Contact, heads: Sequence[bytes]) -> Chain:
-    """Return a peer's history of a run after the newest of `heads`. Raise NetworkError or PeerError."""
-    request = state_pb2.HistoryRequest(run=run, heads=heads)
-    reply = await caller.call(contact, HISTORY, request, timeout_s=_HISTORY_TIMEOUT_S)
-    return decode_chain(reply.chain)
+async def fetch_chain(
+    caller: Caller, run: str, contact: Contact, heads: Sequence[bytes], bytes_max: int = PARTS_BYTES_MAX
+) -> Chain:
+    """Return a peer's history of a run after the newest of `heads`: its first part, and further ones while
+    all have less than `bytes_max` bytes. Raise NetworkError or PeerError.
+    """
+    found, size_bytes = None, 0
+    while True:
+        request = state_pb2.HistoryRequest(run=run, heads=heads if found is None else [found.last_head])
+        reply = await caller.call(contact, HISTORY, request, timeout_s=_HISTORY_TIMEOUT_S)
+        part = decode_chain(reply.chain)
+        if found is None:
+            found = part
+        elif part.head == found.last_head:
+            certificates = (*found.certificates, *part.certificates)[:CERTIFICATES_MAX]
+            found = replace(found, certificates=certificates)
+        else:
+            return found  # that peer follows another history now, or has dropped what comes next
+        size_bytes += len(reply.chain)
+        if not is_cut(reply.chain) or size_bytes >= bytes_max or len(found.certificates) == CERTIFICATES_MAX:
+            return found
 
 
 async def ask_holders(
@@ -193,7 +210,7 @@ async def peers_at_head(caller: Caller, run: str, contacts: Sequence[Contact], h
 
     async def has_head(contact: Contact) -> bool:
         try:
-            return (await fetch_chain(caller, run, contact, [head])).last_head == head
+            return (await fetch_chain(caller, run, contact, [head], 0)).last_head == head
         except (NetworkError, PeerError):
             return False
 

@@ -24,7 +24,7 @@ from averaging.history.certificate import (
     vote_statement,
 )
 from averaging.history.chain import Chain, Relation
-from averaging.history.encoding import encode_chain
+from averaging.history.encoding import encode_part
 from averaging.history.known_heads import KnownHeads
 from averaging.history.lineage import Lineage
 from averaging.history.offers import Offers
@@ -162,7 +162,7 @@ class RunHistory:
                 may_begin=self._may_begin,
                 may_vote=self._may_vote,
                 release=self._release,
-                leave=self._leave,
+                leave=self.leave,
                 find_contact=self._find_contact,
             )
 
@@ -434,7 +434,7 @@ class RunHistory:
 
     async def on_history(self, peer: PeerId, request: state_pb2.HistoryRequest) -> state_pb2.HistoryReply:
         """Answer with the part of this peer's history that the caller lacks."""
-        return state_pb2.HistoryReply(chain=encode_chain(self.past(list(request.heads))))
+        return state_pb2.HistoryReply(chain=encode_part(self.past(list(request.heads))))
 
     async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
         """Return why a group with these contributors cannot commit; "" when it can: they are a quorum, or
@@ -471,7 +471,8 @@ class RunHistory:
         with self._lock:
             self._lineage.release(proposal)
 
-    def _leave(self, proposal: Proposal) -> bool:
+    def leave(self, proposal: Proposal | None) -> bool:
+        """Return `Lineage.leave`. With None no round of this peer may be running."""
         with self._lock:
             return self._lineage.leave(proposal)
 

@@ -17,6 +17,7 @@ everywhere.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -122,12 +123,16 @@ def shares(members: Sequence[ReducerLoad]) -> list[float]:
 
 def _solved(lines: Sequence[_Line]) -> list[float]:
     """Return the share of each reducer in the least time in which all shares together cover the vector."""
-    low, high = 0.0, max(line.whole_time for line in lines)
+    counts = Counter(lines)  # mostly one, since measured speeds are levelled
+    if len(counts) == 1:
+        return [1.0] * len(lines)
+    low, high = 0.0, max(line.whole_time for line in counts)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if middle in (low, high):
             break
-        low, high = (low, middle) if sum(line.share_max(middle) for line in lines) >= 1.0 else (middle, high)
+        covered = sum([count * line.share_max(middle) for line, count in counts.items()])
+        low, high = (low, middle) if covered >= 1.0 else (middle, high)
     return [line.share_max(high) for line in lines]
 
 

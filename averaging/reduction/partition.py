@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import msgpack
 
@@ -76,16 +75,23 @@ def cut_shards(numel: int, shares: Sequence[float]) -> list[tuple[int, int]]:
     each way. Raises UsageError when every share is zero although there is something to cut.
     """
     # floats would round differently in another order of summation
-    exact = [Fraction(share) for share in shares]
+    ratios = [float(share).as_integer_ratio() for share in shares]
+    unit = max((denominator for _, denominator in ratios), default=1)  # a power of two, as all of them are
+    exact = [numerator * (unit // denominator) for numerator, denominator in ratios]
     total = sum(exact)
     if any(share < 0 for share in exact) or (numel and not total):
         raise UsageError("nobody in this group can reduce: no member has a port that others can dial")
     edges = [0]
     for cumulated in itertools.accumulate(exact):
-        ideal = cumulated / total * numel if total else Fraction(0)
-        aligned = round(ideal / ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+        aligned = _rounded(cumulated * numel, total * ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS if total else 0
         edges.append(numel if cumulated == total else min(max(aligned, edges[-1]), numel))
     return list(itertools.pairwise(edges))
+
+
+def _rounded(numerator: int, denominator: int) -> int:
+    """Return the integer next to a fraction of two that are not negative, the even one of two."""
+    whole, rest = divmod(numerator, denominator)
+    return whole + (2 * rest > denominator or (2 * rest == denominator and whole % 2))
 
 
 def plan_chunks(numel: int, shares: Sequence[float], codec: Codec, chunk_bytes: int) -> Plan:

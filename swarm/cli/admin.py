@@ -14,6 +14,7 @@ import click
 
 from swarm.cli import options
 from swarm.cli.control import Control
+from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import check_answered, contacts_of, owners_entries, run_addresses, stored_run
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
@@ -248,24 +249,22 @@ def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, 
 def temporary_node(
     where: RunAddress, owner: Identity | None = None, handover: Handover | None = None
 ) -> Iterator[tuple[Node, RunDirectory]]:
-    """Open a node with a new identity, and a directory of runs. `owner`: lets it into an invited run, with
-    the `handover` by which it is getting the run.
+    """Open a node, and a directory of runs. `owner`: lets it into an invited run, with the `handover` by
+    which it is getting the run.
     """
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.specification_store import SpecificationStore
 
-    own = Identity.generate()
-    entries = (
-        run_addresses(where.run, where.addresses)
-        if owner is None
-        else owners_entries(where.run, where.addresses, owner, own.peer_id, handover)
-    )
-    hosts = [address.host for contact in contacts_of(entries) for address in contact.addresses]
-    local = all(host.startswith(("127.", "::1", "localhost")) for host in hosts)
-    listen = "127.0.0.1:0" if local else "0.0.0.0:0"
-    with Node(bootstrap=entries, listen=listen, identity=own) as node:
+    if owner is None:
+        entries = run_addresses(where.run, where.addresses)
+        own = open_entry_identity(None, entries)
+    else:
+        own = Identity.generate()
+        entries = owners_entries(where.run, where.addresses, owner, own.peer_id, handover)
+    listen = options.listen_at(None, (), contacts_of(entries))
+    with contextlib.closing(own), Node(bootstrap=entries, listen=listen, identity=own) as node:
         if not node.wait_joined(_JOIN_S):
-            check_answered(node, entries[-1])
+            check_answered(node, entries[-1:])
         store = SpecificationStore(specifications_folder())
         yield node, RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)

@@ -14,7 +14,7 @@ import click
 
 import swarm
 from swarm.cli import options
-from swarm.cli.identity import open_identity
+from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import check_answered, contacts_of
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
@@ -43,19 +43,22 @@ class Diagnosis:
 
 
 @click.command(context_settings=options.CONTEXT)
-@click.argument("address", metavar="[ADDRESS]", required=False)
+@options.entries(required=False)
 @options.optional_identity
 @options.listen
 @options.announce
 @options.as_json
 def doctor(
-    address: str | None, identity: str | None, listen: str | None, announce: tuple[str, ...], as_json: bool
+    addresses: tuple[str, ...],
+    identity: str | None,
+    listen: str | None,
+    announce: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     """Find out whether this machine can volunteer: software, memory and GPU, clock, and how others reach it.
 
     ADDRESS is a peer of the swarm, or an invite; without it the network is not tried. Give the options that
-    you would give to `swarm join`: with a new identity this takes one of the uses of an invite. The exit
-    status is 1 when this machine cannot volunteer.
+    you would give to `swarm join`. The exit status is 1 when this machine cannot volunteer.
 
     \b
     Examples:
@@ -63,9 +66,9 @@ def doctor(
       swarm doctor /ip4/203.0.113.7/tcp/4000/p2p/12D3KooW...
       swarm doctor swarm1... --listen 0.0.0.0:4000 --json
     """
-    where = options.listen_at(listen, announce, contacts_of([address] if address is not None else []))
+    where = options.listen_at(listen, announce, contacts_of(addresses))
     states: list[State] = []
-    for finding in _examine(address, identity, where, announce):
+    for finding in _examine(addresses, identity, where, announce):
         states.append(finding.state)
         mark = {"good": "ok  ", "note": "note", "bad": "BAD "}[finding.state]
         fields = {"subject": finding.subject, "state": finding.state, "text": finding.text}
@@ -77,30 +80,30 @@ def doctor(
 
 
 def _examine(
-    address: str | None, identity: str | None, listen: str | None, announce: tuple[str, ...]
+    addresses: tuple[str, ...], identity: str | None, listen: str | None, announce: tuple[str, ...]
 ) -> Iterator[Diagnosis]:
     yield Diagnosis("software", "good", _software())
     yield _machine()
-    if address is None:
+    if not addresses:
         yield Diagnosis("network", "note", "not tried: name a peer of the swarm, or give an invite")
         return
     from swarm.node import Node, NodeConfig
 
-    own = open_identity(identity, None)
+    own = open_entry_identity(identity, addresses)
     try:
-        with Node(address, listen, own, config=NodeConfig(announce=announce)) as node:
-            yield from _examine_network(node, address, listen)
+        with Node(addresses, listen, own, config=NodeConfig(announce=announce)) as node:
+            yield from _examine_network(node, addresses, listen)
     finally:
         own.close()
 
 
-def _examine_network(node: Node, address: str, listen: str | None) -> Iterator[Diagnosis]:
+def _examine_network(node: Node, addresses: tuple[str, ...], listen: str | None) -> Iterator[Diagnosis]:
     said: list[str] = []
     node.tell_reach(said.append)
     began_s = time.monotonic()
     try:
         if not node.wait_joined(_JOIN_S):
-            check_answered(node, address)
+            check_answered(node, addresses)
     except SwarmError as error:
         yield Diagnosis("network", "bad", str(error))
         return

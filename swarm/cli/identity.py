@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from swarm.cli import options
-from swarm.cli.paths import default_identity
+from swarm.cli.paths import default_identity, invited_identity
 from swarm.cli.render import print_result
 from swarm.core.errors import UsageError
-from swarm.core.identity import Identity
+from swarm.core.identity import Identity, IdentityInUse
+from swarm.membership.capability import Role
+from swarm.membership.invite import Entrance, Invite
 
 NEW = "new"
 PASSPHRASE_CHARACTERS_MAX = 1024
+PROCESSES_PER_INVITE_MAX = 16  # on one machine that have an identity of their own which is kept
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -105,7 +109,47 @@ def open_identity(choice: str | None, default: Path | None) -> Identity:
     assert path is not None
     try:
         return Identity.load(path, create=True)
-    except UsageError as error:
-        if choice is None and "is using" in str(error):
+    except IdentityInUse as error:
+        if choice is None:
             raise UsageError(f"{error}. Or pass --identity {NEW} for a new one that is not kept") from error
         raise
+
+
+def open_entry_identity(choice: str | None, entries: Sequence[str], role: Role = "observe") -> Identity:
+    """Open the identity with which a command enters a swarm by addresses and invites.
+
+    `choice` is that of `open_identity`. Without one a command that enters by an invite has an identity that
+    is kept for this invite, so that it takes one use whenever it is started, and any other a new one. Raises
+    UsageError when the invite is for another peer or lacks the role, before it takes a use.
+    """
+    invite = Entrance.of(entries).invite
+    if invite is None:
+        return open_identity(choice, None)
+    own = open_identity(choice, None) if choice is not None else _open_invited(invite)
+    roles = invite.grants[-1].roles
+    if own.peer_id != invite.owner and role not in (*roles, "observe"):
+        own.close()
+        raise UsageError(
+            f"this invite is for the roles {', '.join(roles)}; this needs the role {role}: ask for an invite "
+            f"that was made with --role {role}"
+        )
+    return own
+
+
+def _open_invited(invite: Invite) -> Identity:
+    """Open this user's identity if the invite is for it, or else one that is kept for the invite: the first
+    one that no other process uses.
+    """
+    if not invite.key:
+        user = default_identity()
+        if user.exists() and Identity.read(user).peer_id == invite.subject:
+            return open_identity(None, user)
+        raise UsageError(
+            f"this invite is for peer {invite.subject}: name the file of that identity with --identity FILE"
+        )
+    for number in range(1, PROCESSES_PER_INVITE_MAX + 1):
+        try:
+            return Identity.load(invited_identity(str(invite.subject), number))
+        except IdentityInUse:
+            continue
+    return Identity.generate()

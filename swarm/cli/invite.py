@@ -12,12 +12,12 @@ import click
 
 from swarm.cli import options
 from swarm.cli.control import Control
-from swarm.cli.paths import control_folder, default_identity, specifications_folder
+from swarm.cli.paths import control_folder, default_identity, invited_identities, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.errors import NetworkError, NotInvited, SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
-from swarm.membership.capability import ROLES, USES_MAX, Role, roles_of
+from swarm.membership.capability import ROLES, USES_MAX, Grants, Role, roles_of
 from swarm.membership.invite import Entrance, Invite, RunIdentity, Terms, make_invite
 from swarm.run.limits import parse_duration_s
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # The invite that `swarm start` prints is meant to be passed around among people who know each other.
 _START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
 _ENTRY_CHARACTERS_MAX = 120  # an address fits, an invite does not
+_ENTRIES_SHOWN = 3
+_SHORTER_S = 60.0  # that an invite is valid than asked for, and nobody is told
 _OWN_COMMAND_S = 3600.0  # lifetime of the capability of a command of the owner
 _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 
@@ -61,7 +63,7 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
     "roles",
     type=click.Choice(ROLES),
     multiple=True,
-    help="What they may do; may be given several times. [default: train, serve and observe]",
+    help="What they may do; may be given several times. [default: train, serve, observe, as far as you may]",
 )
 @options.peers_of_run
 @options.owner_identity
@@ -69,8 +71,8 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **given: Any) -> int:
     """Make an invite to RUN: one word, `swarm1…`, that every command takes instead of an ADDRESS.
 
-    The run's owner can invite, and every peer that joined with --identity by an invite with the role invite:
-    for its own roles and out of its own uses. Treat an invite as a password. docs/howto/invites.md says more.
+    The run's owner can invite, and every peer that joined by an invite with the role invite: for its own
+    roles and out of its own uses. Treat an invite as a password. docs/howto/invites.md says more.
 
     \b
     Examples:
@@ -79,19 +81,17 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
       swarm invite bytelm --for 12D3KooW... --role train --role invite
       swarm change bytelm --revoke swarm1...
     """
-    from swarm.run.membership import identity_of, load_capability
+    from swarm.run.membership import identity_of
 
-    signed = stored_run(run)
-    if signed.specification.members == "open":
-        raise UsageError(f"{signed.full_name} is open: anybody joins it by an address, without an invite")
-    issuer = Identity.read(Path(identity).expanduser() if identity else default_identity())
+    signed = _invited_run(run)
+    issuer, held = _issuer(signed, identity)
+    roles = given["roles"] or [one for one in _MEMBER_ROLES if not held or one in held[-1].roles]
     terms = Terms(
-        roles=roles_of(given["roles"] or _MEMBER_ROLES),
+        roles=roles_of(roles or _MEMBER_ROLES),
         uses=given["uses"],
         lifetime_s=parse_duration_s(given["expires"]),
         peer=PeerId.parse(given["peer"]) if given["peer"] is not None else None,
     )
-    held = load_capability(specifications_folder(), signed.run_id, issuer.peer_id)
     made = make_invite(identity_of(signed), issuer, held, terms, now_s=time.time()).with_contacts(
         Entrance.of(run_addresses(signed.run_id, addresses)).contacts
     )
@@ -105,7 +105,54 @@ def invite(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
         "expires_s": last.expires_s,
     }
     print_result("invite", fields, made.text(), as_json=as_json)
+    if last.uses < terms.uses or last.expires_s < int(time.time() + terms.lifetime_s) - _SHORTER_S:
+        days = (last.expires_s - time.time()) / 86400.0
+        left = f"{days:.1f} days" if days >= 1.0 else f"{24.0 * days:.1f} h"
+        click.echo(
+            f"swarm: this invite is for {last.uses} peer{'s' if last.uses > 1 else ''} and valid for {left}: "
+            "the one by which you joined gives no more",
+            err=True,
+        )
     return 0
+
+
+def _invited_run(run: str) -> SignedSpecification:
+    """Return the run of this machine that a name means. Raise UsageError where it needs no invites, and
+    SwarmError where this machine does not know it.
+    """
+    from swarm.run.specification_store import SpecificationStore
+
+    if not SpecificationStore(specifications_folder()).all():
+        raise SwarmError(
+            "this machine took part in no run yet: invite on a machine that did, or join the run first"
+        )
+    signed = stored_run(run)
+    if signed.specification.members == "open":
+        raise UsageError(f"{signed.full_name} is open: anybody joins it by an address, without an invite")
+    return signed
+
+
+def _issuer(signed: SignedSpecification, choice: str | None) -> tuple[Identity, Grants]:
+    """Return the identity that invites, with its own capability: the chosen one, or this user's, or, where
+    that one may not invite, one that entered the run by an invite with the role invite.
+    """
+    from swarm.run.membership import load_capability
+
+    def held(one: Identity) -> Grants:
+        return load_capability(specifications_folder(), signed.run_id, one.peer_id)
+
+    own = Path(choice).expanduser() if choice else default_identity()
+    if choice is None:
+        for file in (own, *invited_identities()):
+            one = Identity.read(file) if file.exists() else None
+            if one is not None and (one.peer_id == signed.owner or _may_invite(held(one))):
+                return one, held(one)
+    one = Identity.read(own)
+    return one, held(one)
+
+
+def _may_invite(held: Grants) -> bool:
+    return bool(held) and "invite" in held[-1].roles
 
 
 def starting_invite(owner: Identity, specification: RunSpecification) -> Invite:
@@ -175,10 +222,12 @@ def contacts_of(entries: Sequence[str]) -> list[Contact]:
     return list(Entrance.of(list(entries)).contacts)
 
 
-def check_answered(node: Node, address: str) -> None:
-    """Raise NotInvited or NetworkError with the reason for which nobody answered."""
+def check_answered(node: Node, entries: Sequence[str]) -> None:
+    """Raise NotInvited or NetworkError with the reason for which nobody answered at the addresses."""
     if node.not_invited:
         raise NotInvited(node.not_invited)
     why = "; ".join(node.join_failures) or "no answer in time"
-    entry = address if len(address) <= _ENTRY_CHARACTERS_MAX else f"{address[:_ENTRY_CHARACTERS_MAX]}…"
-    raise NetworkError(f"nobody answers at {entry}: {why}. Ask for the address of another live peer")
+    given = entries[:_ENTRIES_SHOWN]
+    shown = [one[:_ENTRY_CHARACTERS_MAX] + ("…" if len(one) > _ENTRY_CHARACTERS_MAX else "") for one in given]
+    where = " and ".join(shown)
+    raise NetworkError(f"nobody answers at {where}: {why}. Ask for the address of another live peer")

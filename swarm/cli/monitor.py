@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
+from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import contacts_of
 from swarm.cli.options import parse_host_port
 from swarm.cli.paths import monitor_history
@@ -43,7 +44,7 @@ _VIEWS_MAX = 8  # waiting views; the oldest is dropped
 class MonitorChoices:
     """The options of `swarm monitor`."""
 
-    address: str
+    addresses: tuple[str, ...]
     run: str | None
     web: str | None
     prometheus: str | None
@@ -61,7 +62,7 @@ class MonitorChoices:
     def of(cls, **options: Any) -> MonitorChoices:
         """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
         choices = cls(**options)
-        contacts_of([choices.address])
+        contacts_of(choices.addresses)
         for name in ("web", "prometheus"):
             given = getattr(choices, name)
             if given is not None:
@@ -92,7 +93,7 @@ class MonitorChoices:
 
 
 @click.command(context_settings=options.CONTEXT)
-@click.argument("address", metavar="ADDRESS")
+@options.entries(required=True)
 @options.run_name
 @click.option("--web", metavar="HOST:PORT", default=None, help="Serve a page; port 0 picks a free one.")
 @click.option(
@@ -133,7 +134,7 @@ class MonitorChoices:
 @click.option("--once", is_flag=True, help="Look once, print, and end.")
 @options.as_json
 @options.exit_with_parent
-def monitor(address: str, **given: Any) -> int:
+def monitor(addresses: tuple[str, ...], **given: Any) -> int:
     """Watch the run at ADDRESS: a peer that trains nothing and that no other peer has to trust.
 
     Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and
@@ -148,17 +149,21 @@ def monitor(address: str, **given: Any) -> int:
       swarm monitor ADDRESS --save checkpoints --every 30m
       swarm monitor ADDRESS --once --json
     """
-    choices = MonitorChoices.of(address=address, **given)
+    choices = MonitorChoices.of(addresses=addresses, **given)
     from swarm.monitor.watching import Watch, WatchConfig
 
     config = WatchConfig(
-        entry=(choices.address,),
+        entry=choices.addresses,
         run=choices.run,
         history=choices.history_file,
         saving=choices.checkpoints(),
         grids=choices.experts,
     )
-    with Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown, Watch(config) as watch:
+    with (
+        Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
+        contextlib.closing(open_entry_identity(None, choices.addresses)) as own,
+        Watch(config, own) as watch,
+    ):
         _show(choices, watch, shutdown)
     return 0
 

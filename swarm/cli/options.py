@@ -71,8 +71,19 @@ owner_identity = click.option(
     "--identity", metavar="FILE", default=None, help="The owner's identity. [default: this user's]"
 )
 optional_identity = click.option(
-    "--identity", metavar="FILE", default=None, help="An identity to keep; without it, a new one each time."
+    "--identity",
+    metavar="FILE",
+    default=None,
+    help="An identity to keep. [default: one for each invite; with an address, a new one each time]",
 )
+
+
+def entries(*, required: bool) -> Callable[[Command], Command]:
+    """Return the argument `addresses`: addresses and invites by which a command enters a swarm."""
+    metavar = "ADDRESS..." if required else "[ADDRESS]..."
+    return click.argument("addresses", metavar=metavar, nargs=-1, required=required)
+
+
 run_name = click.option(
     "--run",
     "run",

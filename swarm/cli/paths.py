@@ -39,6 +39,18 @@ def bootstrap_identity() -> Path:
     return home() / "bootstrap.identity"
 
 
+def invited_identity(subject: str, number: int) -> Path:
+    """Return the identity file of a peer that enters by an invite, which its PeerID or public key names, and
+    the number of the process on this machine that does.
+    """
+    return home() / "invited" / f"{subject}-{number}.identity"
+
+
+def invited_identities() -> list[Path]:
+    """Return the identity files of all peers that entered by an invite on this machine."""
+    return sorted((home() / "invited").glob("*.identity"))
+
+
 def specifications_folder() -> Path:
     """Return the folder of the specifications of runs in which this machine took part."""
     return home() / "runs"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.cli import options
-from swarm.cli.identity import open_identity
+from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import check_answered, contacts_of
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown
@@ -44,7 +44,7 @@ _EXPERTS_MAX = 4096
 class ServeChoices:
     """The options of `swarm serve`."""
 
-    address: str | None
+    addresses: tuple[str, ...]
     experts: tuple[str, ...]
     num_experts: int | None
     expert_class: str
@@ -85,7 +85,7 @@ class ServeChoices:
         return choices
 
     def contacts(self) -> list[Contact]:
-        return contacts_of([self.address]) if self.address is not None else []
+        return contacts_of(self.addresses)
 
     def listen_at(self) -> str | None:
         """Return where to listen; None: nowhere."""
@@ -93,7 +93,7 @@ class ServeChoices:
 
 
 @click.command(context_settings=options.CONTEXT)
-@click.argument("address", metavar="[ADDRESS]", required=False)
+@options.entries(required=False)
 @click.option(
     "--experts",
     metavar="PATTERN",
@@ -225,26 +225,25 @@ def _serve(choices: ServeChoices) -> int:
         make_output(ServePresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # before anything is opened or declared
-        own = open_identity(choices.identity, None)
+        own = open_entry_identity(choices.identity, choices.addresses, "serve")
         try:
             from swarm.node import Node, NodeConfig
-            from swarm.run.membership import follow_run, require_role
+            from swarm.run.membership import follow_run
 
             config = NodeConfig(
                 preset=choices.preset, announce=choices.announce, relay_mbit=choices.relay_mbit
             )
             with Node(
-                bootstrap=choices.address or (), listen=choices.listen_at(), identity=own, config=config
+                bootstrap=choices.addresses, listen=choices.listen_at(), identity=own, config=config
             ) as node:
-                require_role(node.membership, "serve")
                 output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses, reach=node.reach))
                 node.tell_reach(
                     lambda sentence: output.emit(Notice(text=_with_experts(sentence, node.reach)))
                 )
                 factory = _ExpertFactory(choices)  # imports torch; the node joins meanwhile
                 keep_present_objects()
-                if choices.address is not None and not node.wait_joined(_ANSWER_S):
-                    check_answered(node, choices.address)
+                if choices.addresses and not node.wait_joined(_ANSWER_S):
+                    check_answered(node, choices.addresses)
                 follow_run(node)
                 names = _names(choices, grids, node)
                 with _open_server(choices, node, names, factory) as server:
@@ -377,7 +376,7 @@ def _open_server(
 def _served_event(choices: ServeChoices, node: Node, server: ExpertServer, factory: _ExpertFactory) -> Served:
     first, expert = next(iter(server.experts.items()))
     parameters = sum(parameter.numel() for parameter in expert.module.parameters())
-    address = choices.address or next(iter(node.addresses), "")
+    address = next(iter((*choices.addresses, *node.addresses)), "")
     inputs = ", ".join(
         f"torch.zeros({(4, *leaf.shape)}, dtype={leaf.dtype})".replace("((", "(").replace("),", ",")
         for leaf in expert.schema.input_leaves

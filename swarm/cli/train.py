@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import click
 
 from swarm.cli import options
 from swarm.cli.control import Control
-from swarm.cli.identity import open_identity
+from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import check_answered, contacts_of, starting_invite
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import Output, make_output
@@ -33,6 +33,7 @@ from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
+    from swarm.cli.finding import RunEntry
     from swarm.net.throttle import Bandwidth
     from swarm.node import Node
     from swarm.run.checkpoints import CheckpointConfig
@@ -80,6 +81,12 @@ _name = click.option(
     "--name", default="", help="A name of this machine for `swarm monitor`; at most 40 characters."
 )
 
+_no_lan = click.option(
+    "--no-lan",
+    is_flag=True,
+    help="Do not tell others on the local network (mDNS) which run this machine trains.",
+)
+
 
 def _training_options(
     checkpoint_every: str,
@@ -106,6 +113,7 @@ def _training_options(
         options.device,
         options.data,
         _name,
+        _no_lan,
         options.as_json,
         options.exit_with_parent,
     )
@@ -185,47 +193,75 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
 
 
 @click.command(context_settings=options.CONTEXT)
-@click.argument("address", metavar="ADDRESS")
+@click.argument("addresses", metavar="[ADDRESS|INVITE|RUN]...", nargs=-1)
 @options.run_name
 @options.optional_identity
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 @_training_options(checkpoint_every="0")
-def join(address: str, run: str | None, **given: Any) -> int:
-    """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an invite.
+def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
+    """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an INVITE.
+    Several are tried at once.
+
+    A run that this machine took part in is joined by its name, RUN: this machine remembers peers of it.
+    Without any of these, lists the runs on the local network, and joins the only one, or asks which.
 
     Shows what will be trained, what memory it takes and what traffic to expect, asks, downloads the current
-    state and trains until Ctrl-C.
+    state and trains until Ctrl-C. A volunteer that entered by an invite keeps its identity for the next time.
 
     \b
     Examples:
       swarm join /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm join swarm1... --yes
+      swarm join bytelm
+      swarm join
       swarm join ADDRESS --run bytelm --yes
       swarm join ADDRESS --device cuda:1 --data ~/texts
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
     """
-    choices = TrainChoices.of(bootstrap=(address,), **given)
-    if not choices.yes and (choices.as_json or not sys.stdin.isatty() or not sys.stdout.isatty()):
-        raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
+    from swarm.cli.finding import RunEntry, is_run_name, nearby_entry, nearby_runs, remembered_entry
+
+    entry: RunEntry | None = None
+    if len(addresses) == 1 and is_run_name(addresses[0]):
+        entry = remembered_entry(addresses[0], run, given["identity"])
+    elif addresses:
+        entry = RunEntry(addresses, run, given["identity"])
+    choices = TrainChoices.of(bootstrap=addresses, **given)
+    may_ask = sys.stdin.isatty() and sys.stdout.isatty() and not choices.as_json
+    if entry is None:
+        with make_output(VolunteerPresentation(), as_json=choices.as_json) as output:
+            if choices.as_json and not choices.yes:
+                nearby_runs(output, run)
+                return 0
+            _check_asked(choices, may_ask=may_ask)
+            entry = nearby_entry(output, run, choices.identity)
+    choices = replace(choices, bootstrap=entry.bootstrap, identity=entry.identity)
+    _check_asked(choices, may_ask=may_ask)
     with _session(choices, None) as session:
-        if not wait_for_answer(session.node):
-            why = _join_failures(session.node)
-            known = run is not None and session.node.network.run(session.directory.stored(run), 30.0)
-            if session.node.not_invited or not known:
-                check_answered(session.node, address)
-            text = (
-                "nobody answers yet; going on alone with the specification that this machine kept, "
-                f"and trying again: {why}"
-            )
-            session.emit(Notice(text=text))
-        session.train(_find(session, run), created=False)
+        signed = _find_run(session, entry)
+        session.train(signed, created=False)
     return 0
 
 
-def _find(session: _Session, run: str | None) -> SignedSpecification:
+def _check_asked(choices: TrainChoices, *, may_ask: bool) -> None:
+    if not choices.yes and not may_ask:
+        raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
+
+
+def _find_run(session: _Session, entry: RunEntry) -> SignedSpecification:
+    """Return the run to join, from the swarm; where nobody answers, the copy that this machine has kept."""
+    if not wait_for_answer(session.node):
+        why = _join_failures(session.node)
+        known = entry.run is not None and session.node.network.run(session.directory.stored(entry.run), 30.0)
+        if session.node.not_invited or not known:
+            check_answered(session.node, entry.bootstrap)
+        text = (
+            "nobody answers yet; going on alone with the specification that this machine kept, "
+            f"and trying again: {why}"
+        )
+        session.emit(Notice(text=text))
     for left in reversed(range(_FIND_TRIES)):
         try:
-            return session.node.network.run(session.directory.find(run), 30.0)
+            return session.node.network.run(session.directory.find(entry.run), 30.0)
         except DeadlineExceeded:
             if not left:
                 raise
@@ -252,6 +288,7 @@ class TrainChoices:
     hours: tuple[str, ...]
     memory: str | None
     yes: bool = True
+    no_lan: bool = False
     name: str = ""
     preset: Preset = "wan"
 
@@ -315,12 +352,8 @@ class _Session:
         self._importing = importing
         self.node, self.own, self.output = node, own, output
         self.shutdown, self.choices = shutdown, choices
-        self.directory = RunDirectory(
-            node.dht.service,
-            node.peer_id,
-            clock=node.clock,
-            store=SpecificationStore(specifications_folder()),
-        )
+        self._store = SpecificationStore(specifications_folder())
+        self.directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=self._store)
 
     def emit(self, event: Event) -> None:
         """Show an event. After the last one the command only cleans up."""
@@ -330,11 +363,11 @@ class _Session:
 
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
         """Describe the run, ask the user, and train until the end."""
-        from swarm.run.membership import check_invited, require_role, save_capability
+        from swarm.cli.finding import announce_nearby
+        from swarm.run.membership import check_invited, save_capability
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
         check_invited(signed, self.node.membership)
-        require_role(self.node.membership, "train")
         control = Control(control_folder())
         config = VolunteerConfig(
             device=self.choices.device,
@@ -355,6 +388,9 @@ class _Session:
         if not self.shutdown.requested.is_set():
             if self.node.membership is not None and self.own.path is not None:
                 save_capability(specifications_folder(), self.node.membership)
+            self.node.book.keep_at(self._store.peers_file(signed.run_id))
+            if not self.choices.no_lan and self.choices.preset != "local":
+                announce_nearby(self.node, signed)
             with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.entries):
                 volunteer.train(device, new=created, why=lambda: self.shutdown.reason)
 
@@ -363,13 +399,19 @@ class _Session:
 def _session(
     choices: TrainChoices, identity: Path | None, invited_to: RunSpecification | None = None
 ) -> Iterator[_Session]:
-    """Open the node. `invited_to`: a run of this identity that is for invited peers."""
+    """Open the node. `identity`: the default file of an owner; None: the command joins a run. `invited_to`: a
+    run of this identity that is for invited peers.
+    """
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent) as shutdown,
         make_output(VolunteerPresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # before anything is opened or published
-        own = open_identity(choices.identity, identity)
+        own = (
+            open_identity(choices.identity, identity)
+            if identity is not None
+            else open_entry_identity(choices.identity, choices.bootstrap, "train")
+        )
         try:
             from swarm.node import Node, NodeConfig
 

@@ -51,8 +51,8 @@ def write_private(path: Path, raw: bytes) -> None:
 def read_json_copy(path: Path, name: str, bytes_max: int, take: Callable[[Any], None]) -> None:
     """Let `take` read the JSON document of a file that a program can do without, `name` in messages. A
     missing file is no document. A damaged one is moved aside, and one that cannot be read does not stop the
-    program; both are logged. `take` raises PeerError, or what values of wrong types raise, for a document
-    that it cannot use.
+    program; both are logged as errors, which the commands show. `take` raises PeerError, or what values of
+    wrong types raise, for a document that it cannot use.
     """
     try:
         with path.open("rb") as stream:
@@ -60,15 +60,22 @@ def read_json_copy(path: Path, name: str, bytes_max: int, take: Callable[[Any], 
     except FileNotFoundError:
         return
     except OSError as error:
-        _log.warning("the %s %s cannot be read, and this node begins a new one: %s", name, path, error)
+        _log.error("the %s %s cannot be read, and this node begins a new one: %s", name, path, error)
     except _DAMAGE as error:
-        aside = path.with_name(f"{path.name}.damaged")
-        with contextlib.suppress(OSError):  # then the next save replaces it
-            path.replace(aside)
-        _log.warning(
-            "the %s %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
-            name,
-            path,
-            error or type(error).__name__,
-            aside.name,
-        )
+        set_aside(path, name, error)
+
+
+def set_aside(path: Path, name: str, error: Exception) -> None:
+    """Move a damaged file aside, `name` in messages, and log that as an error, which the commands show.
+    `error`: what reading it raised. Where it cannot be moved, the next save replaces it.
+    """
+    aside = path.with_name(f"{path.name}.damaged")
+    with contextlib.suppress(OSError):
+        path.replace(aside)
+    _log.error(
+        "the %s %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
+        name,
+        path,
+        error or type(error).__name__,
+        aside.name,
+    )

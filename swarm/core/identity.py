@@ -30,6 +30,10 @@ _FILE_BYTES_MAX = 1024
 _ENCODED_PREFIX = bytes.fromhex("080112")
 
 
+class IdentityInUse(UsageError):
+    """Another process runs a peer with this identity file."""
+
+
 class Signer(Protocol):
     """The key that signs for a peer: an `Identity`, or a seeded one in tests."""
 
@@ -181,7 +185,8 @@ def _decode(raw: bytes, file: Path) -> bytes:
         or rest[0] not in (_SEED_BYTES, 64, 96)
     ):
         raise UsageError(
-            f"{file} is not an Ed25519 identity in libp2p's encoding; move it away to have a new one made"
+            f"{file} is not an Ed25519 identity in libp2p's encoding; move it away, and restore it with "
+            "`swarm identity --import` from an exported copy, or have a new one made"
         )
     seed, publics = rest[1 : 1 + _SEED_BYTES], rest[1 + _SEED_BYTES :]
     public = (
@@ -208,6 +213,8 @@ def _read_or_create(file: Path) -> bytes:
         raw = _encode(Ed25519PrivateKey.generate())
         write_private(file, raw)
         return raw
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder, not an identity file: name another one, or move it away")
     mode = stat.S_IMODE(file.stat().st_mode)
     if os.name == "posix" and mode & 0o077:
         raise UsageError(
@@ -229,7 +236,7 @@ def _take_lock(file: Path) -> int:
         owner = os.pread(descriptor, 20, 0).decode(errors="replace").strip() if hasattr(os, "pread") else ""
         os.close(descriptor)
         who = f"process {owner}" if owner.isdigit() else "another process"
-        raise UsageError(
+        raise IdentityInUse(
             f"{who} is using the identity file {file}, and one identity is one peer: "
             "stop that process, or give this one a file of its own (--identity PATH)"
         ) from None

@@ -32,7 +32,8 @@ _HOST_NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?)*\.?"
 )
 _KEY_BYTES_MAX = 256
-_RUN_ID = re.compile(r"[a-z2-7]{20}")
+RUN_ID = re.compile(r"[a-z2-7]{20}")
+RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # of a run with a specification
 _RUN_NAME_CHARACTERS_MAX = 100
 _TARGET_SCHEMES = {"ip4": "ipv4", "ip6": "ipv6", "dns": "dns"}  # gRPC's names for them
 
@@ -307,6 +308,6 @@ def open_run_id(run: str) -> str:
         raise UsageError(
             f"run is a name of 1 to {_RUN_NAME_CHARACTERS_MAX} characters, or a run's id, not {run!r:.120}"
         )
-    if _RUN_ID.fullmatch(run):
+    if RUN_ID.fullmatch(run):
         return run
     return base64.b32encode(hashlib.sha256(b"swarm open run " + run.encode()).digest()).decode().lower()[:20]

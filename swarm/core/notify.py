@@ -41,7 +41,10 @@ class ChangeEvent:
         """Wait for a change that no earlier `wait` returned for, at most `timeout_s` seconds (None: without
         limit). Return whether there was one.
         """
-        changed = await wait_until_set(self._event, timeout_s)
-        if changed:
-            self._event.clear()
-        return changed
+        if not self._event.is_set():
+            if timeout_s is None:
+                await self._event.wait()
+            elif not await wait_until_set(self._event, timeout_s):
+                return False
+        self._event.clear()
+        return True

@@ -187,7 +187,11 @@ class Admission:
                 continue
             last = max(uses.signed_s, key=lambda peer: (uses.signed_s[peer], peer))
             if (standing.signed_s, holder) > (uses.signed_s[last], last):
-                text = f"this invite was for {grant.uses} peer{'s' if grant.uses > 1 else ''} and is used up"
+                peers = "1 peer" if grant.uses == 1 else f"{grant.uses} peers"
+                text = (
+                    f"this invite was for {peers} and is used up. Ask for another one: each process that "
+                    "runs at the same time takes a use"
+                )
                 raise NotInvited(self._sentence(text))
             displaced.add(last)
         for peer in displaced:

@@ -172,7 +172,8 @@ class Entrance:
     @classmethod
     def of(cls, entries: str | Contact | Sequence[str | Contact]) -> Entrance:
         """Read addresses and invites. Raises UsageError when one is wrong, or when invites are to several
-        runs. Of several invites to one run the first counts, with the peers of all.
+        runs. Of several invites to one run that with the most roles counts, then the one that is valid
+        longest, with the peers of all.
         """
         contacts: list[Contact] = []
         invites: list[Invite] = []
@@ -187,7 +188,12 @@ class Entrance:
         if len({invite.run_id for invite in invites}) > 1:
             names = ", ".join(sorted({invite.name for invite in invites}))
             raise UsageError(f"these invites are to several runs ({names}), and a process joins one")
-        return cls(tuple(contacts), invites[0] if invites else None)
+        return cls(tuple(contacts), max(invites, key=_worth, default=None))
+
+
+def _worth(invite: Invite) -> tuple[int, int]:
+    last = invite.grants[-1]
+    return len(last.roles), last.expires_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +221,12 @@ def make_invite(run: RunIdentity, issuer: Identity, held: Grants, terms: Terms, 
     uses = terms.uses
     if issuer.peer_id != owner:
         standing = _own_standing(run, held, now_s, issuer.peer_id)
+        own_roles = standing.grants[-1].roles
+        if missing := set(terms.roles) - set(own_roles):
+            raise UsageError(
+                f"this identity cannot give the role {' and '.join(sorted(missing))}: the invite by which it "
+                f"joined is for {', '.join(own_roles)}"
+            )
         uses = min(uses, standing.grants[-1].uses)
         expires_s = min(expires_s, int(standing.expires_s))
     private, subject = b"", terms.peer
@@ -265,7 +277,10 @@ def _decoded(text: str) -> bytes:
     """Return what an invite's text packs."""
     if len(text) > TEXT_CHARACTERS_MAX:
         raise UsageError(f"an invite has at most {TEXT_CHARACTERS_MAX} characters")
-    raw = base58.b58decode(text.removeprefix(PREFIX))
+    try:
+        raw = base58.b58decode(text.removeprefix(PREFIX))
+    except ValueError:  # a character that base58 does not have
+        raw = b""
     packed, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
     if not packed or checksum != _checksum(packed):
         raise UsageError("this invite is damaged: copy it again, the whole word from `swarm1` to its end")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from averaging.optim.exchange import fetch_chain
 from swarm.core.errors import NetworkError, NotInvited, SwarmError, UsageError
+from swarm.core.identity import Identity
 from swarm.core.ids import Contact, open_run_id
 from swarm.membership.invite import Entrance
 from swarm.monitor.collector import Collector
@@ -64,12 +65,13 @@ class Watch:
     UsageError when no run or more than one matches.
     """
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig, own: Identity | None = None) -> None:
+        """`own`: its identity; None: a new one."""
         self.config = config
         self._signed: SignedSpecification | None = None
         self._grids: Directory | None = None
         self.notice = ""  # a warning for the user about this monitor, if any
-        self.node = Node(bootstrap=config.entry, listen=None)
+        self.node = Node(bootstrap=config.entry, listen=None, identity=own)
         self._listeners: list[OnView] = []
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:

@@ -8,7 +8,6 @@ one public address has room for all that take part.
 
 from __future__ import annotations
 
-from collections import Counter
 from contextvars import ContextVar
 from typing import NamedTuple, TypeVar
 
@@ -46,9 +45,9 @@ class OpenCalls:
         self._standing = standing
         self._what = what
         self._open_max, self._per_peer_max = open_max, per_peer_max
-        self._by_peer: Counter[PeerId] = Counter()
-        self._by_prefix: Counter[str] = Counter()
-        self._by_caller: Counter[RemoteCaller] = Counter()
+        self._by_peer: dict[PeerId, int] = {}
+        self._by_prefix: dict[str, int] = {}
+        self._by_caller: dict[RemoteCaller, int] = {}
         self.total = 0
 
     @property
@@ -61,9 +60,9 @@ class OpenCalls:
         refusal = self._refusal(caller)
         if refusal is None:
             self.total += 1
-            self._by_peer[caller.peer_id] += 1
-            self._by_prefix[caller.prefix] += 1
-            self._by_caller[caller] += 1
+            self._by_peer[caller.peer_id] = self._by_peer.get(caller.peer_id, 0) + 1
+            self._by_prefix[caller.prefix] = self._by_prefix.get(caller.prefix, 0) + 1
+            self._by_caller[caller] = self._by_caller.get(caller, 0) + 1
         return refusal
 
     def leave(self, caller: RemoteCaller) -> None:
@@ -74,13 +73,13 @@ class OpenCalls:
         _count_out(self._by_caller, caller)
 
     def _refusal(self, caller: RemoteCaller) -> str | None:
-        if self._by_peer[caller.peer_id] >= self._per_peer_max:
+        if self._by_peer.get(caller.peer_id, 0) >= self._per_peer_max:
             return f"you have {self._per_peer_max} {self._what} open here already"
         if self.total >= self._open_max:
             return f"busy: {self._open_max} {self._what} open already"
         # A member is looked for, and strangers are counted, only when it matters: this runs for every call.
         strangers_max = self._open_max // 2 if self._standing.has_members() else self._open_max
-        is_much = self._by_prefix[caller.prefix] >= strangers_max // 2
+        is_much = self._by_prefix.get(caller.prefix, 0) >= strangers_max // 2
         if not (is_much or self.total >= strangers_max) or self._standing.is_member(caller.peer_id):
             return None
         if is_much and self._strangers(caller.prefix) >= strangers_max // 2:
@@ -98,7 +97,9 @@ class OpenCalls:
         )
 
 
-def _count_out(counts: Counter[_KeyT], key: _KeyT) -> None:
-    counts[key] -= 1
-    if not counts[key]:
+def _count_out(counts: dict[_KeyT, int], key: _KeyT) -> None:
+    left = counts[key] - 1
+    if left:
+        counts[key] = left
+    else:
         del counts[key]

@@ -32,7 +32,7 @@ from swarm.net.calls import (
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, Routes, dial
 from swarm.net.membership import ADMIT, RunMembership
-from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_error
+from swarm.net.outgoing import CallerStream, MapErrors, closed_locally, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
@@ -184,14 +184,20 @@ class Channels:
     ) -> AsyncIterator[Stream]:
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        async with self._using(contact, number, timeout_s) as connection:
+        link, pooled = await self._enter(contact, number, timeout_s)
+        try:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
-            call = connection.channel.stream_stream(method.name)(timeout=remaining_s)
-            stream = CallerStream(method, contact.peer_id, connection, call, timeout_s)
+            call = pooled.connection.channel.stream_stream(method.name)(timeout=remaining_s)
+            stream = CallerStream(method, contact.peer_id, pooled.connection, call, timeout_s)
             try:
                 yield self._throttle.stream(stream)
             finally:
                 stream.cancel()
+        except NetworkError as error:
+            self._failed(link, pooled, error)
+            raise
+        finally:
+            await self._leave(link, pooled)
 
     async def reaches(self, contact: Contact, timeout_s: float) -> bool:
         """Return whether a new connection to these addresses, made for this alone, reaches the peer. A call
@@ -299,19 +305,6 @@ class Channels:
         if code is not grpc.StatusCode.OK:
             raise status_error(peer_id, pooled.connection, name, code, details, timeout_s)
         return reply
-
-    @contextlib.asynccontextmanager
-    async def _using(
-        self, contact: Contact, number: int, timeout_s: float | None
-    ) -> AsyncIterator[Connection]:
-        link, pooled = await self._enter(contact, number, timeout_s)
-        try:
-            yield pooled.connection
-        except NetworkError as error:
-            self._failed(link, pooled, error)
-            raise
-        finally:
-            await self._leave(link, pooled)
 
     async def _enter(
         self, contact: Contact, number: int, timeout_s: float | None
@@ -451,7 +444,7 @@ class Channels:
 async def _call_separately(
     peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float
 ) -> bytes:
-    with map_errors(peer_id, connection, name, timeout_s):
+    with MapErrors(peer_id, connection, name, timeout_s):
         reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
         return reply
 

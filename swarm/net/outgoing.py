@@ -35,6 +35,7 @@ class CallerStream:
         self._timeout_s = timeout_s
         self._connected = False
         self._finished = False
+        self._map_errors = MapErrors(peer_id, connection, method.name, timeout_s)
 
     async def send(self, message: bytes) -> None:
         check_outgoing(self._method, message)
@@ -43,7 +44,7 @@ class CallerStream:
         await self._write(message)
 
     async def receive(self) -> bytes | None:
-        with map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s):
+        with self._map_errors:
             message = await self._call.read()
         if message is aio.EOF:
             await self._raise_unless_ok()
@@ -55,18 +56,14 @@ class CallerStream:
         if self._finished:
             return
         self._finished = True
+        # gRPC's own end of the caller's messages, which means the same, would be one more operation
         await self._write(END_OF_STREAM)
-        with (
-            map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s),
-            contextlib.suppress(asyncio.InvalidStateError),
-        ):
-            await self._call.done_writing()
 
     def cancel(self) -> None:
         self._call.cancel()
 
     async def _write(self, message: bytes) -> None:
-        with map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s):
+        with self._map_errors:
             if not self._connected:
                 await self._call.wait_for_connection()
                 self._connected = True
@@ -106,22 +103,36 @@ class CallerStream:
             )
 
 
-@contextlib.contextmanager
-def map_errors(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
-    """Convert gRPC's errors inside the `with` block to swarm's errors."""
-    try:
-        yield
-    except aio.AioRpcError as error:
-        raise status_error(
-            peer_id, connection, name, error.code(), error.details() or "", timeout_s
-        ) from None
-    except aio.BaseError as error:
-        raise NetworkError(f"{name} to peer {peer_id} at {connection.where} failed: {error}") from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise closed_locally(peer_id, name) from None
+class MapErrors:
+    """Convert gRPC's errors inside each `with` block to swarm's errors. A class, because it costs a stream
+    less per message than a generator.
+    """
+
+    __slots__ = ("_connection", "_name", "_peer_id", "_timeout_s")
+
+    def __init__(self, peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> None:
+        self._peer_id, self._connection, self._name, self._timeout_s = peer_id, connection, name, timeout_s
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, aio.AioRpcError):
+            raise status_error(
+                self._peer_id,
+                self._connection,
+                self._name,
+                error.code(),
+                error.details() or "",
+                self._timeout_s,
+            ) from None
+        if isinstance(error, aio.BaseError):
+            where = self._connection.where
+            raise NetworkError(f"{self._name} to peer {self._peer_id} at {where} failed: {error}") from None
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                raise closed_locally(self._peer_id, self._name) from None
 
 
 def closed_locally(peer_id: PeerId, name: str) -> NetworkError:

@@ -6,6 +6,7 @@ PeerID in the handshake, so a wrong entry costs one failed attempt.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -28,13 +29,15 @@ _ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
     """An entry of the book. `last_seen_s` is Unix time; `round_trip_s` is a running mean, None when never
-    measured.
+    measured. `reached`: where this process has connected to the peer, which so has proven its PeerID there;
+    its other addresses are its own claim.
     """
 
     contact: Contact
     last_seen_s: float
     round_trip_s: float | None = None
     agent: str = ""
+    reached: Address | None = None
 
     @property
     def peer_id(self) -> PeerId:
@@ -51,13 +54,25 @@ class PeerBook:
     ) -> None:
         self._own = own
         self._now_s = now_s  # Unix time
-        self._path = path
+        self._paths = [path] if path is not None else []
         self._entries_max = entries_max
         self._peers: dict[PeerId, KnownPeer] = {}
         self._lock = threading.Lock()
         self._changed = False
         if path is not None:
             read_json_copy(path, "peer book", _FILE_BYTES_MAX, self._take)
+
+    def keep_at(self, path: Path) -> None:
+        """Keep another copy on disk from now on, for what this process takes part in, and take over the
+        entries that it has from earlier processes. Blocks.
+        """
+        with contextlib.suppress(OSError):  # saving says it
+            path.parent.mkdir(parents=True, exist_ok=True)
+        read_json_copy(path, "peer book", _FILE_BYTES_MAX, self._take)
+        with self._lock:
+            self._paths.append(path)
+            self._changed = True
+        self.save()
 
     def record_seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
         """Record the addresses that the peer itself, authenticated, announced. They replace the known
@@ -69,7 +84,7 @@ class PeerBook:
             if round_trip_s is not None and old.round_trip_s is not None:
                 mean_s = old.round_trip_s + _ROUND_TRIP_WEIGHT * (round_trip_s - old.round_trip_s)
             trimmed = replace(contact, addresses=contact.addresses[:ADDRESSES_MAX])
-            return KnownPeer(trimmed, self._now_s(), mean_s, agent or old.agent)
+            return KnownPeer(trimmed, self._now_s(), mean_s, agent or old.agent, old.reached)
 
         self._update(contact.peer_id, update)
 
@@ -79,7 +94,7 @@ class PeerBook:
         def update(old: KnownPeer) -> KnownPeer:
             addresses = tuple(dict.fromkeys((address, *old.contact.addresses)))[:ADDRESSES_MAX]
             found = replace(old.contact, addresses=addresses)
-            return replace(old, contact=found, last_seen_s=self._now_s())
+            return replace(old, contact=found, last_seen_s=self._now_s(), reached=address)
 
         self._update(peer_id, update)
 
@@ -101,11 +116,12 @@ class PeerBook:
         return sorted(peers, key=_last_seen, reverse=True)
 
     def save(self) -> None:
-        """Write the copy on disk, if there is one and something changed. Blocks. OSError is logged: a full
+        """Write the copies on disk, if there are any and something changed. Blocks. OSError is logged: a full
         disk must not stop a node.
         """
         with self._lock:
-            if self._path is None or not self._changed:
+            paths = list(self._paths)
+            if not paths or not self._changed:
                 return
             self._changed = False
             peers = list(self._peers.values())
@@ -114,13 +130,15 @@ class PeerBook:
             "peers": [
                 _to_json(peer)
                 for peer in sorted(peers, key=_last_seen, reverse=True)
-                if peer.contact.addresses
+                if peer.contact.addresses or peer.reached is not None
             ],
         }
-        try:
-            write_private(self._path, json.dumps(document, indent=1).encode())
-        except OSError as error:
-            _logger.warning("the peer book %s cannot be written: %s", self._path, error)
+        raw = json.dumps(document, indent=1).encode()
+        for path in paths:
+            try:
+                write_private(path, raw)
+            except OSError as error:
+                _logger.warning("the peer book %s cannot be written: %s", path, error)
 
     def _update(self, peer_id: PeerId, change: Callable[[KnownPeer], KnownPeer]) -> None:
         if peer_id == self._own:
@@ -136,11 +154,27 @@ class PeerBook:
                 del self._peers[min(others, key=_last_seen).peer_id]
 
     def _take(self, document: Any) -> None:
-        """Take over the entries of the copy on disk."""
+        """Take over the entries of a copy on disk, as far as there is room, and nothing newer is known."""
         peers = [_from_json(item) for item in _checked(document)]
-        for peer in peers[: self._entries_max]:
-            if peer.peer_id != self._own:
-                self._peers[peer.peer_id] = peer
+        with self._lock:
+            for peer in peers[: self._entries_max]:
+                if peer.peer_id == self._own or len(self._peers) >= self._entries_max:
+                    continue
+                self._peers.setdefault(peer.peer_id, peer)
+
+
+def reached_peers(path: Path, peers_max: int) -> list[Contact]:
+    """Return the peers to which the processes that kept this copy had connected, each with the address where
+    they did so last, the peer seen last first. Without a usable copy there are none. Blocks.
+    """
+    found: list[KnownPeer] = []
+
+    def take(document: Any) -> None:
+        found.extend(_from_json(item) for item in _checked(document))
+
+    read_json_copy(path, "peer book", _FILE_BYTES_MAX, take)
+    newest = sorted(found, key=_last_seen, reverse=True)
+    return [Contact(one.peer_id, (one.reached,)) for one in newest if one.reached is not None][:peers_max]
 
 
 def _last_seen(peer: KnownPeer) -> float:
@@ -165,15 +199,17 @@ def _to_json(peer: KnownPeer) -> dict[str, Any]:
         "last_seen_s": peer.last_seen_s,
         "round_trip_s": peer.round_trip_s,
         "agent": peer.agent,
+        "reached": peer.reached.multiaddr if peer.reached is not None else None,
     }
 
 
 def _from_json(item: dict[str, Any]) -> KnownPeer:
     addresses = tuple(Address.parse(text) for text in item["addresses"][:ADDRESSES_MAX])
-    round_trip_s = item.get("round_trip_s")
+    round_trip_s, reached = item.get("round_trip_s"), item.get("reached")
     return KnownPeer(
         Contact(PeerId.parse(item["peer_id"]), addresses),
         float(item["last_seen_s"]),
         float(round_trip_s) if round_trip_s is not None else None,
         str(item.get("agent", "")),
+        Address.parse(reached) if reached is not None else None,
     )

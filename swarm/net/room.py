@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from swarm.core.ids import PeerId
@@ -102,11 +102,11 @@ class RequestReads:
                 await places.wait(peer)
             else:
                 places.held[peer] += 1
+            places.limit(limit)
             try:
-                with places.limited(limit):
-                    yield
+                yield
             finally:
-                places.leave(peer)
+                places.leave(peer, limit)
 
 
 class _Places:
@@ -121,22 +121,23 @@ class _Places:
     def is_full(self) -> bool:
         return self.held.total() >= READS_MAX // 2
 
-    @contextmanager
-    def limited(self, limit: asyncio.Timeout) -> Iterator[None]:
+    def limit(self, limit: asyncio.Timeout) -> None:
         """Limit the time of a request that begins to arrive."""
         now_s = asyncio.get_running_loop().time()
         self._reads[limit] = now_s
         limit.reschedule(now_s + (READ_S_WHEN_OTHERS_WAIT if self._waiting else READ_S_MAX))
-        try:
-            yield
-        finally:
-            del self._reads[limit]
 
-    def leave(self, peer: PeerId) -> None:
-        """Give up a place: to the request that waits longest, of those whose senders have the fewest."""
+    def leave(self, peer: PeerId, limit: asyncio.Timeout | None = None) -> None:
+        """Give up a place: to the request that waits longest, of those whose senders have the fewest.
+        `limit`: of the request that had it.
+        """
+        if limit is not None:
+            del self._reads[limit]
         self.held[peer] -= 1
         if not self.held[peer]:
             del self.held[peer]
+        if not self._waiting:
+            return
         waiting = [waiter for waiter in self._waiting if not waiter.done()]
         if waiting:
             waiter = min(waiting, key=lambda one: self.held[self._waiting[one]])

@@ -126,12 +126,17 @@ class Change:
     unban: tuple[str, ...] = ()
     revoke: tuple[str, ...] = ()  # PeerIDs, or texts of invites
 
+    @property
+    def revoked(self) -> list[PeerId]:
+        """Return the peers and keys of invites to revoke. Raise UsageError when one is neither."""
+        return [Invite.parse(one).subject if is_invite(one) else PeerId.parse(one) for one in self.revoke]
+
     def apply(self, specification: RunSpecification) -> RunSpecification:
         """Return the changed specification. Raise UsageError if it is not valid."""
         table = specification.table()
-        table["banned"] = sorted({*table["banned"], *self.ban} - set(self.unban))
-        revoked = (str(Invite.parse(one).subject) if is_invite(one) else one for one in self.revoke)
-        table["revoked"] = sorted({*table["revoked"], *revoked})
+        banned, unbanned = ({str(PeerId.parse(one)) for one in peers} for peers in (self.ban, self.unban))
+        table["banned"] = sorted({*table["banned"], *banned} - unbanned)
+        table["revoked"] = sorted({*table["revoked"], *map(str, self.revoked)})
         for key in ("target_batch_size", "paused", "ended"):
             if getattr(self, key) is not None:
                 table[key] = getattr(self, key)
@@ -145,6 +150,8 @@ def sign_change(signed: SignedSpecification, change: Change, owner: Identity) ->
             f"{signed.full_name} belongs to {signed.owner}, and this identity is {owner.peer_id}: "
             "only its owner can change a run"
         )
+    if owner.peer_id in change.revoked:
+        raise UsageError(f"{owner.peer_id} is the owner of {signed.full_name}, and needs no invite to revoke")
     specification = change.apply(signed.specification)
     if specification == signed.specification:
         raise UsageError(f"{signed.full_name} is like that already (version {version_text(signed.version)})")
@@ -178,7 +185,7 @@ def differences(before: SignedSpecification, after: SignedSpecification) -> list
         sentences.append(f"{unbanned} peer{'s are' if unbanned > 1 else ' is'} let in again")
     revoked = len(set(new.revoked) - set(old.revoked))
     if revoked:
-        sentences.append(f"{revoked} invite{'s are' if revoked > 1 else ' is'} revoked")
+        sentences.append(f"{revoked} invite{'s or peers are' if revoked > 1 else ' or peer is'} revoked")
     return sentences
 
 

@@ -14,7 +14,7 @@ from swarm.core.backoff import Backoff
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.files import write_private
 from swarm.core.ids import PeerId
-from swarm.membership.capability import CAPABILITY_BYTES_MAX, Grants, Role, decode, encode
+from swarm.membership.capability import CAPABILITY_BYTES_MAX, Grants, decode, encode
 from swarm.membership.invite import RunIdentity
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
@@ -52,15 +52,6 @@ def check_invited(signed: SignedSpecification, membership: RunMembership | None)
         )
 
 
-def require_role(membership: RunMembership | None, role: Role) -> None:
-    """Raise UsageError when this process was invited without this role."""
-    if membership is None or membership.own == membership.admission.owner:
-        return
-    roles = membership.capability[-1].roles
-    if role not in roles:
-        raise UsageError(f"this invite is for the roles {', '.join(roles)}; this needs the role {role}")
-
-
 def save_capability(folder: Path, membership: RunMembership) -> None:
     """Keep this peer's capability, from which `swarm invite` issues further invites. Disk errors are logged
     and not raised.
@@ -88,15 +79,16 @@ def load_capability(folder: Path, run_id: str, holder: PeerId) -> Grants:
 
 
 def excluded_peers(signed: SignedSpecification, membership: RunMembership | None) -> frozenset[PeerId]:
-    """Refuse those that this version revokes, and return the peers that it excludes: those that the owner has
-    banned, and those that have lost their capability. Runs on the network thread.
+    """Refuse those that this version revokes, and return the peers that it excludes, perhaps this one: those
+    that the owner has banned, and those that have lost their capability. Runs on the network thread.
     """
     banned = signed.specification.banned_peers
     if membership is None:
         return banned
     membership.admission.follow_owner(identity_of(signed), signed.specification.confirmed_peers)
     membership.admission.revoke(signed.specification.revoked_peers)
-    return banned | membership.admission.removed
+    own = {membership.own} if membership.problem() else frozenset()
+    return banned | membership.admission.removed | own
 
 
 async def first_subjects(node: Node) -> frozenset[PeerId]:

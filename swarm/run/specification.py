@@ -9,7 +9,6 @@ signed, the highest counts. `swarm.run.recovery` gives a run a new owner.
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity, verify
-from swarm.core.ids import Key, PeerId
+from swarm.core.ids import RUN_NAME, Key, PeerId
 from swarm.dht.logic.blobs import (
     SIGNATURE_CONTEXT,
     VERSION_MAX,
@@ -50,7 +49,6 @@ __all__ = [
     "verified",
 ]
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _FORMAT = "swarm.run/1"
 _DEPTH_MAX = 8
 _COARSE = ("int2", "sign", "topk")
@@ -149,7 +147,7 @@ class RunSpecification(_Table):
     @field_validator("name")
     @classmethod
     def _name_is_plain(cls, value: str) -> str:
-        if not _NAME.fullmatch(value):
+        if not RUN_NAME.fullmatch(value):
             raise ValueError("1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit")
         return value
 

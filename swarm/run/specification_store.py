@@ -9,24 +9,25 @@ signature counts.
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 from swarm.core.errors import PeerError
-from swarm.core.files import write_private
+from swarm.core.files import set_aside, write_private
+from swarm.core.ids import RUN_ID
 from swarm.run.specification import SPECIFICATION_BYTES_MAX, SignedSpecification, newest, verified
 
 _log = logging.getLogger(__name__)
 
 SPECIFICATIONS_MAX = 64  # runs; above this, the copies that were written longest ago are deleted
 _SUFFIX = ".specification"
-_RUN_ID = re.compile(r"[a-z2-7]{20}")
+_PEERS_SUFFIX = ".peers"
 
 
 class SpecificationStore:
     """A folder with one file per run.
 
-    Calls block on the disk. Disk errors are logged and not raised, since a full disk must not end a run.
+    Calls block on the disk. Disk errors are logged, for the user to see, and not raised: a full disk must not
+    end a run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,14 +42,17 @@ class SpecificationStore:
                 write_private(self._file(signed.run_id), signed.blob)
             for file in sorted(self._files(), key=lambda file: file.stat().st_mtime_ns)[:-SPECIFICATIONS_MAX]:
                 file.unlink(missing_ok=True)
+                file.with_suffix(_PEERS_SUFFIX).unlink(missing_ok=True)
         except OSError as error:
-            _log.warning(
+            _log.error(
                 "the specification of %s cannot be saved in %s: %s", signed.full_name, self._folder, error
             )
 
     def load(self, run_id: str) -> SignedSpecification | None:
-        """Return the copy of one run, or None if there is none that its owner signed."""
-        if not _RUN_ID.fullmatch(run_id):
+        """Return the copy of one run, or None if there is none that its owner signed. A damaged one is moved
+        aside.
+        """
+        if not RUN_ID.fullmatch(run_id):
             return None
         file = self._file(run_id)
         try:
@@ -56,19 +60,27 @@ class SpecificationStore:
                 return verified(stream.read(SPECIFICATION_BYTES_MAX + 1), run_id)
         except FileNotFoundError:
             return None
-        except (OSError, PeerError) as error:
-            _log.warning("the stored specification %s is ignored: %s", file, error)
-            return None
+        except OSError as error:
+            _log.error("the stored specification %s cannot be read: %s", file, error)
+        except PeerError as error:
+            set_aside(file, "stored specification", error)
+        return None
 
     def all(self) -> list[SignedSpecification]:
         """Return the valid copies of all runs."""
         try:
             files = sorted(self._files())[:SPECIFICATIONS_MAX]
         except OSError as error:
-            _log.warning("the stored specifications in %s cannot be listed: %s", self._folder, error)
+            _log.error("the stored specifications in %s cannot be listed: %s", self._folder, error)
             return []
         found = (self.load(file.name.removesuffix(_SUFFIX)) for file in files)
         return [signed for signed in found if signed is not None]
+
+    def peers_file(self, run_id: str) -> Path:
+        """Return the file of the peers by which this machine last took part in a run: a copy of a peer book.
+        It goes when the specification goes.
+        """
+        return self._folder / f"{run_id}{_PEERS_SUFFIX}"
 
     def _file(self, run_id: str) -> Path:
         return self._folder / f"{run_id}{_SUFFIX}"

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.core.ids import Key, PeerId
-from swarm.dht.logic.records import Entry, decode_value
+from swarm.dht.logic.records import VERIFIED_MAX, Entry, decode_value
 from swarm.testing.dht_swarm import SwarmMember
 from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
 _VIOLATIONS_MAX = 50
 _DEPTH_MAX = 4  # levels of objects in which collections are looked for
+# caches that fill up in every long run, by the name of the attribute
+_CACHES_MAX: Mapping[str, int] = {"_verified": VERIFIED_MAX, "_accepted": VERIFIED_MAX}
 _CLOCK_SLACK_S = 1.0  # clock error that a peer leaves uncorrected (0.5 s), and the time of a message
 
 
@@ -220,9 +222,9 @@ class CheckLimits:
     """Checker: every collection that can be reached from a service through attributes, and the tasks, stay
     under their limits.
 
-    `limits` sets the limits of single attributes; any other collection may have `default_max` entries, so
-    that unbounded growth is found in a long run even if nobody thought of it. `largest` holds the maximum of
-    each.
+    `limits` sets the limits of single attributes, and caches have their own; any other collection may have
+    `default_max` entries, so that unbounded growth is found in a long run even if nobody thought of it.
+    `largest` holds the maximum of each.
     """
 
     def __init__(
@@ -239,15 +241,17 @@ class CheckLimits:
             sizes["tasks"] = len(member.peer.supervisor.running)
             sizes["calls in progress"] = len(member.peer.handling)
             for name, size in sizes.items():
-                self.largest[name] = max(size, self.largest.get(name, 0))
-                size_max = self._limits.get(name, self._default_max)
-                if size > size_max:
-                    self._violations.add(
-                        now_s, f"peer {member.peer.index}: {name} has {size} entries, more than {size_max}"
-                    )
+                self.check_size(member.peer.index, name, size, now_s)
             storage = member.service.storage
             if storage.size_bytes > storage.quotas.bytes_max:
                 self._violations.add(now_s, f"peer {member.peer.index} stores {storage.size_bytes} bytes")
+
+    def check_size(self, index: int, name: str, size: int, now_s: float) -> None:
+        """Check one collection of the peer with this index. `name`: its path of attribute names."""
+        self.largest[name] = max(size, self.largest.get(name, 0))
+        size_max = self._limits.get(name, _CACHES_MAX.get(name.rpartition(".")[2], self._default_max))
+        if size > size_max:
+            self._violations.add(now_s, f"peer {index}: {name} has {size} entries, more than {size_max}")
 
 
 def sizes_of(root: object) -> Iterator[tuple[str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 from averaging.history.certificate import Certificate, genesis
 from averaging.history.chain import Chain, after, beginning
 from averaging.history.electors import is_quorum
-from averaging.history.encoding import decode_chain
+from averaging.history.encoding import decode_chain, is_cut
 from averaging.optim.exchange import HISTORY
 from averaging.optim.reports import LoadResult, StepReport
 from swarm.core.errors import PeerError
@@ -57,14 +57,18 @@ class HistoryLedger:
         handler = one.peer.handlers.find(HISTORY.name)
         if not isinstance(handler, UnaryHandler):
             return
-        request = state_pb2.HistoryRequest(run=RUN, heads=[self._seen.get(one, self._genesis)])
-        try:
-            reply = _at_once(handler.function(one.peer.peer_id, request))
-        except PeerError:  # it has not opened the run yet, or has left it
-            return
+        known, more = self._seen.get(one, self._genesis), True
+        while more:  # in parts
+            request = state_pb2.HistoryRequest(run=RUN, heads=[known])
+            try:
+                reply = _at_once(handler.function(one.peer.peer_id, request))
+            except PeerError:  # it has not opened the run yet, or has left it
+                return
+            chain = decode_chain(reply.chain)
+            for certificate in chain.certificates:
+                self._add(certificate, one, now_s)
+            known, more = chain.last_head, is_cut(reply.chain)
         self._seen[one] = head
-        for certificate in decode_chain(reply.chain).certificates:
-            self._add(certificate, one, now_s)
 
     def _add(self, certificate: Certificate, one: TrainingPeer, now_s: float) -> None:
         head, before = certificate.head, certificate.proposal.head
@@ -239,9 +243,7 @@ class TrainingChecks:
         for one in live:
             self.limits.check([SwarmMember(one.peer, one.node.dht.service)], now_s)
             for name, size in sizes_of(one.optimizer):
-                self.limits.largest[name] = max(size, self.limits.largest.get(name, 0))
-                if size > _TABLES_MAX:
-                    self.violations.add(now_s, f"peer {one.index}: {name} has {size} entries")
+                self.limits.check_size(one.index, name, size, now_s)
 
     def newest(self, live: Collection[TrainingPeer]) -> bytes | None:
         """Return the newest head that a live peer holds."""

@@ -174,6 +174,37 @@ class Internet:
         )
         return public
 
+    def lan(self, *names: str) -> list[str]:
+        """Connect hosts by a switch, without a way to anywhere else; hosts that do not exist yet are added.
+        Return their private addresses, in this order.
+        """
+        switch = self._namespace(f"sw{next(self._networks)}")
+        _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "switch", "up")
+        hosts = [f"192.168.7.{number}" for number in range(1, len(names) + 1)]
+        for number, (name, host) in enumerate(zip(names, hosts, strict=True)):
+            full = f"{self._prefix}{name}"
+            namespace = full if full in self._namespaces else self._namespace(name)
+            _run(
+                "ip",
+                "link",
+                "add",
+                f"p{number}",
+                "netns",
+                switch,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "lan",
+                "netns",
+                namespace,
+            )
+            _run("ip", "-n", switch, "link", "set", f"p{number}", "master", "switch", "up")
+            _run("ip", "-n", namespace, "addr", "add", f"{host}/24", "dev", "lan")
+            _run("ip", "-n", namespace, "link", "set", "lan", "up")
+        return hosts
+
     def forward(self, name: str, port: int) -> None:
         """Let the router of a host pass connections to this port on to it."""
         rules = (
@@ -246,9 +277,13 @@ class Internet:
         """Undo `cut`."""
         _run("ip", "netns", "exec", self._core, "nft", "delete", "table", "ip", "cut")
 
+    def inside(self, name: str) -> list[str]:
+        """Return the words before a command that run it on a host."""
+        return ["ip", "netns", "exec", f"{self._prefix}{name}"]
+
     def start(self, name: str, *arguments: str) -> Process:
         """Run Python with these arguments on a host. It is killed at the end."""
-        process = Process(["ip", "netns", "exec", f"{self._prefix}{name}", sys.executable, "-P", *arguments])
+        process = Process([*self.inside(name), sys.executable, "-P", *arguments])
         self._processes.append(process)
         return process
 

@@ -22,8 +22,8 @@ learning_rate = 3e-3
 """
 
 
-def write_small_run(folder: Path) -> Path:
-    """Write the specification into a folder, and return the path of the file."""
+def write_small_run(folder: Path, more: str = "") -> Path:
+    """Write the specification, after `more` lines, into a folder, and return the path of the file."""
     path = folder / "run.toml"
-    path.write_text(_SPECIFICATION)
+    path.write_text(more + _SPECIFICATION)
     return path

@@ -58,7 +58,11 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["join", "nonsense"], "swarm: 'nonsense' names no peer: an address ends in /p2p/<PeerID>"),
+        (
+            ["join", "nonsense"],
+            "swarm: this machine took part in no run 'nonsense'. Pass the address of a peer",
+        ),
+        (["join", "/ip4/1.1.1.1/tcp/1"], "names no peer: an address ends in /p2p/<PeerID>"),
         (["join", "/ip4/300.1.1.1/tcp/1/p2p/x", "--yes"], "swarm: 'x' is not a PeerID"),
         (["join", NOBODY], "swarm: there is no terminal to ask on: pass --yes"),
         (
@@ -66,7 +70,9 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
             "swarm: --data /no/such/folder: there is no such folder",
         ),
         (["join", NOBODY, "--yes", "--listen", "nowhere"], "nowhere"),
-        (["join"], "swarm: Missing argument 'ADDRESS'. See `swarm join --help`."),
+        (["join"], "swarm: there is no terminal to ask on: pass --yes"),
+        (["join", NOBODY, "nonsense"], "swarm: 'nonsense' names no peer"),
+        (["monitor", NOBODY, "nonsense"], "swarm: 'nonsense' names no peer"),
         (["start", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
         (["start", str(ROOT)], "Is a directory"),
         (["start", "absent.toml", "--frob"], "No such option"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from swarm.cli import main
+from swarm.cli.identity import open_entry_identity
 from swarm.cli.paths import default_identity, specifications_folder
+from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.membership.capability import check_grants
 from swarm.membership.invite import Invite
@@ -64,8 +67,81 @@ def test_the_owner_and_a_holder_that_may_invite_issue_valid_invites(
     assert standing.expires_s == invite.grants[0].expires_s
     peer = made(capsys, *options, "--for", str(guest))
     assert (peer.key, peer.subject) == (b"", guest)
-    assert main(["invite", "tiny", "--from", ADDRESS, "--identity", str(tmp_path / "holder")]) == 2
-    assert "allows more than its issuer was allowed" in capsys.readouterr().err
+    assert made(capsys, "--identity", str(tmp_path / "holder")).grants[-1].roles == ("train",), "its own"
+    command = ["invite", "tiny", "--from", ADDRESS, "--identity", str(tmp_path / "holder"), "--role", "serve"]
+    assert main(command) == 2
+    sentence = "cannot give the role serve: the invite by which it joined is for train, invite"
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_invite_that_gives_less_than_was_asked_for_says_what_it_gives(
+    run: SignedSpecification, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    invite = made(capsys, "--uses", "5", "--expires", "12h", "--role", "train", "--role", "invite")
+    holder = Identity.load(tmp_path / "holder")
+    holder.close()
+    save_capability(specifications_folder(), RunMembership(invite, holder.peer_id, (), time.time))
+    command = ["invite", "tiny", "--from", ADDRESS, "--identity", str(tmp_path / "holder"), "--uses", "9"]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert Invite.parse(out).grants[-1].uses == 5
+    assert "this invite is for 5 peers and valid for 12.0 h" in err
+
+
+def test_a_peer_that_joined_by_an_invite_with_the_role_invite_needs_no_option_to_invite(
+    run: SignedSpecification, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invite = made(capsys, "--uses", "5", "--role", "train", "--role", "invite")
+    default_identity().unlink()  # it is another user's run
+    with contextlib.closing(open_entry_identity(None, [invite.text()], "train")) as holder:
+        save_capability(specifications_folder(), RunMembership(invite, holder.peer_id, (), time.time))
+    further = made(capsys, "--for", str(Identity.generate().peer_id))
+    assert further.grants[:-1] == load_capability(specifications_folder(), run.run_id, holder.peer_id)
+
+
+def test_commands_that_enter_by_an_invite_have_one_identity_each_time_and_another_one_at_the_same_time(
+    run: SignedSpecification, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression test: `swarm doctor`, or a first start, took the only use of an invite, and `swarm join` was
+    refused.
+    """
+    entries = [made(capsys).text(), ADDRESS]
+    one, two = open_entry_identity(None, entries, "train"), open_entry_identity(None, entries)
+    assert two.peer_id != one.peer_id
+    one.close()
+    assert open_entry_identity(None, entries).peer_id == one.peer_id, "the first that is not in use"
+    two.close()
+    assert open_entry_identity(None, entries).peer_id == two.peer_id
+    assert open_entry_identity(None, [made(capsys).text()]).peer_id not in (one.peer_id, two.peer_id)
+    assert open_entry_identity(None, [ADDRESS]).path is None
+
+
+def test_an_invite_for_one_peer_is_used_by_this_users_identity_if_that_is_the_peer(
+    run: SignedSpecification, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = Identity.read(default_identity()).peer_id
+    with contextlib.closing(open_entry_identity(None, [made(capsys, "--for", str(own)).text()])) as opened:
+        assert opened.peer_id == own
+    other = Identity.load(tmp_path / "other")
+    other.close()
+    text = made(capsys, "--for", str(other.peer_id)).text()
+    with pytest.raises(UsageError, match=f"this invite is for peer {other.peer_id}: name the file"):
+        open_entry_identity(None, [text])
+    assert open_entry_identity(str(tmp_path / "other"), [text]).peer_id == other.peer_id
+
+
+@pytest.mark.parametrize(
+    ("command", "role"), [(["join", "--yes"], "train"), (["serve", "--experts", "ffn.[0:2]"], "serve")]
+)
+def test_an_invite_without_the_role_is_refused_before_it_takes_a_use(
+    command: list[str], role: str, run: SignedSpecification, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression test: the peer was admitted, and refused by itself afterwards."""
+    text = made(capsys, "--role", "observe").text()
+    assert main([command[0], text, *command[1:]]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"swarm: this invite is for the roles observe; this needs the role {role}: ask for")
+    assert not out, "no peer was opened"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
 
-from swarm.core.files import replace_durably, write_private
+from swarm.core.files import read_json_copy, replace_durably, write_private
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -40,3 +41,27 @@ def test_a_private_file_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
     write_private(path, b"secret")
     assert path.read_bytes() == b"secret"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("damage", ["empty", "random", "half", "deep", "folder"])
+def test_a_damaged_copy_does_not_stop_the_program_and_commands_say_so(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression test: the sentence was a warning, and the commands show errors only."""
+    caplog.set_level(logging.ERROR)
+    path = tmp_path / "book"
+    taken: list[object] = []
+    raw = {"empty": b"", "random": bytes(range(256)), "half": b'{"peers": [', "deep": b"[" * 100_000}.get(
+        damage
+    )
+    if raw is None:
+        path.mkdir()
+    else:
+        path.write_bytes(raw)
+    read_json_copy(path, "peer book", 1 << 20, taken.append)
+    assert not taken
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"the peer book {path} ")
+    if raw is not None:
+        assert (tmp_path / "book.damaged").read_bytes() == raw
+        assert not path.exists()

@@ -144,7 +144,7 @@ def test_the_signature_cache_is_bounded_and_correct(monkeypatch: pytest.MonkeyPa
         return verify(*arguments)
 
     monkeypatch.setattr(records, "verify", counted)
-    monkeypatch.setattr(records, "_VERIFIED_MAX", 3)
+    monkeypatch.setattr(records, "VERIFIED_MAX", 3)
     validator = RecordValidator()
     good, forged = record_of(), replace(record_of(), signature=bytes(64))
     for _ in range(3):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm.core.ids import ADDRESSES_MAX, Address, Contact, PeerId
-from swarm.net.peerbook import PeerBook
+from swarm.net.peerbook import PeerBook, reached_peers
 
 
 class Time:
@@ -147,3 +147,34 @@ def test_a_copy_that_cannot_be_written_is_logged_only(
     book.record_seen(contact(1, 10))
     book.save()
     assert "cannot be written" in caplog.text
+
+
+def test_a_copy_for_a_run_has_the_peers_of_earlier_processes_too(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "run.peers"  # in a folder that is made
+    first = PeerBook(OWN, Time())
+    first.keep_at(path)
+    first.record_connection(peer(1), Address("203.0.113.7", 10))
+    first.record_seen(contact(2, 20))  # its own claim: nobody has connected there
+    first.save()
+    later = PeerBook(OWN, Time())
+    later.record_connection(peer(3), Address("203.0.113.7", 30))
+    later.keep_at(path)
+    assert {one.peer_id for one in later.known()} == {peer(1), peer(2), peer(3)}
+    found = reached_peers(path, peers_max=10)
+    assert {one.peer_id: one.addresses for one in found} == {
+        peer(1): (Address("203.0.113.7", 10),),
+        peer(3): (Address("203.0.113.7", 30),),
+    }
+
+
+def test_peers_are_entered_again_where_they_were_reached_and_not_where_they_say(tmp_path: Path) -> None:
+    book = PeerBook(OWN, Time())
+    book.keep_at(tmp_path / "run.peers")
+    for number in (1, 2, 3):
+        book.record_connection(peer(number), Address("203.0.113.7", number))
+    book.record_seen(Contact(peer(1), (Address("192.168.1.1", 80),)))
+    book.record_seen(Contact(peer(3)))  # it announces nothing any more, and may be there nevertheless
+    book.save()
+    found = reached_peers(tmp_path / "run.peers", peers_max=2)
+    assert found == [contact(3, 3), contact(1, 1)]
+    assert reached_peers(tmp_path / "absent.peers", peers_max=2) == []

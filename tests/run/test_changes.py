@@ -52,9 +52,15 @@ def test_each_change_signs_the_next_version_with_that_difference() -> None:
 def test_invalid_changes_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="only its owner can change a run"):
         sign_change(FIRST, Change(paused=True), Identity.generate())
+    with pytest.raises(UsageError, match="is the owner of tiny@"):
+        sign_change(FIRST, Change(revoke=(str(OWNER.peer_id),)), OWNER)
+    with pytest.raises(
+        UsageError, match=r"'it' is not a PeerID: one looks like 12D3KooW… and has 52 characters$"
+    ):
+        sign_change(FIRST, Change(revoke=("it",)), OWNER)
     with pytest.raises(UsageError, match="is like that already"):
         sign_change(FIRST, Change(paused=False), OWNER)
-    with pytest.raises(UsageError, match="banned"):
+    with pytest.raises(UsageError, match="'somebody' is not a PeerID"):
         sign_change(FIRST, Change(ban=("somebody",)), OWNER)
 
 

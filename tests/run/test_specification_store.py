@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -36,16 +37,23 @@ def test_a_saved_specification_is_not_replaced_by_an_older_version(tmp_path: Pat
     assert store.all() == [signed(owner, version=3)]
 
 
-def test_files_that_the_owner_did_not_sign_are_ignored(
+def test_files_that_the_owner_did_not_sign_are_set_aside_with_one_sentence_that_commands_show(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Regression test: the next save replaced a damaged copy, with what the owner had revoked, in silence."""
+    caplog.set_level(logging.ERROR)  # the default of the commands
     store, owner, other = SpecificationStore(tmp_path), Identity.generate(), Identity.generate()
     valid, foreign = signed(owner), signed(other)
     for raw in (b"", b"garbage", valid.blob[:-1] + bytes([valid.blob[-1] ^ 1]), foreign.blob, bytes(1 << 20)):
         file_of(tmp_path, valid).write_bytes(raw)
+        caplog.clear()
         assert store.load(valid.run_id) is None
         assert store.all() == []
-    assert "is ignored" in caplog.text
+        aside = file_of(tmp_path, valid).with_suffix(".specification.damaged")
+        assert aside.read_bytes() == raw
+        assert [record.getMessage().count(f"it was moved to {aside.name}") for record in caplog.records] == [
+            1
+        ]
     store.save(valid)
     assert store.load(valid.run_id) == valid
     assert store.load("../identity") is None

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from swarm.core.ids import Key
-from swarm.dht.logic.records import Entry, Record, encode_value, signed
+from swarm.dht.logic.records import VERIFIED_MAX, Entry, Record, encode_value, signed
 from swarm.testing.checkers import (
     Authorship,
     CheckLimits,
@@ -171,6 +171,11 @@ def test_unbounded_growth_is_detected() -> None:
         service.__dict__["_forgotten"] = list(range(101))
         limits.check(swarm.members, 1.0)
         assert violations.lines == ["1.0 s: peer 1: _forgotten has 101 entries, more than 100"]
+        for size in (VERIFIED_MAX, VERIFIED_MAX + 1):  # a cache is as large as it may be, and no larger
+            limits.check_size(1, "validator._verified", size, 2.0)
+        assert [line.partition(" s: ")[2] for line in violations.lines[1:]] == [
+            f"peer 1: validator._verified has {VERIFIED_MAX + 1} entries, more than {VERIFIED_MAX}"
+        ]
         await swarm.network.close()
 
     run_virtual(scenario())

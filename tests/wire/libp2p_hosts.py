@@ -43,6 +43,22 @@ async def echo(stream: MuxedStream) -> None:
         await stream.write(data)
 
 
+async def echoed(connection: PeerConnection, data: bytes) -> bytes:
+    """Send bytes to `/echo` of a peer, and return what comes back."""
+    stream = await connection.open("/echo")
+    back = bytearray()
+
+    async def read() -> None:
+        while part := await stream.read():
+            back.extend(part)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(read())
+        await stream.write(data)
+        stream.finish()
+    return bytes(back)
+
+
 class Hidden:
     """A peer that listens nowhere and keeps reservations. It echoes `/echo`."""
 

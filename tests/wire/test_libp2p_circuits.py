@@ -34,23 +34,7 @@ from swarm.libp2p.logic.messages import (
 from swarm.libp2p.logic.negotiation import MULTISTREAM, encode_line
 from swarm.libp2p.logic.relaying import Circuit
 from swarm.libp2p.pipes import TcpPipe
-from tests.wire.libp2p_hosts import HERE, Hidden, Scene, frozen_on, run, until
-
-
-async def echoed(connection: PeerConnection, data: bytes) -> bytes:
-    """Send bytes to `/echo`, and return what comes back."""
-    stream = await connection.open("/echo")
-    back = bytearray()
-
-    async def read() -> None:
-        while part := await stream.read():
-            back.extend(part)
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(read())
-        await stream.write(data)
-        stream.finish()
-    return bytes(back)
+from tests.wire.libp2p_hosts import HERE, Hidden, Scene, echoed, frozen_on, run, until
 
 
 def test_a_hidden_peer_is_called_through_its_relay_and_calls_back() -> None:

@@ -4,7 +4,6 @@ digest of all. Pure.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from averaging.allreduce.logic.versions import Version, check_clipped, decode_places, digest_table
@@ -30,6 +29,7 @@ class Assembly:
             self._outstanding[chunk.reducer] += 1
         self._sizes = dict(self._outstanding)
         self._arriving = dict.fromkeys(plan.reducers, 0)
+        self.complete = not plan.chunks  # whether every chunk is settled; asked for after every event
 
     def announce(
         self, reducer: int, chunk_index: int, contributors: bytes, payload_bytes: int, clipped: bytes = b""
@@ -68,6 +68,7 @@ class Assembly:
         elif chunk_index not in self._settled:
             self._outstanding[reducer] -= 1
         self._settled[chunk_index] = version
+        self.complete = len(self._settled) == len(self._plan.chunks)
 
     def forget(self, chunk_index: int) -> None:
         """Drop an announced average, which is no good: another may come, though not from its reducer's
@@ -77,11 +78,6 @@ class Assembly:
         self._announced.discard(chunk_index)
         self._arriving[reducer] -= 1
         self._outstanding[reducer] += 1
-
-    @property
-    def complete(self) -> bool:
-        """Return whether every chunk is settled."""
-        return len(self._settled) == len(self._plan.chunks)
 
     @property
     def held(self) -> Mapping[int, Version]:
@@ -119,14 +115,10 @@ class Assembly:
         are settled.
         """
         table = self._settled if versions is None else versions
-        elements = Counter[bytes]()  # by who is in them: mostly one set for all
-        for index, version in table.items():
-            elements[version.contributors] += self._plan.chunks[index].numel
-        found = Counter[int]()
-        for raw, count in elements.items():
-            for place in decode_places(raw, self._plan.members):
-                found[place] += count
-        idle = [nth for nth, place in enumerate(self._contributors) if 2 * found[place] < self._plan.numel]
+        found = self._elements({index: version.contributors for index, version in table.items()})
+        idle = [
+            nth for nth, place in enumerate(self._contributors) if 2 * found.get(place, 0) < self._plan.numel
+        ]
         return make_result(digest_table(table), idle, len(self._contributors))
 
     def fractions(self) -> dict[int, float]:
@@ -142,11 +134,19 @@ class Assembly:
         )
 
     def _fractions(self, places: Mapping[int, bytes]) -> dict[int, float]:
-        elements: dict[int, int] = {}
-        for index, raw in places.items():
-            for place in decode_places(raw, self._plan.members):
-                elements[place] = elements.get(place, 0) + self._plan.chunks[index].numel
+        elements = self._elements(places)
         return {place: count / self._plan.numel for place, count in sorted(elements.items())}
+
+    def _elements(self, places: Mapping[int, bytes]) -> dict[int, int]:
+        """Return for every place that is in some of these bitmaps, by chunk, how many elements it is in."""
+        by_bitmap: dict[bytes, int] = {}  # mostly one for all
+        for index, raw in places.items():
+            by_bitmap[raw] = by_bitmap.get(raw, 0) + self._plan.chunks[index].numel
+        elements: dict[int, int] = {}
+        for raw, count in by_bitmap.items():
+            for place in decode_places(raw, self._plan.members):
+                elements[place] = elements.get(place, 0) + count
+        return elements
 
     def covered(self) -> float:
         """Return the fraction of the elements that anybody contributed to; 1.0 for an empty vector."""

@@ -29,6 +29,21 @@ from averaging.allreduce.logic.versions import Version
 from averaging.allreduce.logic.votes import VoteExchange
 from swarm.core.errors import PeerError
 
+# Frames of messages are most events, and change nothing else. Values and averages that come decide nothing
+# before they are reduced or checked, which is another event.
+_WITHOUT_CONSEQUENCES = frozenset(
+    (
+        on.BytesArrived,
+        on.BytesSent,
+        on.ContributionSent,
+        on.Heard,
+        on.SenderOpened,
+        on.AverageArrived,
+        on.ContributionArrived,
+        on.SenderFinished,
+    )
+)
+
 
 class RoundMachine:
     """The round of one member. Members are places in the group; times are in seconds on any one clock."""
@@ -61,8 +76,7 @@ class RoundMachine:
         """Take an event, and return what is to be done now."""
         self._now_s = now_s
         effects = self._handlers[type(event)](event)
-        # frames of messages are most events, and change nothing else
-        if type(event) not in (on.BytesArrived, on.BytesSent, on.ContributionSent, on.Heard):
+        if type(event) not in _WITHOUT_CONSEQUENCES:
             effects += self._follow_up()
         return effects
 

@@ -223,7 +223,7 @@ class Repairs:
         contributes.
         """
         found: list[Effect] = []
-        if self.stopped:
+        if self.stopped or not self._repairs:
             return found
         for due_s, reducer, place in [one for one in self._retries if one[0] <= now_s]:
             self._retries.remove((due_s, reducer, place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ def encode_places(places: Iterable[int], members: int) -> bytes:
     return bits.to_bytes((members + 7) // 8, "little")
 
 
+@functools.lru_cache(maxsize=256)  # the chunks of a round mostly have one set
 def decode_places(raw: bytes, members: int) -> tuple[int, ...]:
     """Return the places in a bitmap, perhaps none. Raise PeerError unless it is one of `members` bits."""
     bits = int.from_bytes(raw, "little")

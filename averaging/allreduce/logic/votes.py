@@ -94,12 +94,13 @@ class VoteExchange:
     def is_hopeless(self, live: Set[int]) -> bool:
         """Return whether the members that live cannot make a majority any more."""
         tally, deciders = self.tally, self._setup.deciders
-        free = sum(
-            (self._setup.peer_id(place) not in tally.votes and place in live)
-            or self._setup.peer_id(place) in tally.liars
+        votes, liars, peer_id = tally.votes, tally.liars, self._setup.peer_id
+        free = [
+            place
             for place in deciders
-        )
-        return 2 * (max(tally.results.values(), default=0) + free) <= len(deciders)
+            if (place in live and peer_id(place) not in votes) or (liars and peer_id(place) in liars)
+        ]
+        return 2 * (tally.most_votes + len(free)) <= len(deciders)
 
     def voters_of(self, result: bytes) -> list[int]:
         """Return the members that voted for this result, this one aside."""
@@ -254,7 +255,9 @@ class VoteExchange:
 
     def answers(self, ready: bool, now_s: float) -> list[AnswerVotes]:
         """Return the answers to give now. `ready`: this member has everything that it can have."""
-        found = []
+        found: list[AnswerVotes] = []
+        if not self._questions:
+            return found
         decided = self.over or self.certificate is not None
         for call, question in list(self._questions.items()):
             if decided or question.statement.gave_up or self._has_news(question, ready, now_s):

@@ -53,9 +53,9 @@ class GroupExchange:
         self._services: dict[AveragerName, GroupService] = {}
         self._blocklists: dict[str, PeerBlocklist] = {}  # by run
         self._ledgers: dict[str, RunLedger] = {}  # by run
-        handlers.unary(LOOK_FOR_GROUP, self._on_query)
+        handlers.direct(LOOK_FOR_GROUP, self._on_query)
         handlers.unary(JOIN, self._on_join)
-        handlers.unary(CELL_LOOKUP, self._on_cell_lookup)
+        handlers.direct(CELL_LOOKUP, self._on_cell_lookup)
 
     def blocklist_of(self, run: str) -> PeerBlocklist:
         """Return the blocklist of a run, which all services of this run on this node share."""
@@ -82,7 +82,7 @@ class GroupExchange:
         if self._services.get(service.name) is service:
             del self._services[service.name]
 
-    async def _on_query(self, caller: PeerId, request: group_pb2.Seek) -> group_pb2.SeekAnswer:
+    def _on_query(self, caller: PeerId, request: group_pb2.Seek) -> group_pb2.SeekAnswer:
         now_s = self.clock.swarm_s()
         query = decode_query(request, caller, now_s)
         answer = self._service(request, caller).on_query(query, announced=request.announce)
@@ -93,7 +93,7 @@ class GroupExchange:
         answer = await self._service(request.seek, caller).on_join(join)
         return encode_join_answer(answer, now_s=self.clock.swarm_s())
 
-    async def _on_cell_lookup(self, caller: PeerId, request: group_pb2.Meet) -> group_pb2.MeetAnswer:
+    def _on_cell_lookup(self, caller: PeerId, request: group_pb2.Meet) -> group_pb2.MeetAnswer:
         lookup = decode_cell_lookup(request, caller)
         return encode_cell_lookup_reply(self._service(request, caller).on_cell_lookup(lookup))
 

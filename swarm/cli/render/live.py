@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.prompt import Confirm
+from rich.prompt import Confirm, IntPrompt
 from rich.text import Text
 
 from swarm.cli.render.output import Output, Presentation, printable
@@ -31,6 +31,10 @@ class LiveOutput(Output):
 
     def ask(self, text: str) -> bool:
         return bool(Confirm.ask(Text(text), console=self._console, default=True))
+
+    def choose(self, text: str, count: int) -> int | None:
+        numbers = [str(number) for number in range(1, count + 1)]
+        return int(IntPrompt.ask(Text(text), console=self._console, choices=numbers))
 
     def close(self) -> None:
         if self._live is not None:

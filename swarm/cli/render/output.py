@@ -84,6 +84,10 @@ class Output:
         """Ask the user a question. Return False if there is no terminal."""
         return False
 
+    def choose(self, text: str, count: int) -> int | None:
+        """Ask the user for a number from 1 to `count`. Return None if there is no terminal."""
+        return None
+
     def close(self) -> None:
         """Restore the terminal. May be called more than once."""
 

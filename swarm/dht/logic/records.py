@@ -28,7 +28,7 @@ FUTURE_MAX_US = 30 * 1_000_000
 NESTING_MAX = 32
 FORGED = "its signature is not its writer's"
 _SIGNATURE_BYTES = 64
-_VERIFIED_MAX = 8192
+VERIFIED_MAX = 8192
 _DOMAIN = b"swarm/dht/record/1\0"
 _RUN_PREFIX = "run."
 _CONTAINERS = (list, dict)  # the types that msgpack decodes to, apart from scalars
@@ -275,7 +275,7 @@ class RecordValidator:
         )
         if refusal is None:
             self._accepted[digest] = changes
-            if len(self._accepted) > _VERIFIED_MAX:
+            if len(self._accepted) > VERIFIED_MAX:
                 self._accepted.popitem(last=False)
         return refusal
 
@@ -326,6 +326,6 @@ class RecordValidator:
         if valid is None:
             valid = verify(record.writer, message, record.signature)
             self._verified[digest] = valid
-            if len(self._verified) > _VERIFIED_MAX:
+            if len(self._verified) > VERIFIED_MAX:
                 self._verified.popitem(last=False)
         return None if valid else FORGED
