@@ -18,6 +18,7 @@ from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.pipes import TcpPipe, serve
 from swarm.libp2p.splicing import splice
+from swarm.net.scope import prefix_of
 from swarm.runtime.sockets import Endpoint
 
 GRPC_PROTOCOL = "/swarm/grpc/1"
@@ -81,7 +82,7 @@ class Tunnels:
         except TimeoutError:
             raise NetworkError("the own gRPC port does not answer") from None
         self._served[pipe.local] = stream.connection
-        self._places[pipe.local] = stream.connection.host
+        self._places[pipe.local] = prefix_of(stream.connection.host)
         try:
             await splice(stream, pipe)
         finally:
@@ -102,8 +103,8 @@ class Tunnels:
         return self._served
 
     def place(self, end: Endpoint) -> str:
-        """Return what limits count a call under that comes from this end: `PeerConnection.host`. Empty when
-        it comes through no tunnel.
+        """Return what limits count a call under that comes from this end: the relay, or the network of a peer
+        to which a hole was punched. Empty when it comes through no tunnel.
         """
         return self._places.get(end, "")
 

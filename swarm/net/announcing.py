@@ -181,6 +181,29 @@ class Announcing:
             wait_s = self._machine.due_s - loop.time() if candidates else _INTERFACES_S
             await self._changed.wait(min(max(wait_s, 0.0), _INTERFACES_S))
 
+    async def relay_reached(self, port: int) -> bool | None:
+        """Return whether others reach this machine at the port at which it relays; None when those that were
+        asked did not say. Where nobody can be asked, it is presumed, as the addresses of a first peer are.
+        """
+        candidates = self._candidates()
+        if not candidates:
+            return True
+        async with asyncio.TaskGroup() as group:
+            asking = [
+                group.create_task(self._ask_relay(one, port)) for one in self._machine.choose(candidates)
+            ]
+        answers = [answer for task in asking if (answer := task.result()) is not None]
+        return any(answers) if answers else None
+
+    async def _ask_relay(self, contact: Contact, port: int) -> bool | None:
+        request = peer_pb2.DialBackRequest(port=port, relay=True)
+        try:
+            reply = await self._channels.call(contact, DIAL_BACK, request, timeout_s=_ASK_S)
+        except SwarmError as error:
+            _logger.debug("%s did not look at the relay's port: %s", contact.peer_id.short, error)
+            return None
+        return bool(reply.reached)
+
     async def close(self) -> None:
         """Give back what a router has lent."""
         await self._mapping.close()

@@ -204,7 +204,8 @@ class Channels:
         on it, whatever its answer, shows the peer who has come. The addresses are IP addresses at which the
         peer was met.
         """
-        self._routes.dialed.extend((address.host, address.port) for address in contact.addresses)
+        for address in contact.addresses:
+            self.on_dialed(address)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         try:
@@ -218,6 +219,10 @@ class Channels:
         finally:
             await connection.channel.close()
         return True
+
+    def on_dialed(self, address: Address) -> None:
+        """Note that a connection to this IP address may be under way (`endpoints`)."""
+        self._routes.dialed.append((address.host, address.port))
 
     async def forget(self, peer_id: PeerId) -> None:
         """Close every connection to this peer; its calls fail."""

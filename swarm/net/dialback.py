@@ -20,6 +20,7 @@ from swarm.net.scope import ip_of
 from swarm.wire import peer_pb2
 
 DIAL_S = 3.0  # to connect to the peer that asks
+_GREETING = b"\x13/multistream/1.0.0\n"  # of both ends of a libp2p connection
 DIAL_BACK = Method(
     name="/swarm.Node/DialBack",
     request=peer_pb2.DialBackRequest,
@@ -49,6 +50,27 @@ class DialBacks:
         refusal = self._budget.enter(caller, asyncio.get_running_loop().time())
         if refusal:
             raise PeerError(refusal)
-        contact = Contact(caller, (Address(host, request.port),))
-        reached = await self._channels.reaches(contact, DIAL_S)
+        address = Address(host, request.port)
+        if request.relay:
+            self._channels.on_dialed(address)
+            reached = await _speaks_libp2p(address)
+        else:
+            reached = await self._channels.reaches(Contact(caller, (address,)), DIAL_S)
         return peer_pb2.DialBackReply(reached=reached, observed=host)
+
+
+async def _speaks_libp2p(address: Address) -> bool:
+    """Return whether somebody answers there as a libp2p host does before it proves its PeerID. That needs no
+    libp2p here.
+    """
+    writer = None
+    try:
+        async with asyncio.timeout(DIAL_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port, limit=1024)
+            writer.write(_GREETING)
+            return await reader.readexactly(len(_GREETING)) == _GREETING
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return False
+    finally:
+        if writer is not None:
+            writer.transport.abort()

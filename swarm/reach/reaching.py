@@ -29,6 +29,8 @@ _INTERVAL_S = 15.0  # between two looks at what may have changed unseen
 # until this peer says that nobody can call it: while no relay is known, and while known ones are being asked
 _SEARCH_S, _RESERVE_S = 6.0, 30.0
 _SETTLED_S = 0.5  # for a second reservation to follow the first, before both are announced
+# to the next question whether others reach the relay's port: after no answer, and after a "no"
+_CHECK_S, _CLOSED_S = 12.0, 120.0
 _KNOWN_MAX = 32
 _BYTES_PER_MBIT = 125_000.0
 
@@ -73,6 +75,7 @@ class Reaching:
         self._relays: dict[PeerId, tuple[Contact, float]] = {}  # with the round-trip time of their gRPC
         self._search = RelaySearch()
         self._hidden_since_s: float | None = None
+        self._check_s = -math.inf  # when others are asked again whether they reach the relay's port
         self._takes_calls = False
         self._has_failed = False
         self._changed = ChangeEvent()
@@ -197,5 +200,17 @@ class Reaching:
         if stack.relay is None:
             stack.offer_relay(rate * _BYTES_PER_MBIT)
         assert stack.host.listening is not None
-        port = self._introductions.relay_port = stack.host.listening.port
+        port = stack.host.listening.port
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._check_s:
+            return
+        reached = await self._announcing.relay_reached(port)
+        if not reached:
+            self._check_s = now_s + (_CHECK_S if reached is None else _CLOSED_S)
+            if reached is not None:
+                _logger.warning(
+                    "this machine does not relay: others do not reach its TCP port %d; open it, too", port
+                )
+            return
+        self._introductions.relay_port = port
         _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, rate)

@@ -27,10 +27,12 @@ class Hello(_message.Message):
     def __init__(self, contact: _Optional[_Union[Contact, _Mapping]] = ..., agent: _Optional[str] = ..., observed: _Optional[str] = ..., relay_port: _Optional[int] = ...) -> None: ...
 
 class DialBackRequest(_message.Message):
-    __slots__ = ("port",)
+    __slots__ = ("port", "relay")
     PORT_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
     port: int
-    def __init__(self, port: _Optional[int] = ...) -> None: ...
+    relay: bool
+    def __init__(self, port: _Optional[int] = ..., relay: _Optional[bool] = ...) -> None: ...
 
 class DialBackReply(_message.Message):
     __slots__ = ("reached", "observed")

@@ -124,6 +124,7 @@ class Internet:
         self._processes: list[Process] = []
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.routers: dict[str, str] = {}  # public address of each host's router
+        self._links: dict[str, str] = {}  # the core's devices to hosts with a public address
         self._core = self._namespace("core")
 
     def __enter__(self) -> Internet:
@@ -145,7 +146,9 @@ class Internet:
 
     def public(self, name: str) -> str:
         """Add a host with a public address, and return the address."""
-        return self._attach(self._namespace(name))
+        address = self._attach(self._namespace(name))
+        self._links[name] = f"to{address.split('.')[1]}"
+        return address
 
     def public_ipv6(self, name: str) -> str:
         """Add a host that has a public IPv6 address and no other one, and return the address."""
@@ -257,6 +260,12 @@ class Internet:
     def readdress_router(self, name: str) -> None:
         """Give the router of a host another public address."""
         self.routers[name] = self.readdress(f"{name}nat", self.routers[name])
+
+    def limit(self, name: str, mbit: int) -> None:
+        """Let a host with a public address send and receive no more than this."""
+        for namespace, device in ((f"{self._prefix}{name}", "out"), (self._core, self._links[name])):
+            rate = ("rate", f"{mbit}mbit", "burst", "32kbit", "latency", "100ms")
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
     def cut(self) -> None:
         """Let no host reach another one, until `restore`: each learns that the network is unreachable."""

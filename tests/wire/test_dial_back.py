@@ -10,6 +10,7 @@ import pytest
 
 from swarm.core.errors import PeerError
 from swarm.core.ids import Address, Contact
+from swarm.libp2p.host import Host
 from swarm.net.dialback import DIAL_BACK
 from swarm.net.hello import HELLO
 from swarm.node import Node, NodeConfig
@@ -25,8 +26,8 @@ def asked() -> Iterator[Node]:
         yield node
 
 
-def ask(asker: Node, asked: Node, port: int) -> peer_pb2.DialBackReply:
-    request = peer_pb2.DialBackRequest(port=port)
+def ask(asker: Node, asked: Node, port: int, *, relay: bool = False) -> peer_pb2.DialBackReply:
+    request = peer_pb2.DialBackRequest(port=port, relay=relay)
     calling = asker.channels.call(asked.contact, DIAL_BACK, request, timeout_s=TIMEOUT_S)
     reply: peer_pb2.DialBackReply = asker.network.run(calling, TIMEOUT_S + 1.0)
     return reply
@@ -49,6 +50,23 @@ def test_nothing_is_said_about_why_a_port_was_not_reached(asked: Node) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, Node(listen=None) as asker:
         reply = ask(asker, asked, silent.getsockname()[1])
         assert reply == peer_pb2.DialBackReply(reached=False, observed="127.0.0.1")
+
+
+def test_the_port_of_a_relay_is_reached_where_a_libp2p_host_answers_and_nowhere_else(asked: Node) -> None:
+    with Node(listen=HERE) as asker, Node(listen=None) as other, Node(listen=None) as third:
+
+        async def listen() -> Host:
+            host = Host(asker.identity)
+            await host.start("127.0.0.1")
+            return host
+
+        host = asker.network.run(listen(), TIMEOUT_S)
+        assert host.listening is not None
+        assert ask(asker, asked, host.listening.port, relay=True).reached
+        assert not ask(other, asked, asker.contact.addresses[0].port, relay=True).reached
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            assert not ask(third, asked, silent.getsockname()[1], relay=True).reached
+        asker.network.run(host.close(), TIMEOUT_S)
 
 
 @pytest.mark.parametrize("port", [0, 65536, 2**32 - 1])
