@@ -38,7 +38,7 @@ class Plan:
 
 @dataclass
 class Work:
-    """What one peer has done in the time that is measured."""
+    """The work of one peer in the time that is measured."""
 
     computed: int = 0
     counted: int = 0
