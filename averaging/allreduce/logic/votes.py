@@ -50,6 +50,7 @@ class VoteExchange:
         self._places = {member.peer_id: place for place, member in enumerate(setup.group.members)}
         self._targets = [place for place in setup.members if setup.calls(setup.own, place)]
         self._own_version = 0  # how often what this member says itself has changed
+        self._voted_version = math.inf  # the first one with its vote
         # members that were told, or answered, at least once: they are told everything from then on
         self._asked: set[int] = set()
         self._answered: set[int] = set()
@@ -146,6 +147,7 @@ class VoteExchange:
         """Take this member's vote."""
         self.tally.add(vote)
         self._own_version += 1
+        self._voted_version = self._own_version
         self._changed_s = now_s
 
     def silent(self, live: Set[int]) -> list[int]:
@@ -236,11 +238,12 @@ class VoteExchange:
         return []
 
     def on_answer(self, place: int, statement: Statement | None = None) -> None:
-        """A call has ended, with an answer or without. A member that answers with nothing but its vote knows
-        a certificate: before that it answers only with something that the asker does not know (`answers`).
+        """A call has ended, with an answer or without. A member that answers this one's vote with nothing but
+        its own knows a certificate: else it answers only with something that the asker does not know, and
+        with all votes (`answers`).
         """
-        self._asking.pop(place, None)
-        if statement is None or statement.gave_up or not self._is_own_vote(place, statement):
+        told_vote = self._asking.pop(place, -1) >= self._voted_version
+        if not told_vote or statement is None or statement.gave_up or not self._is_own_vote(place, statement):
             return
         if result := statement.votes[0].result:
             self._decided[place] = result
