@@ -52,8 +52,7 @@ def scope_of(host: str) -> Scope | None:
     return Scope.INTERNET if address.is_global and not address.is_multicast else Scope.SITE
 
 
-@functools.lru_cache(maxsize=4096)
-@functools.lru_cache(4096)  # each call asks for that of its caller
+@functools.lru_cache(maxsize=4096)  # each call asks for that of its caller
 def prefix_of(host: str) -> str:
     """Return the network that one person may have all addresses of: /24 of IPv4, /48 of IPv6. A host that is
     no IP address stands for itself.
