@@ -50,7 +50,7 @@ demo: install
 
 # Two files at a time: most tests over sockets wait rather than compute.
 test: install-dev
-	$(BIN)/python -m pytest -m "not chaos and not slow" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos and not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Runs with the machine's own packages, and makes no environment: PYTHON has a CUDA build of torch, and WHEELS is a folder with what else is
 # missing there. Another OUT: where the report goes. SWARM_GPU_DEVICE=cpu tries everything at small sizes on the host.

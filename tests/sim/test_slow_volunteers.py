@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from statistics import mean
 
 import pytest
 
@@ -106,17 +107,20 @@ def test_what_a_slow_volunteer_computes_counts_once_it_has_chosen_its_micro_batc
     assert fast >= 0.95
 
 
-@pytest.mark.parametrize("seed", range(1, 3))
 def test_a_volunteer_whose_step_takes_many_epochs_costs_the_others_little(
-    seed: int, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Regression test: an epoch of 30 ms waited for a step of 150 ms, for 5 s in all, and then a tenth of
-    the time for ever, which was too short for the volunteer to come.
+    the time for ever, which was too short for the volunteer to come. Waits come when the volunteer's account
+    covers a whole step, so that the mean of several runs is compared.
     """
     caplog.set_level(logging.CRITICAL)
     speed = 2 / 0.15 * 0.03 / FAST_BATCH
-    plan = Plan(fast=1, target=32, epoch_s=0.03, speed=speed, batch=2, unmeasured_s=5.0, measured_s=4.0)
-    fast, work, _ = measure(plan, seed)
-    assert fast >= 0.9, "of the speed without a volunteer"
-    assert abs(work.computed - work.counted - work.dropped) <= 4, "the others are reported"
-    assert "make its steps smaller, or target_batch_size larger" in work.last_reason
+    plan = Plan(fast=1, target=32, epoch_s=0.03, speed=speed, batch=2, unmeasured_s=5.0, measured_s=8.0)
+    shares = []
+    for seed in range(1, 4):
+        fast, work, _ = measure(plan, seed)
+        shares.append(fast)
+        assert abs(work.computed - work.counted - work.dropped) <= 4, "the others are reported"
+        assert "make its steps smaller, or target_batch_size larger" in work.last_reason
+    assert mean(shares) >= 0.9, f"of the speed without a volunteer: {shares}"
