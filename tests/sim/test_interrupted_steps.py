@@ -30,6 +30,20 @@ MOMENTS = {
 }
 
 
+def step_on_after_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let trainers call `Optimizer.step` again whenever it was interrupted."""
+    step = Optimizer.step
+
+    def patient_step(optimizer: Optimizer, *args: Any) -> StepReport:
+        while True:
+            try:
+                return step(optimizer, *args)
+            except KeyboardInterrupt:
+                continue
+
+    monkeypatch.setattr(Optimizer, "step", patient_step)
+
+
 @pytest.mark.parametrize("mode", ["gradients", "local"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_trainer_that_catches_an_interrupt_goes_on(
@@ -40,7 +54,7 @@ def test_a_trainer_that_catches_an_interrupt_goes_on(
     """
     caplog.set_level(logging.CRITICAL)
     (kind, name, after), interrupts, begins = MOMENTS[moment], 0, False
-    called, step, step_averager = getattr(kind, name), Optimizer.step, Averager.step
+    called, step_averager = getattr(kind, name), Averager.step
 
     def interrupted(*args: Any, **options: Any) -> Any:
         nonlocal interrupts
@@ -56,13 +70,6 @@ def test_a_trainer_that_catches_an_interrupt_goes_on(
             raise KeyboardInterrupt
         return result
 
-    def patient_step(optimizer: Optimizer, *args: Any) -> StepReport:
-        while True:
-            try:
-                return step(optimizer, *args)
-            except KeyboardInterrupt:
-                continue
-
     def begin(averager: Averager, *args: Any, **options: Any) -> Any:
         nonlocal begins
         begins = True
@@ -72,7 +79,7 @@ def test_a_trainer_that_catches_an_interrupt_goes_on(
             begins = False
 
     monkeypatch.setattr(kind, name, interrupted)
-    monkeypatch.setattr(Optimizer, "step", patient_step)
+    step_on_after_interrupts(monkeypatch)
     monkeypatch.setattr(Averager, "step", begin)
 
     async def main() -> int:
@@ -103,7 +110,7 @@ def interrupt_each_once(moment: str, after_s: float, monkeypatch: pytest.MonkeyP
     interrupts, a list that grows. Trainers go on.
     """
     kind, name = LATE_MOMENTS[moment]
-    called, step, interrupted = getattr(kind, name), Optimizer.step, list[Any]()
+    called, interrupted = getattr(kind, name), list[Any]()
     times_s: list[float] = []
 
     def interrupt_once(self: Any, *args: Any, **options: Any) -> Any:
@@ -114,15 +121,8 @@ def interrupt_each_once(moment: str, after_s: float, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
         return called(self, *args, **options)
 
-    def patient_step(optimizer: Optimizer, *args: Any) -> StepReport:
-        while True:
-            try:
-                return step(optimizer, *args)
-            except KeyboardInterrupt:
-                continue
-
     monkeypatch.setattr(kind, name, interrupt_once)
-    monkeypatch.setattr(Optimizer, "step", patient_step)
+    step_on_after_interrupts(monkeypatch)
     return times_s
 
 
