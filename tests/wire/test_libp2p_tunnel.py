@@ -173,8 +173,8 @@ def test_tunnels_that_are_opened_at_once_are_limited_as_well() -> None:
                 stream.close()
             ends = list(tunnels.served)
             await until(lambda: not tunnels.served)
-            # gRPC may come to a call after its tunnel has ended
-            # of a direct connection they count under its network, as calls without a tunnel do
+            # gRPC may come to a call after its tunnel has ended. Tunnels over a direct connection count under
+            # its network, as calls without a tunnel do
             assert {tunnels.place(end) for end in ends} == {"127.0.0.0/24"}
             await connection.open(GRPC_PROTOCOL)
             await until(lambda: len(tunnels.served) == 1)
