@@ -21,7 +21,7 @@ logging.getLogger("swarm.libp2p.punching").setLevel(logging.INFO)
 with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
     def tell(text=""):
         contact = [str(node.peer_id), *node.contact.published]
-        show(event="reach", verdict=node.reach, contact=contact)
+        show(event="reach", verdict=node.reach, text=text, contact=contact)
     node.tell_reach(tell)
     node.at_announced(tell)
     for line in sys.stdin:
@@ -30,8 +30,9 @@ with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
         request = Hello(contact={"peer_id": node.peer_id.to_bytes()})
         started_s = time.monotonic()
         try:
-            node.network.run(node.channels.call(contact, HELLO, request, timeout_s=30.0))
-            show(event="called", peer=peer_id, why="", seconds=time.monotonic() - started_s)
+            reply = node.network.run(node.channels.call(contact, HELLO, request, timeout_s=30.0))
+            seconds = time.monotonic() - started_s
+            show(event="called", peer=peer_id, why="", agent=reply.agent, seconds=seconds)
         except swarm.NetworkError as error:
             show(event="called", peer=peer_id, why=str(error), seconds=time.monotonic() - started_s)
 """

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.namespaces import Internet, Process, missing
+from tests.chaos.reach_peers import PEER
 from tests.chaos.small_run import write_small_run
 
 pytestmark = [pytest.mark.network_namespaces, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -178,31 +179,6 @@ def test_a_peer_whose_address_changes_announces_the_new_one(internet: Internet) 
     wait_until_known(first, before.rpartition("/")[2], now)
 
 
-# A node behind a router: it says how it is reached, and calls the PeerIDs on its input.
-HIDDEN = """
-import json, sys, swarm
-from swarm.net.hello import HELLO
-from swarm.wire.peer_pb2 import Hello
-from swarm.core.ids import Contact, PeerId
-def show(**event): sys.stdout.write(json.dumps(event) + "\\n")  # one write: two threads do
-with swarm.Node(bootstrap=sys.argv[1:], listen="0.0.0.0:4000") as node:
-    def tell(text=""):
-        contact = [str(node.peer_id), *node.contact.published]
-        show(event="reach", verdict=node.reach, text=text, contact=contact)
-    node.tell_reach(tell)
-    node.at_announced(tell)
-    for line in sys.stdin:
-        peer_id, *published = json.loads(line)
-        contact = Contact.of_published(PeerId.parse(peer_id), published)
-        request = Hello(contact={"peer_id": node.peer_id.to_bytes()})
-        try:
-            reply = node.network.run(node.channels.call(contact, HELLO, request, timeout_s=30.0))
-            show(event="answer", agent=reply.agent)
-        except swarm.NetworkError as error:
-            show(event="failure", text=str(error))
-"""
-
-
 def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet) -> None:
     internet.public("r")
     for name in ("a", "b"):
@@ -210,7 +186,7 @@ def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet
     entry = command(internet, "r", "bootstrap")
     address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
     relay = address.rpartition("/")[2]
-    peers = {name: internet.start(name, "-c", HIDDEN, address) for name in ("a", "b")}
+    peers = {name: internet.start(name, "-c", PEER, "0.0.0.0:4000", address) for name in ("a", "b")}
     reached = {}
     for name, peer in peers.items():
         reached[name] = peer.wait("relay", lambda event: "through relay" in event.get("text", ""))
@@ -219,7 +195,7 @@ def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet
         assert circuit.endswith(f"/p2p/{relay}/p2p-circuit")
     for caller, callee in (("a", "b"), ("b", "a")):
         peers[caller].tell(json.dumps(reached[callee]["contact"]))
-        answer = peers[caller].wait("answer", lambda event: event["event"] in ("answer", "failure"))
+        answer = peers[caller].wait("answer", lambda event: event["event"] == "called")
         assert answer.get("agent", answer).startswith("swarm/")
 
 
@@ -246,25 +222,25 @@ def test_when_a_relay_is_killed_calls_go_through_the_other_one(internet: Interne
     address = first.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
     second = command(internet, "s", "bootstrap", "--bootstrap", address)
     other = second.wait("address", lambda event: event["event"] == "listening")["peer_id"]
-    peers = {name: internet.start(name, "-c", HIDDEN, address) for name in ("a", "b")}
+    peers = {name: internet.start(name, "-c", PEER, "0.0.0.0:4000", address) for name in ("a", "b")}
     for peer in peers.values():
         peer.wait("two relays", lambda event: len(event.get("contact", ())) == 3)
     contact = peers["b"].wait("relays", lambda event: len(event.get("contact", ())) == 3)["contact"]
     peers["a"].tell(json.dumps(contact))
-    peers["a"].wait("answer", lambda event: event["event"] == "answer")
+    peers["a"].wait("answer", lambda event: event["event"] == "called" and not event["why"])
     first.kill()
     peers["b"].wait(
         "one relay", lambda event: len(event.get("contact", ())) == 2 and other in event["contact"][1]
     )
     for number in range(2, 4):  # a connection that was open fails once
         peers["a"].tell(json.dumps(contact))
-        peers["a"].wait("outcome", lambda _, of=peers["a"], n=number: outcomes(of) >= n)
-    assert peers["a"].events[-1]["event"] == "answer", peers["a"].events[-3:]
+        peers["a"].wait("outcome", lambda _, of=peers["a"], n=number: len(outcomes(of)) >= n)
+    assert outcomes(peers["a"])[-1]["why"] == ""
 
 
-def outcomes(process: Process) -> int:
-    """Return how many calls of a hidden node have ended."""
-    return sum(event["event"] in ("answer", "failure") for event in process.events)
+def outcomes(process: Process) -> list[dict[str, Any]]:
+    """Return how the calls of a hidden node have ended."""
+    return [event for event in process.events if event["event"] == "called"]
 
 
 def assert_same_digests(*processes: Process) -> None:
