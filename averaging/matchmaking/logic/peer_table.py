@@ -41,8 +41,8 @@ QUERIED_PEERS_MAX = 64
 # one matters more; larger: more calls in large groups
 FIRST_MAX = 8
 # a peer that does not search yet is queried again after this; in proportion later where the search knows more
-# than FIRST_MAX peers, and there later each time that it answers the same. It announces itself when it starts:
-# this only compensates for lost messages
+# than FIRST_MAX peers, and there later each time that it answers the same. It announces itself when it
+# starts: this only compensates for lost messages
 _QUERY_INTERVAL_S = 0.5
 _FAILED_QUERY_INTERVAL_S = 2.0  # the same for a peer that failed to answer at least twice
 # the same for one with other tensors, or that has completed this round: it has no reason to come
