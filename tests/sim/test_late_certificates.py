@@ -11,7 +11,7 @@ import pytest
 
 from averaging.allreduce.logic.votes import VoteExchange
 from averaging.history.certificate import RoundKind
-from averaging.history.lineage import GRACE_S_MIN
+from averaging.history.grace import GRACE_S_MIN
 from swarm.testing.checkers import Violations
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
