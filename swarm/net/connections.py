@@ -147,10 +147,11 @@ class Arrivals:
     def enter(self, prefix: str, now_s: float) -> bool:
         """Count one in, and return whether it is answered."""
         of_all = self._of_all = self._of_all or _full(ALL_ARRIVALS_MAX, ALL_ARRIVALS_PER_S, now_s)
-        left, few = self._left.pop(prefix, None) or (
-            _full(ARRIVALS_MAX, ARRIVALS_PER_S, now_s),
-            _full(FEW_MAX, FEW_PER_S, now_s),
-        )
+        if prefix not in self._left:
+            of_prefix = _full(ARRIVALS_MAX, ARRIVALS_PER_S, now_s), _full(FEW_MAX, FEW_PER_S, now_s)
+            self._left[prefix] = of_prefix
+        left, few = self._left[prefix]
+        self._left.move_to_end(prefix)
         needed = 1.0 if few.fill(now_s) >= 1.0 else 1.0 + RESERVED
         is_answered = left.fill(now_s) >= 1.0 and of_all.fill(now_s) >= needed
         if is_answered:
@@ -158,7 +159,6 @@ class Arrivals:
                 bucket.left = max(bucket.left - 1.0, 0.0)
         else:
             self.refuse(prefix)
-        self._left[prefix] = left, few
         if len(self._left) > _PREFIXES_MAX:
             self._left.popitem(last=False)
         return is_answered

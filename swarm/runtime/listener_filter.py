@@ -5,7 +5,7 @@ packet (SYN) of a connection for nothing, by the network that it comes from. The
 packet after 1, 2 and 4 s, so that a network which is let in again is not told anything, and waits a little.
 
 The program is one of classic BPF, which any process may attach to its own sockets. Connections that are made
-inherit it from the listening socket and keep it: every packet but a first one passes after three instructions.
+inherit it from the listening socket and keep it: each of their packets passes after three instructions.
 """
 
 from __future__ import annotations

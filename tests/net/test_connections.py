@@ -208,7 +208,7 @@ def test_a_newcomer_gets_in_during_a_flood_from_other_networks(networks: int, se
     for now_s, is_honest in sorted([*((at_s, False) for at_s in flood), *((at_s, True) for at_s in tries)]):
         if not is_honest:
             arrivals.enter(f"198.51.{rng.randrange(networks)}.0/24", now_s)
-        elif waited_s is None and all([arrivals.enter("203.0.113.0/24", now_s) for _ in range(3)]):
+        elif waited_s is None and all(arrivals.enter("203.0.113.0/24", now_s) for _ in range(3)):
             waited_s = now_s - came_s
     assert waited_s is not None
     # the attacker's networks have their few first, and all strangers get new ones at their rate
@@ -260,7 +260,7 @@ def test_callers_that_hold_connections_and_make_no_call_are_turned_away_with_the
             far = [server.accept()[0] for _ in near]
             assert await kept.close_surplus(NOW_S) == 0
             assert await kept.close_surplus(NOW_S + UNKNOWN_GRACE_S) == 1
-            assert [prefix for prefix in kept.turned_away] == ["127.0.7.0/24"]
+            assert kept.turned_away == ["127.0.7.0/24"]
             for one in (*near, *far):
                 one.close()
 

@@ -70,4 +70,4 @@ def test_first_packets_are_dropped_by_network_unless_their_host_is_kept(seed: in
         )
         expected = is_kept or not any(address in one for one in dropped)
         assert passes(found, source, SYN) == expected
-        assert passes(found, source, SYN_ACK) and passes(found, source, ACK)
+        assert all(passes(found, source, flags) for flags in (SYN_ACK, ACK))
