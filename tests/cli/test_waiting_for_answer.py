@@ -1,13 +1,15 @@
-"""How long `swarm start` and `swarm join` wait for the first peer to answer, on a clock of the test's own."""
+"""How long commands wait for the first peer to answer, on a clock of the test's own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import cast
 
 import pytest
 
-from swarm.cli.train import wait_for_answer
+import swarm
 from swarm.node import Node
+from swarm.run.entering import wait_for_answer
 
 
 class Waiting:
@@ -43,6 +45,12 @@ def test_a_peer_that_may_still_answer_is_waited_for_and_one_that_refuses_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = Waiting(poll_s=poll_s, answers_s=answers_s, is_refused=is_refused)
-    monkeypatch.setattr("swarm.cli.train.time.monotonic", lambda: node.now_s)
+    monkeypatch.setattr("swarm.run.entering.time.monotonic", lambda: node.now_s)
     assert wait_for_answer(cast(Node, node)) is answered
     assert node.now_s <= at_most_s
+
+
+def test_every_command_waits_for_the_first_answer_in_the_same_way() -> None:
+    package = Path(swarm.__file__).parent
+    callers = [path.name for path in package.rglob("*.py") if ".wait_joined" in path.read_text("utf-8")]
+    assert callers == ["entering.py"]
