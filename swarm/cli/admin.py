@@ -20,7 +20,7 @@ from swarm.cli.paths import checkpoints_folder, control_folder, default_identity
 from swarm.cli.render import print_result
 from swarm.core.errors import NotInvited, SwarmError
 from swarm.core.identity import Identity
-from swarm.run.entering import refusal, wait_for_answer
+from swarm.run.entering import find_run, refusal, wait_for_answer
 
 if TYPE_CHECKING:
     from averaging.optim.state.checkpoint import Checkpoint
@@ -140,7 +140,7 @@ def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     wanted = Change(**changes)
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
     with temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
-        known = node.network.run(directory.find(run), 30.0)
+        known = find_run(node, directory, run)
         signed = sign_change(known, wanted, owner)
         asked, following = tell_members(node, directory, signed)
     sentences = differences(known, signed)
@@ -209,7 +209,7 @@ def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, 
             temporary_node(where) as (node, directory),
             tempfile.TemporaryDirectory(prefix="swarm-") as folder,
         ):
-            signed = node.network.run(directory.find(run), 30.0)
+            signed = find_run(node, directory, run)
             checkpoint = _download(node, directory, signed, Path(folder))
             write(signed, checkpoint, output, optimizer=optimizer)
     else:

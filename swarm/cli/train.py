@@ -21,12 +21,12 @@ from swarm.cli.render import Output, make_output
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
-from swarm.core.errors import DeadlineExceeded, UsageError
+from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
 from swarm.metrics.record import NAME_CHARACTERS_MAX
-from swarm.run.entering import refusal, unanswered, wait_for_answer
+from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
 from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from swarm.run.specification import RunSpecification, SignedSpecification
 
 _BYTES_PER_MBIT = 125_000.0
-_FIND_TRIES = 3  # to find a run, each of 10 s: the peer that is asked may be busy
 _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 
 _upload = click.option(
@@ -256,13 +255,7 @@ def _find_run(session: _Session, entry: RunEntry) -> SignedSpecification:
             f"and trying again: {why}"
         )
         session.emit(Notice(text=text))
-    for left in reversed(range(_FIND_TRIES)):
-        try:
-            return session.node.network.run(session.directory.find(entry.run), 30.0)
-        except DeadlineExceeded:
-            if not left:
-                raise
-    raise AssertionError
+    return find_run(session.node, session.directory, entry.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from swarm.monitor.logic.reading import progress_key
 from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
-from swarm.run.entering import enter
+from swarm.run.entering import FIND_S_MAX, enter, found_run
 from swarm.run.membership import check_invited
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FIND_S = 15.0
 _CALL_S = 10.0
 
 OnView = Callable[[MonitorView], None]
@@ -75,7 +74,7 @@ class Watch:
             undo.callback(self.close)
             enter(self.node, [one if isinstance(one, str) else _text(one) for one in config.entry])
             self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
-            run = self.node.network.run(self._find(config.run), _FIND_S + 5.0)
+            run = self.node.network.run(self._find(config.run), FIND_S_MAX + _CALL_S)
             self.history = self._open_history(run.run_id)
             events = EventLog()
             events.restore(self.history.events())
@@ -192,7 +191,7 @@ class Watch:
     async def _find(self, wanted: str | None) -> RunView:
         """Return the wanted run: one with an owner's specification, or an open run of that name."""
         try:
-            self._signed = await self._directory.find(wanted, timeout_s=_FIND_S)
+            self._signed = await found_run(self._directory, wanted)
             check_invited(self._signed, self.node.membership)
             return run_view(self._signed)
         except UsageError as error:

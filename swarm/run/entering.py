@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +12,14 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited
 
 if TYPE_CHECKING:
     from swarm.node import Node
+    from swarm.run.directory import RunDirectory
+    from swarm.run.specification import SignedSpecification
 
 REFUSED_S: Final = 1.5  # to wait for the first peer after every address refused the connection
 SILENT_S: Final = 15.0  # the same while an address has not refused: three attempts
 _POLL_S = 0.5
+_FIND_TRIES, _FIND_PAUSE_S = 3, 1.0
+FIND_S_MAX: Final = 100.0  # each try is two reads of 10 s, and searches on disk
 _ENTRY_CHARACTERS_MAX = 120  # an address fits, an invite does not
 _ENTRIES_SHOWN = 3
 
@@ -39,6 +44,25 @@ def poll_running(poll: Callable[[float], bool], limit_s: Callable[[], float]) ->
 def wait_for_answer(node: Node) -> bool:
     """Wait until a peer of the swarm answers. Return False if that is no longer likely."""
     return poll_running(node.wait_joined, lambda: REFUSED_S if node.join_refused else SILENT_S)
+
+
+def find_run(node: Node, directory: RunDirectory, wanted: str | None) -> SignedSpecification:
+    """Return the run that is wanted (`RunDirectory.find`). The peer that is asked may be busy: it is asked
+    again a second later, three times in all. Raises UsageError, PeerError or the last NetworkError.
+    """
+    return node.network.run(found_run(directory, wanted), FIND_S_MAX)
+
+
+async def found_run(directory: RunDirectory, wanted: str | None) -> SignedSpecification:
+    """The same, on the network thread."""
+    for left in reversed(range(_FIND_TRIES)):
+        try:
+            return await directory.find(wanted)
+        except NetworkError:
+            if not left:
+                raise
+        await asyncio.sleep(_FIND_PAUSE_S)
+    raise AssertionError
 
 
 def unanswered(node: Node) -> str:

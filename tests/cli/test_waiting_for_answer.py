@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 import swarm
+from swarm.core.errors import NetworkError
 from swarm.node import Node
-from swarm.run.entering import wait_for_answer
+from swarm.run.directory import RunDirectory
+from swarm.run.entering import found_run, wait_for_answer
+from swarm.testing.virtual_loop import run_virtual
 
 
 class Waiting:
@@ -48,6 +52,27 @@ def test_a_peer_that_may_still_answer_is_waited_for_and_one_that_refuses_is_not(
     monkeypatch.setattr("swarm.run.entering.time.monotonic", lambda: node.now_s)
     assert wait_for_answer(cast(Node, node)) is answered
     assert node.now_s <= at_most_s
+
+
+class BusyDirectory:
+    """A directory whose reads fail a number of times, because the peer that is asked is busy."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    async def find(self, wanted: str | None) -> str:
+        """Return the run that is wanted."""
+        self.failures -= 1
+        if self.failures >= 0:
+            raise NetworkError("none of the 1 peers asked for public/runs answered, all failed or refused")
+        return f"run {wanted}"
+
+
+@pytest.mark.parametrize(("failures", "is_found"), [(0, True), (2, True), (3, False)])
+def test_a_run_is_looked_for_again_when_a_busy_peer_does_not_answer(failures: int, is_found: bool) -> None:
+    find = found_run(cast(RunDirectory, BusyDirectory(failures)), "tiny")
+    with contextlib.nullcontext() if is_found else pytest.raises(NetworkError, match="all failed or refused"):
+        assert run_virtual(find) == "run tiny"
 
 
 def test_every_command_waits_for_the_first_answer_in_the_same_way() -> None:
