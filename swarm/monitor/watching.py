@@ -26,12 +26,14 @@ from swarm.monitor.logic.eventlog import EventLog
 from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.reading import progress_key
 from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
+from swarm.monitor.relays import RelayWatch
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import FIND_S_MAX, enter, found_run
 from swarm.run.membership import check_invited
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     from averaging.history.chain import Chain
@@ -90,9 +92,10 @@ class Watch:
                 specification=self._specification if run.version else None,
                 experts=self._experts,
                 members=self._members,
+                relays=RelayWatch(self.node.introductions, self.node.clock),
                 after=self._after,
             )
-            self.node.network.run(self._start(), _CALL_S)
+            self.node.network.run(self._start(), TURN_S_MAX)
             undo.pop_all()
 
     @property
@@ -110,7 +113,7 @@ class Watch:
         async def view() -> MonitorView:
             return self.view_now()
 
-        return self.node.network.run(view(), _CALL_S)
+        return self.node.network.run(view(), TURN_S_MAX)
 
     def view_now(self) -> MonitorView:
         """Return the view of the run at this moment. Must be called on the network thread."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import swarm
-from swarm.core.errors import NetworkError
+from swarm.cli.finding import announce_by_name
+from swarm.core.errors import DeadlineExceeded, NetworkError
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import found_run, wait_for_answer
+from swarm.run.specification import SignedSpecification
 from swarm.testing.virtual_loop import run_virtual
 
 
@@ -73,6 +78,30 @@ def test_a_run_is_looked_for_again_when_a_busy_peer_does_not_answer(failures: in
     find = found_run(cast(RunDirectory, BusyDirectory(failures)), "tiny")
     with contextlib.nullcontext() if is_found else pytest.raises(NetworkError, match="all failed or refused"):
         assert run_virtual(find) == "run tiny"
+
+
+class SlowNetwork:
+    """A network thread that gets a turn after 40 s only."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def run(self, coroutine: Coroutine[Any, Any, None], timeout_s: float | None = None) -> None:
+        """Run a coroutine, if the caller is patient."""
+        if timeout_s is not None and timeout_s < 40.0:
+            coroutine.close()
+            raise DeadlineExceeded(f"no result within {timeout_s:g} s")
+        asyncio.run(coroutine)
+        self.turns += 1
+
+
+def test_a_busy_machine_does_not_end_a_command_that_begins_to_announce_its_run() -> None:
+    network = SlowNetwork()
+    supervisor = SimpleNamespace(spawn=lambda name, begin, **options: None)
+    node = SimpleNamespace(network=network, supervisor=supervisor)
+    signed = SimpleNamespace(full_name="tiny@id", name="tiny", run_id="id")
+    announce_by_name(cast(Node, node), cast(SignedSpecification, signed), [], lambda event: None)
+    assert network.turns == 1
 
 
 def test_every_command_waits_for_the_first_answer_in_the_same_way() -> None:
