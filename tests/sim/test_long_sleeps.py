@@ -27,6 +27,12 @@ SCENES.remove(("sleeps", 0, 2))
 QUICK = [("sleeps", -1, 2), ("cut", -1, 4), ("cut", 0, 2), ("restarts", 0, 2)]
 
 
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Log nothing of what peers warn about for hundreds of epochs, in this test only."""
+    caplog.set_level(logging.CRITICAL, "averaging")
+
+
 @pytest.mark.parametrize(
     ("how", "who", "count", "kept"),
     [
@@ -36,13 +42,13 @@ QUICK = [("sleeps", -1, 2), ("cut", -1, 4), ("cut", 0, 2), ("restarts", 0, 2)]
     ],
 )
 @pytest.mark.parametrize("seed", range(1))
+@pytest.mark.usefixtures("quiet")
 def test_a_peer_returns_after_more_certificates_than_a_history_keeps(
     seed: int, how: str, who: int, count: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The most senior (0) or the most junior elector (-1) sleeps, its network and its trainer; is cut off
     while it trains on, for as many certificates on both sides; or ends, and starts again with its last state.
     """
-    logging.getLogger("averaging").setLevel(logging.CRITICAL)
     monkeypatch.setattr("averaging.history.lineage.CERTIFICATES_MAX", kept)
 
     async def main() -> float:
