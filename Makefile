@@ -3,6 +3,7 @@
 # make check   format, lint, types, import layers, generated files
 # make bench   the figures in docs/benchmarks, against their peers (about an hour and a half; a quiet machine)
 # make gpu     checks and figures on a machine with a GPU, in eight minutes, without a network (docs/gpu.md)
+# make reach   volunteers behind routers, in network namespaces that the tests make; needs root and nftables
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make histories  peers that keep one history through cuts, restarts and a liar: millions of random steps, every order of votes and rounds
@@ -17,10 +18,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 
 DOCS_OUT ?= build/docs
 
-.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
+.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels reach chaos chaos-quick sim sim-quick histories fuzz fuzz-quick interop install install-dev install-docs clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -12
+	@sed -n 's/^# //p' Makefile | head -13
 
 # The stamps hold what was installed: a change of pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -50,7 +51,7 @@ demo: install
 
 # Two files at a time: most tests over sockets wait rather than compute.
 test: install-dev
-	$(BIN)/python -m pytest -m "not chaos and not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos and not slow and not network_namespaces" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Runs with the machine's own packages, and makes no environment: PYTHON has a CUDA build of torch, and WHEELS is a folder with what else is
 # missing there. Another OUT: where the report goes. SWARM_GPU_DEVICE=cpu tries everything at small sizes on the host.
@@ -69,6 +70,9 @@ gpu-wheels:
 	  --implementation cp $(addprefix --platform ,$(GPU_PLATFORMS)) -d .whl \
 	  $(foreach name,$(GPU_PACKAGES),"$(shell grep -i '^$(name)==' constraints.txt)")
 	@du -sh .whl
+
+reach: install-dev
+	$(BIN)/python -m pytest -m "network_namespaces and not chaos and not slow" $(ARGS)
 
 chaos: install-dev
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)

@@ -8,6 +8,7 @@ On a machine with a GPU nothing is changed, because work on the host is part of 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -24,3 +25,16 @@ def collector() -> Iterator[None]:
     """
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Fail the test that leaves a log level changed: a later one in this process would miss what it logs."""
+    loggers = [logging.getLogger(name) for name in ("", "averaging", "moe", "swarm")]
+    before = [logging.root.manager.disable, *(one.level for one in loggers)]
+    yield
+    after = [logging.root.manager.disable, *(one.level for one in loggers)]
+    logging.disable(before[0])
+    for one, level in zip(loggers, before[1:], strict=True):
+        one.setLevel(level)
+    assert after == before, "use caplog.set_level"

@@ -77,6 +77,7 @@ class EpochCloser:
         self._epoch_began_s = self._clock.monotonic_s()
         self._sought_s = -math.inf  # when a quorum was looked for last during a round
         self._lacks_quorum = False  # at that time
+        self._said_waits = -1  # the epoch of which it was said that it waits for a quorum
         self.round_is_break = False  # the latest attempt began after the grace
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
 
@@ -165,11 +166,10 @@ class EpochCloser:
                 return waiting
         if history.grid_rounds > 1 and self.has_peers():
             return None  # in a swarm larger than a group the electors decide after the others' rounds
-        waited = False
         while not history.seek_quorum(self._tracker.voters(), self._clock.monotonic_s(), self._epoch_s):
-            if not waited:
+            if self._said_waits != self._state.epoch:  # a mode that trains on comes here at every step
                 _log.warning("epoch %d is full, and not closed: %s", self._state.epoch, history.quorum_text())
-            waited = True
+            self._said_waits = self._state.epoch
             if self._catch_up.blocklist.own_is_banned:
                 return CloseOutcome(stepped=False, reason=EXCLUDED, rounds_failed=failed)
             if self.is_behind():

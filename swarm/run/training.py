@@ -119,8 +119,8 @@ class Training:
         stats = self.stats
         for result in (report.round, report.state_round):
             stats.sent_bytes += result.bytes_sent if result is not None else 0
-        if report.rounds_failed or (report.round is not None and report.round.failed):
-            stats.failed_rounds += max(1, report.rounds_failed)
+        if report.rounds_failed:  # a search that ended because the swarm was ahead is no round
+            stats.failed_rounds += report.rounds_failed
             self.emit(RoundFailed(epoch=report.epoch, reason=_failure_reason(report)))
         if report.resynchronised is not None:
             load = report.resynchronised

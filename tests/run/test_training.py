@@ -175,6 +175,16 @@ def test_a_failed_round_is_reported_with_its_reason_and_counts_no_samples() -> N
     assert (stats.failed_rounds, stats.rounds, stats.samples, stats.sent_bytes) == (2, 0, 0, 9)
 
 
+def test_a_search_that_the_swarm_was_ahead_of_is_no_failed_round() -> None:
+    """Regression test: a volunteer that came back from a pause reported a failed round at times."""
+    found = RoundResult(failed=True, reason="quorum", detail="1 cannot be reached")
+    load = LoadResult(loaded=True, epoch=5, seconds=0.4)
+    one = FakeVolunteer(report(5, round=found, resynchronised=load, reason="the swarm was ahead"))
+    one.training.step()
+    assert [event.kind for event in one.events] == ["resynchronised", "progress"]
+    assert one.training.stats.failed_rounds == 0
+
+
 def test_a_resynchronisation_is_reported_and_drops_the_samples_of_its_epoch() -> None:
     load = LoadResult(loaded=True, epoch=5, seconds=0.4)
     one = FakeVolunteer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from averaging.allreduce.logic.votes import VoteExchange
 from averaging.history.certificate import RoundKind, Vote
-from averaging.history.lineage import GRACE_S_MIN
+from averaging.history.grace import GRACE_S_MIN
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S
 from averaging.optim.state.donor import Donor
 from swarm.core.errors import PeerError
@@ -47,6 +48,18 @@ def test_peers_that_lost_the_quorum_go_on_after_the_grace(
     assert goes_on_s <= GOES_ON_S + 3 * 2 * epoch_s, (
         "two complete epochs of two peers, which take twice as long"
     )
+
+
+def test_a_peer_that_trains_on_without_a_quorum_says_once_that_it_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regression test: it said so at every step."""
+    caplog.set_level(logging.WARNING, "averaging.optim.closing")
+    run_virtual(_seconds_until_two_of_four_go_on("local", 5.0, 0, cut=True))
+    said = [text for text in caplog.messages if "is full, and not closed" in text]
+    epochs = Counter(text.partition(" is full")[0] for text in said)
+    assert epochs
+    assert max(epochs.values()) <= 4, "each of four peers once"
 
 
 @pytest.mark.parametrize(("mode", "seed"), [("gradients", 0), ("local", 1), ("diloco", 2)])
