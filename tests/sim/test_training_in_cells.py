@@ -1,5 +1,5 @@
-"""Whole swarms that are larger than a group and train, with all checks of `make sim SCENARIO=training`: groups
-of four stand for groups of 64.
+"""Whole swarms that are larger than a group and train, with all checks of `make sim SCENARIO=training`:
+groups of four stand for groups of 64.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from averaging.matchmaking.logic.asking import FIRST_MAX, asked_again_s
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.messages import (
     NO_PRECEDENCE,
@@ -36,18 +37,6 @@ PEERS_MAX = 1024  # in the table of one search
 # holders that one search queries; all searches of a round query the same ones. Too small: groups split; too
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
-# peers that a search queries first: the same ones in all searches of a round, so that each learns there who
-# leads. It queries others only if that gives it no leader to follow, more with each answer. Smaller: a dead
-# one matters more; larger: more calls in large groups
-FIRST_MAX = 8
-# a peer that does not search yet is queried again after this; in proportion later where the search knows more
-# than FIRST_MAX peers, and there later each time that it answers the same. It announces itself when it
-# starts: this only compensates for lost messages
-_QUERY_INTERVAL_S = 0.5
-_FAILED_QUERY_INTERVAL_S = 2.0  # the same for a peer that failed to answer at least twice
-# the same for one with other tensors, or that has completed this round: it has no reason to come
-_FINAL_INTERVAL_S = 8 * _FAILED_QUERY_INTERVAL_S
-_FIRST_RETRY_S = 0.2  # the same after a single failure: one failed call does not prove that a peer is dead
 _AVOID_FIRST_S = 0.02  # a leader that refused is asked again after this; doubled with each refusal
 _AVOID_MAX_S = 1.0
 # a searching peer that ranks after this one is about to join; it is not waited for longer than this
@@ -500,15 +489,4 @@ class PeerTable:
         ]
 
     def _query_at_s(self, peer: PeerState) -> float:
-        if peer.status is PeerStatus.REFUSED:
-            return peer.queried_s + _FINAL_INTERVAL_S if peer.queried_s > -math.inf else self.started_s
-        if peer.failed:
-            return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
-        if peer.status is PeerStatus.PASSED and peer.round_key == self.query.round_key:
-            return peer.queried_s + _FINAL_INTERVAL_S
-        crowd = max(1.0, len(self.peers) / FIRST_MAX)
-        shortest_s, longest_s = _QUERY_INTERVAL_S * crowd, _QUERY_INTERVAL_S * crowd**2
-        again_s = peer.queried_s + min(max(peer.queried_s - peer.changed_s, shortest_s), longest_s)
-        if peer.status is PeerStatus.BUSY:
-            again_s = max(again_s, min(peer.busy_until_s, peer.queried_s + longest_s))
-        return again_s
+        return asked_again_s(peer, len(self.peers), self.query.round_key, self.started_s)
