@@ -1,4 +1,6 @@
-"""Whom a search asks first, and when it asks a peer again. Pure; times are monotonic seconds."""
+"""Questions of a search for a group: how many peers it asks first, and when it asks a peer again. Pure; times
+are monotonic seconds.
+"""
 
 from __future__ import annotations
 
