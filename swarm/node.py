@@ -29,14 +29,14 @@ from swarm.net.announcing import Announcing, OwnAddresses
 from swarm.net.channels import Channels, ConnectionLimits
 from swarm.net.dial import Routes
 from swarm.net.dialback import DialBacks
-from swarm.net.hello import Introductions
+from swarm.net.hello import NEAR_HELLO_S, Introductions
 from swarm.net.joining import Joining
 from swarm.net.listening import WILDCARDS, given_addresses, parse_listen
 from swarm.net.logic.reachability import NodeReach
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
-from swarm.net.scope import Scope, Surroundings
+from swarm.net.scope import Scope, Surroundings, scope_of
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.reach.on_demand import Libp2p
@@ -412,18 +412,21 @@ class Node:
         if address is not None:
             self.book.record_connection(contact.peer_id, address)
         if self.introductions.is_due(contact.peer_id):
+            is_near = address is not None and scope_of(address.host) in (Scope.MACHINE, Scope.SITE)
+            wait_s = self.rng.uniform(*NEAR_HELLO_S) if is_near else 0.0
             self.supervisor.spawn(
-                f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact)
+                f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact, wait_s)
             )
 
     def _retire(self, peer_id: PeerId) -> None:
         self.supervisor.spawn(f"other way to {peer_id.short}", lambda: self.channels.retire(peer_id))
 
-    async def _introduce(self, contact: Contact) -> None:
+    async def _introduce(self, contact: Contact, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        if not self.channels.connected(contact.peer_id):
+            return
         try:
-            await self.introductions.introduce(
-                contact, timeout_s=self.timings.hello_timeout_s, connected=True
-            )
+            await self.introductions.introduce_once(contact, timeout_s=self.timings.hello_timeout_s)
         except SwarmError as error:
             _logger.debug("%s", error)
 

@@ -21,6 +21,10 @@ from swarm.wire import peer_pb2
 _AGENT_CHARACTERS_MAX = 100
 _INTERVAL_S = 600.0
 _MET_MAX = 4096
+# When a peer of the same site that was dialed is greeted, in seconds from then. The DHT has told its
+# addresses, and of newcomers that come at once each pair would exchange two Hellos when they have most to
+# do. At random, so that one of the two does it.
+NEAR_HELLO_S = (20.0, 60.0)
 HELLO = Method(
     name="/swarm.Node/Hello",
     request=peer_pb2.Hello,
@@ -66,6 +70,14 @@ class Introductions:
         """Return whether this peer should be asked: neither has asked the other lately."""
         met_s = self._met_s.get(peer_id)
         return met_s is None or asyncio.get_running_loop().time() - met_s > _INTERVAL_S
+
+    async def introduce_once(self, contact: Contact, *, timeout_s: float) -> Introduction | None:
+        """Send a Hello to a peer that there is a connection to, unless one of the two has sent the other one
+        lately. Raises as `introduce` does.
+        """
+        if not self.is_due(contact.peer_id):
+            return None
+        return await self.introduce(contact, timeout_s=timeout_s, connected=True)
 
     async def introduce(self, contact: Contact, *, timeout_s: float, connected: bool = False) -> Introduction:
         """Send a Hello. `connected`: there is a connection already. Raises NetworkError, DeadlineExceeded or

@@ -60,6 +60,8 @@ def test_a_peer_that_was_asked_does_not_ask_back() -> None:
         assert wire.calls == 1
         assert not both[0].is_due(CONTACTS[1].peer_id)
         assert not both[1].is_due(CONTACTS[0].peer_id)
+        assert await both[1].introduce_once(CONTACTS[0], timeout_s=1.0) is None
+        assert wire.calls == 1
         for book, other in zip(books, reversed(CONTACTS), strict=True):
             (known,) = book.known()
             assert (known.contact, known.agent) == (other, "agent")
