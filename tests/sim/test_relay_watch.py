@@ -1,4 +1,4 @@
-"""Asking peers that a monitor meets whether they relay: which, how often, and what is shown of the answers."""
+"""Asking peers that a monitor meets whether they relay: which, how often, and what is shown of it."""
 
 from __future__ import annotations
 
