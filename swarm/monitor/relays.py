@@ -1,4 +1,4 @@
-"""Watching the relays that a monitor meets: a Hello asks a few of them at a time. Runs on the network loop."""
+"""Watching the relays that a monitor meets: a Hello asks a few at a time. Runs on the network loop."""
 
 from __future__ import annotations
 
