@@ -22,6 +22,7 @@ from swarm.testing.records import fill
 RUN = "attacked"
 PARAMETERS = 1 << 20
 STEP_S = 0.05  # stands for forward and backward; most of the processor is left to the floods
+EXPERT, EXPERT_WIDTH, EXPERT_BATCH_MAX = "flooded.0", 1024, 256  # one that the first node hosts
 LARGE_KEY, LONG_KEY = Key("public", "large"), Key("public", "long")
 _LARGE_ENTRIES, _LARGE_VALUE_BYTES, _LONG_ENTRIES = 15, 64 << 10, 4096
 _TURN_S = 0.005  # a turn of the watched loop
@@ -74,6 +75,15 @@ async def _fill(node: swarm.Node) -> None:
     fill(storage, LONG_KEY, _LONG_ENTRIES, b"", now_us)
 
 
+def _serve_expert(node: swarm.Node) -> swarm.ExpertServer:
+    """Host one small expert, for as long as the node is open."""
+    example = (torch.zeros(1, EXPERT_WIDTH),)
+    expert = swarm.Expert(
+        torch.nn.Linear(EXPERT_WIDTH, 16), example, lambda own: torch.optim.SGD(own, lr=0.0)
+    )
+    return swarm.ExpertServer(node, {EXPERT: expert}, max_batch_size=EXPERT_BATCH_MAX)
+
+
 def main() -> None:
     channel = WorkerChannel()
     torch.set_num_threads(1)
@@ -94,6 +104,7 @@ def main() -> None:
     ):
         if is_first:
             node.network.run(_fill(node), 30.0)
+            _serve_expert(node)
             channel.publish("address", node.addresses[0])
         watch = LoopWatch()
         node.network.submit(watch.run())
