@@ -78,8 +78,9 @@ _CROWD = (
 )
 _MEMBERSHIP = (
     "the peers of this run compute nothing: all their processor time is that of the protocol, 0.1 s for an "
-    "epoch of 1 s. The functions of membership take 3 to 4 ms of that epoch, by a profiler that made short "
-    "functions look up to twenty times as dear as they are: its own time is subtracted since then."
+    "epoch of 1 s. The functions of membership take 2 ms of that epoch for each peer, 0.2 % of one core, "
+    "without the time of the profiler: a third finds the members that a record is written to, a quarter "
+    "looks up the roles of callers."
 )
 
 LIMITED_BY: dict[str, str] = {
