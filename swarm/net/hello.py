@@ -19,9 +19,9 @@ from swarm.wire import peer_pb2
 _AGENT_CHARACTERS_MAX = 100
 _INTERVAL_S = 600.0
 _MET_MAX = 4096
-# When a peer of the same site that was dialed is greeted, in seconds from then. The DHT has told its addresses,
-# and of newcomers that come at once each pair would exchange two Hellos when they have most to do. At random,
-# so that one of the two does it.
+# When a peer of the same site that was dialed is greeted, in seconds from then. The DHT has told its
+# addresses, and of newcomers that come at once each pair would exchange two Hellos when they have most to do.
+# At random, so that one of the two does it.
 NEAR_HELLO_S = (20.0, 60.0)
 HELLO = Method(
     name="/swarm.Node/Hello",
