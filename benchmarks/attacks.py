@@ -36,6 +36,7 @@ FLOODS = {
     "empty_streams": "256 empty streams on each of 13 connections",
     "unnamed_tls": "TLS handshakes that show no certificate",
     "reconnects": "connections of one call each, made again and again",
+    "experts": "forward and backward calls of an expert, a megabyte each, by 4 identities at once",
 }
 LATE_S_MAX = 0.05
 MEMORY_BYTES_MAX = 64 << 20

@@ -89,6 +89,11 @@ LIMITED_BY: dict[str, str] = {
     "attacks-empty-streams-lag": (
         "gRPC hands the loop the ends of all calls of broken connections in one turn: 0.2 ms for each."
     ),
+    "attacks-experts-memory": (
+        "by design: a server of experts keeps the answers to the last passes (up to 128 MiB), so that a pass "
+        "that is repeated is applied once, and inputs between forward and backward (256 MiB, 64 MiB of one "
+        "caller); docs/decisions/0020"
+    ),
     "attacks-half-sent-memory": (
         "gRPC keeps 64 KiB of each stream that the server has not read yet, and the allocator keeps the rest."
     ),

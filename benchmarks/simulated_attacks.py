@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.results import Aim, Row, Series
-from swarm.testing.training_attacks import MISDEEDS, Attack, AttackFigures, run_attack
+from swarm.testing.misdeeds import MISDEEDS
+from swarm.testing.training_attacks import Attack, AttackFigures, run_attack
 
 SHARE_MIN = 0.9  # of the epochs without an attack
 MEMBERS = (4, 8)

@@ -112,10 +112,11 @@ def outcome_of(
 
 
 def faults(machine: RoundMachine) -> dict[int, str]:
-    """Return the members that stalled, stopped, or voted for something else than the others
-    committed; by place.
+    """Return the members that stalled, stopped, or gave up what the others committed; by place.
+
     Only what this member has seen itself, and nothing where it was this member that failed: no other one is
-    to pass for the cause.
+    to pass for the cause. A member that voted for another result may be the victim of a reducer that gave it
+    other averages; and so may one whose values are in none, unless most of those whose votes count reduce.
     """
     setup, tally = machine.setup, machine.votes.tally
     if machine.excluded_reason:
@@ -125,11 +126,12 @@ def faults(machine: RoundMachine) -> dict[int, str]:
     if certificate is not None:
         for place in setup.contributors:
             vote = tally.votes.get(setup.peer_id(place))
-            if vote is not None and vote.result != certificate.result:
-                found.setdefault(place, "it did not vote for what the others committed")
+            if vote is not None and not vote.result:
+                found.setdefault(place, "it voted for none, and the others committed")
         fractions = machine.assembly.fractions()
-        for place in setup.contributors if machine.assembly.complete else ():
-            if not fractions.get(place):  # as all that reduce say
+        said_by_most = 2 * len({*setup.deciders}.intersection(setup.plan.reducers)) > len(setup.deciders)
+        for place in setup.contributors if machine.assembly.complete and said_by_most else ():
+            if not fractions.get(place):
                 found.setdefault(place, "nothing of it is in the averages")
     found.pop(setup.own, None)
     return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import select
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from swarm.testing.records import fill
 RUN = "attacked"
 PARAMETERS = 1 << 20
 STEP_S = 0.05  # stands for forward and backward; most of the processor is left to the floods
+EXPERT, EXPERT_WIDTH, EXPERT_BATCH_MAX = "flooded.0", 1024, 256  # one that the first node hosts
 LARGE_KEY, LONG_KEY = Key("public", "large"), Key("public", "long")
 _LARGE_ENTRIES, _LARGE_VALUE_BYTES, _LONG_ENTRIES = 15, 64 << 10, 4096
 _TURN_S = 0.005  # a turn of the watched loop
+_STATM = os.open("/proc/self/statm", os.O_RDONLY)  # read 200 times a second
 
 
 class LoopWatch:
@@ -63,7 +65,7 @@ class LoopWatch:
 
 def memory_bytes() -> int:
     """Return the resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(os.pread(_STATM, 100, 0).split()[1]) * resource.getpagesize()
 
 
 async def _fill(node: swarm.Node) -> None:
@@ -71,6 +73,15 @@ async def _fill(node: swarm.Node) -> None:
     storage, now_us = node.dht.service.storage, node.dht.service.overlay.now_us
     fill(storage, LARGE_KEY, _LARGE_ENTRIES, bytes(_LARGE_VALUE_BYTES), now_us)
     fill(storage, LONG_KEY, _LONG_ENTRIES, b"", now_us)
+
+
+def _serve_expert(node: swarm.Node) -> swarm.ExpertServer:
+    """Host one small expert, for as long as the node is open."""
+    example = (torch.zeros(1, EXPERT_WIDTH),)
+    expert = swarm.Expert(
+        torch.nn.Linear(EXPERT_WIDTH, 16), example, lambda own: torch.optim.SGD(own, lr=0.0)
+    )
+    return swarm.ExpertServer(node, {EXPERT: expert}, max_batch_size=EXPERT_BATCH_MAX)
 
 
 def main() -> None:
@@ -93,6 +104,7 @@ def main() -> None:
     ):
         if is_first:
             node.network.run(_fill(node), 30.0)
+            _serve_expert(node)
             channel.publish("address", node.addresses[0])
         watch = LoopWatch()
         node.network.submit(watch.run())

@@ -21,7 +21,14 @@ from averaging.optim.exchange import CHUNKS, OPEN, REPORT
 from averaging.optim.progress.claims import claim_of
 from averaging.optim.progress.logic.reports import ProgressReport
 from benchmarks.worker_channel import WorkerChannel
-from benchmarks.workers.attacked_node import LARGE_KEY, LONG_KEY, RUN
+from benchmarks.workers.attacked_node import (
+    EXPERT,
+    EXPERT_BATCH_MAX,
+    EXPERT_WIDTH,
+    LARGE_KEY,
+    LONG_KEY,
+    RUN,
+)
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, Key, open_run_id
@@ -39,7 +46,9 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 
 CONNECTIONS = 13  # of a flood of calls
 IDLE_CONNECTIONS = 500
+EXPERT_CALLERS = 4
 NETWORKS = 20
+_STRANGE_HOST = 2  # in each network: members call from 127.0.0.1, and are other machines
 _STREAMS = 256  # per connection, as many as gRPC takes
 _CALL_S = 5.0
 _RECORDS, _RECORD_BYTES = 10, 60_000  # of one request to store: as much as it may hold
@@ -106,7 +115,7 @@ async def entrances(target: Target, networks: int) -> AsyncIterator[list[int]]:
     async with contextlib.AsyncExitStack() as stack:
         ports = []
         for number in range(networks):
-            entering = functools.partial(enter, f"127.0.{number}.1")
+            entering = functools.partial(enter, f"127.0.{number}.{_STRANGE_HOST}")
             server = await stack.enter_async_context(await asyncio.start_server(entering, target.host, 0))
             ports.append(server.sockets[0].getsockname()[1])
         try:
@@ -430,7 +439,7 @@ async def _hold(target: Target, seconds: float, identity: Identity | None, netwo
             if time.monotonic() > deadline_s:
                 break
             with contextlib.suppress(OSError, TimeoutError):
-                writers.append(await target.connect(identity, f"127.0.{number % networks}.1"))
+                writers.append(await target.connect(identity, f"127.0.{number % networks}.{_STRANGE_HOST}"))
         await asyncio.sleep(max(deadline_s - time.monotonic(), 0.5))
         return len(writers)
     finally:
@@ -453,6 +462,30 @@ async def scattered_tls(target: Target, seconds: float) -> int:
     return await _hold(target, seconds, Identity.generate(), NETWORKS)
 
 
+async def experts(target: Target, seconds: float) -> int:
+    """Call an expert forward and backward as several peers, in batches as large as they may be (S11)."""
+    deadline_s = time.monotonic() + seconds
+
+    def call() -> int:
+        import torch
+
+        import swarm
+
+        calls = 0
+        with swarm.Node(
+            [str(target.contact.multiaddrs[0])], listen=None, identity=Identity.generate()
+        ) as node:
+            expert = swarm.RemoteExpert(node, EXPERT)
+            inputs = torch.randn(EXPERT_BATCH_MAX, EXPERT_WIDTH, requires_grad=True)
+            while time.monotonic() < deadline_s:
+                with contextlib.suppress(SwarmError):
+                    expert(inputs).sum().backward()
+                    calls += 2
+        return calls
+
+    return sum(await asyncio.gather(*(asyncio.to_thread(call) for _ in range(EXPERT_CALLERS))))
+
+
 FLOODS: dict[str, Flood] = {
     one.__name__: one
     for one in (
@@ -471,6 +504,7 @@ FLOODS: dict[str, Flood] = {
         empty_streams,
         unnamed_tls,
         reconnects,
+        experts,
     )
 }
 

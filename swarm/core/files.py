@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -70,12 +69,11 @@ def set_aside(path: Path, name: str, error: Exception) -> None:
     `error`: what reading it raised. Where it cannot be moved, the next save replaces it.
     """
     aside = path.with_name(f"{path.name}.damaged")
-    with contextlib.suppress(OSError):
+    try:
         path.replace(aside)
+        where = f"it was moved to {aside.name}, a new one begins"
+    except OSError as why:
+        where = f"it cannot be moved to {aside.name} ({why.strerror or why}), and the next save replaces it"
     _log.error(
-        "the %s %s is damaged and cannot be read (%s): it was moved to %s, a new one begins",
-        name,
-        path,
-        error or type(error).__name__,
-        aside.name,
+        "the %s %s is damaged and cannot be read (%s): %s", name, path, error or type(error).__name__, where
     )

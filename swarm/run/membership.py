@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.backoff import Backoff
 from swarm.core.errors import PeerError, SwarmError, UsageError
-from swarm.core.files import write_private
+from swarm.core.files import set_aside, write_private
 from swarm.core.ids import PeerId
 from swarm.membership.capability import CAPABILITY_BYTES_MAX, Grants, decode, encode
 from swarm.membership.invite import RunIdentity
@@ -20,6 +20,7 @@ from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import read_members
 from swarm.run.specification import SignedSpecification
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     from swarm.net.membership import RunMembership
@@ -67,15 +68,22 @@ def save_capability(folder: Path, membership: RunMembership) -> None:
 
 
 def load_capability(folder: Path, run_id: str, holder: PeerId) -> Grants:
-    """Return the capability that this peer keeps for a run; none if there is no valid file."""
+    """Return the capability that this peer keeps for a run; none if there is no valid file. A damaged one is
+    moved aside.
+    """
+    file = _file(folder, run_id, holder)
     try:
-        with _file(folder, run_id, holder).open("rb") as stream:
-            return decode(stream.read(CAPABILITY_BYTES_MAX + 1))
+        with file.open("rb") as stream:
+            if grants := decode(stream.read(CAPABILITY_BYTES_MAX + 1)):
+                return grants
+            raise PeerError("the file is empty")
     except FileNotFoundError:
         return ()
-    except (OSError, PeerError) as error:
-        _log.warning("the capability for run %s is ignored: %s", run_id, error)
-        return ()
+    except OSError as error:
+        _log.error("the capability %s cannot be read: %s", file, error)
+    except PeerError as error:
+        set_aside(file, "capability", error)
+    return ()
 
 
 def excluded_peers(signed: SignedSpecification, membership: RunMembership | None) -> frozenset[PeerId]:
@@ -120,7 +128,7 @@ def follow_run(node: Node) -> None:
             f"following run {membership.run_id}", lambda: _follow(node, directory, membership), restart=True
         )
 
-    node.network.run(follow(), 5.0)
+    node.network.run(follow(), TURN_S_MAX)
 
 
 async def _follow(node: Node, directory: RunDirectory, membership: RunMembership) -> None:

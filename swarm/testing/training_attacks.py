@@ -13,25 +13,10 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any
 
-from averaging.allreduce import wire
-from averaging.allreduce.config import (
-    ACCOUNT,
-    ENDORSE,
-    EXCHANGE,
-    FETCH,
-    HEARTBEAT,
-    INVENTORY,
-    OFFER,
-    VOTE,
-)
-from averaging.allreduce.driver import RoundDriver
-from averaging.allreduce.logic.effects import AskVotes
-from averaging.allreduce.logic.values import RoundState, Statement
-from averaging.allreduce.outcome import RoundOutcome
-from averaging.history.certificate import RoundKind, Vote, vote_statement
+from averaging.history.certificate import RoundKind
 from averaging.history.electors import FOUNDING_MAX
 from averaging.matchmaking.logic.group import WEIGHT_MAX, Group, Member
 from averaging.matchmaking.logic.messages import AveragerName, Precedence, VectorSchema
@@ -41,24 +26,19 @@ from averaging.matchmaking.service.presence import DhtPresence
 from averaging.optim.exchange import REPORT
 from averaging.optim.progress.logic.reports import SAMPLES_MAX
 from averaging.optim.reports import StepReport
-from averaging.service import AveragingService
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
+from swarm.membership.ledger import MemberLedger
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
 from swarm.testing.dht_swarm import service_of
+from swarm.testing.misdeeds import Misdeed, Saboteur, go_silent
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.training_checkers import HistoryLedger
 from swarm.testing.training_swarm import RUN, TrainingConfig, TrainingPeer, TrainingSwarm
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire import state_pb2
-from swarm.wire.reduce_pb2 import HeartbeatReply, HeartbeatRequest
 
-Misdeed = Literal["none", "votes none", "stalls", "leads and never begins", "votes twice"]
-MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
-
-_FOR_EVER_S = 1e6
-_HELD_S = 60.0  # a round of a member that stalls ends for itself
 _CLAIM_S = 1.0  # between two reports of a stranger, each to the next of its victims
 _CALL_S = 2.0
 _SEARCH_S = 48.0
@@ -70,7 +50,9 @@ class Attack:
 
     seed: int = 1
     members: int = 4  # bad ones included
-    misdeed: Misdeed = "none"  # of one member
+    misdeed: Misdeed = "none"
+    elements: int = 8192  # of the model; few: one member reduces them all
+    bad: int = 1  # members that commit the misdeed: the most senior ones but the first
     strangers: int = 0
     epoch_s: float = 16.0  # of all members together
     calm_s: float = 40.0  # before the attack, after the founding
@@ -86,104 +68,10 @@ class AttackFigures:
     epochs: int  # that were counted
     rounds_failed: int  # of the honest members
     by_stranger: int  # certificates to which a stranger contributed
-    excluded: int  # certificates without the bad member
+    excluded: int  # certificates without a bad member
+    without_victim: int  # of those that were counted
+    blamed: int  # faults of honest members in the ledgers of honest members, since the attack began
     electors: tuple[int, ...]  # of the head, by index; strangers have those after the members
-
-
-class Saboteur:
-    """Turns a process of the swarm bad."""
-
-    def __init__(self, one: TrainingPeer, misdeed: Misdeed) -> None:
-        self._one, self._misdeed = one, misdeed
-        kind: Any = AveragingService
-        self._service: AveragingService = one.node.service(kind)
-
-    def begin(self) -> None:
-        """Begin the misdeed."""
-        all_reduce: Any = self._service.all_reduce
-        if self._misdeed == "stalls":
-            go_silent(self._one.peer)
-            all_reduce.run = _stall
-        elif self._misdeed in ("votes none", "votes twice"):
-            begin = all_reduce._begin
-
-            def sabotaged(*arguments: Any) -> RoundDriver:
-                driver: RoundDriver = begin(*arguments)
-                (_vote_none if self._misdeed == "votes none" else _vote_twice)(driver)
-                return driver
-
-            all_reduce._begin = sabotaged
-        elif self._misdeed == "leads and never begins":
-            for service in self._service.exchange._services.values():
-                _hold_followers(service)
-
-
-async def _stall(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
-    await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
-    return RoundOutcome.broken("this member stalls")
-
-
-def go_silent(peer: SimulatedPeer) -> None:
-    """Let a peer say that it is in every round, and answer nothing else there."""
-
-    async def alive(caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
-        return wire.state_to_wire(RoundState.RUNNING, "")
-
-    async def silence(*arguments: Any) -> Any:
-        await asyncio.sleep(_FOR_EVER_S)
-
-    for method in (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE):
-        peer.handlers.remove(method.name)
-    peer.handlers.stream(EXCHANGE, silence)
-    peer.handlers.unary(HEARTBEAT, alive)
-    methods: tuple[Any, ...] = (VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
-    for method in methods:
-        peer.handlers.unary(method, silence)
-
-
-def _vote_none(driver: RoundDriver) -> None:
-    vote = driver.voter.vote
-
-    def none(result: bytes) -> Vote | str:
-        return vote(b"")
-
-    driver.voter.vote = none  # type: ignore[method-assign]
-
-
-def _vote_twice(driver: RoundDriver) -> None:
-    """Tell every second member of a vote for another result."""
-    setup, voter = driver.machine.setup, driver.voter
-    calls: Any = driver._calls
-    perform, answer = calls.perform, driver.answer_votes
-
-    def forged(place: int, statement: Statement) -> Statement:
-        own = setup.peer_id(setup.own)
-        if place % 2 or not any(vote.voter == own for vote in statement.votes):
-            return statement
-        other = bytes(32)
-        signature = voter._signer.sign(vote_statement(setup.proposal.digest(), other))
-        lie = Vote(voter=own, result=other, signature=signature)
-        return replace(statement, votes=(*(v for v in statement.votes if v.voter != own), lie))
-
-    def tell(effect: object) -> None:
-        if isinstance(effect, AskVotes):
-            effect = replace(effect, statement=forged(effect.place, effect.statement))
-        perform(effect)
-
-    async def reply(place: int, statement: Statement) -> Statement:
-        return forged(place, await answer(place, statement))
-
-    calls.perform, driver.answer_votes = tell, reply  # type: ignore[method-assign]
-
-
-def _hold_followers(service: GroupService) -> None:
-    machine: Any = service.machine
-    start = machine.start
-
-    def first(request: Any, member: Member, now_s: float) -> None:
-        start(replace(request, rank_deadline_s=request.rank_deadline_s - 30.0), member, now_s)
-
-    machine.start, machine._lead_or_follow = first, lambda search, now_s: None
 
 
 class Stranger:
@@ -307,8 +195,9 @@ class _AttackRun:
         self._network = SimulatedNetwork(attack.seed, LinkConfig(delay_s=0.03, jitter=0.5))
         self._violations = Violations()
         self._ledger = HistoryLedger(self._violations)
-        self._bad: PeerId | None = None
-        self._rounds_failed = 0
+        self._bad = frozenset[PeerId]()
+        self._victim: PeerId | None = None
+        self._rounds_failed = self._blamed = 0
         self._members = frozenset[PeerId]()
 
     async def main(self) -> AttackFigures:
@@ -329,6 +218,7 @@ class _AttackRun:
                     gc.collect()
                 if loop.time() >= began_s + attack.minutes * 60.0:
                     break
+            self._blamed = self._faults()
             for one in strangers:
                 one.cancel()
             await swarm.close()
@@ -345,24 +235,37 @@ class _AttackRun:
         await asyncio.sleep(calm_s)
 
     def _config(self) -> TrainingConfig:
-        return TrainingConfig(target_batch_size=4 * self._attack.members)
+        return TrainingConfig(target_batch_size=4 * self._attack.members, elements=self._attack.elements)
 
     def _electors(self, electors: Sequence[PeerId]) -> tuple[int, ...]:
         return tuple(peer.index for peer in self._network.peers.values() if peer.peer_id in electors)
 
     def _honest(self) -> list[TrainingPeer]:
-        return [one for peer, one in self._swarm.live.items() if peer != self._bad]
+        return [one for peer, one in self._swarm.live.items() if peer not in self._bad]
 
     def _on_step(self, one: TrainingPeer, report: StepReport, seconds: float) -> None:
-        if one.peer.peer_id != self._bad:
+        if one.peer.peer_id not in self._bad:
             self._rounds_failed += report.rounds_failed
             self._ledger.read(one, asyncio.get_running_loop().time())
 
     def _turn_bad(self) -> None:
-        """Turn the most senior member but one bad."""
-        elector = list(self._swarm.live.values())[1]
-        self._bad = elector.peer.peer_id
-        Saboteur(elector, self._attack.misdeed).begin()
+        """Turn the most senior members but the first bad; their victim is the most junior of the others."""
+        everybody = list(self._swarm.live.values())
+        bad = everybody[1 : 1 + self._attack.bad]
+        self._bad = frozenset(one.peer.peer_id for one in bad)
+        self._victim = next(peer for peer in reversed(self._swarm.live) if peer not in self._bad)
+        for one in bad:
+            Saboteur(one, self._attack.misdeed, self._victim).begin()
+
+    def _faults(self) -> int:
+        """Return how many faults of honest members are in the ledgers of honest members."""
+        honest = {one.peer.peer_id for one in self._honest()}
+        found = 0
+        for one in self._honest():
+            optimizer: Any = one.optimizer
+            ledger: MemberLedger = optimizer._averager._epoch_averager._groups.ledger._ledger
+            found += sum(entry.faults for peer in honest if (entry := ledger.entry(peer)) is not None)
+        return found
 
     async def _strange(self, peer: SimulatedPeer) -> None:
         await Stranger(peer, self._honest).run([one.peer.contact for one in self._honest()])
@@ -381,6 +284,8 @@ class _AttackRun:
             epochs=len(counted),
             rounds_failed=self._rounds_failed,
             by_stranger=sum(not self._members.issuperset(peers) for peers in contributors),
-            excluded=sum(self._bad not in peers for peers in contributors),
+            excluded=sum(self._bad.isdisjoint(peers) for peers in contributors),
+            without_victim=sum(self._victim not in peers for peers in contributors[free:]),
+            blamed=self._blamed,
             electors=self._electors(committed[-1][1].electors) if committed else (),
         )

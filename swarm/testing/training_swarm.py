@@ -115,6 +115,7 @@ class TrainingConfig:
     """The settings that all peers of a simulated training have in common."""
 
     target_batch_size: int = 64
+    elements: int = 3  # of the model
     mode: Any = "gradients"
     round_timeout_s: float = 60.0
     load_timeout_s: float = 600.0
@@ -146,8 +147,8 @@ class TrainingPeer:
     def train(self) -> None:
         """Train until the peer leaves; the body of its green thread."""
         chance, loop = Chance(self.peer.network.seed, "trainer", self.index), self.node.network.loop
-        goal = torch.tensor([chance.random() for _ in range(3)])
-        weights = torch.nn.Parameter(torch.zeros(3))
+        goal = torch.tensor([chance.random() for _ in range(self.config.elements)])
+        weights = torch.nn.Parameter(torch.zeros_like(goal))
         self.parameters = [weights]
         inner = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
         node: Any = self.node

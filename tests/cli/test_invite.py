@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -176,3 +177,18 @@ def test_an_identity_without_a_capability_cannot_invite(
     command = ["invite", "tiny", "--from", ADDRESS, "--identity", str(tmp_path / "stranger")]
     assert main(command) == 2
     assert "this identity cannot invite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x81", bytes(300)])
+def test_a_damaged_capability_is_kept_aside_and_named(
+    raw: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    holder = Identity.generate().peer_id
+    file = tmp_path / f"a-{holder}.capability"
+    file.write_bytes(raw)
+    assert load_capability(tmp_path, "a", holder) == ()
+    assert f"the capability {file} is damaged" in caplog.text
+    assert file.with_name(f"{file.name}.damaged").read_bytes() == raw
+    assert load_capability(tmp_path, "a", holder) == ()
+    assert len(caplog.records) == 1, "it is said once"

@@ -65,3 +65,19 @@ def test_a_damaged_copy_does_not_stop_the_program_and_commands_say_so(
     if raw is not None:
         assert (tmp_path / "book.damaged").read_bytes() == raw
         assert not path.exists()
+
+
+def test_a_damaged_copy_that_cannot_be_moved_is_not_said_to_be_moved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.ERROR)
+    path = tmp_path / "book"
+    path.write_bytes(b"damage")
+
+    def refuse(self: Path, target: Path) -> Path:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    read_json_copy(path, "peer book", 1 << 20, lambda document: None)
+    assert "it cannot be moved to book.damaged (Permission denied)" in caplog.text
+    assert path.read_bytes() == b"damage"

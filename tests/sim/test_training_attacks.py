@@ -9,7 +9,8 @@ import logging
 
 import pytest
 
-from swarm.testing.training_attacks import Attack, AttackFigures, Misdeed, run_attack
+from swarm.testing.misdeeds import Misdeed
+from swarm.testing.training_attacks import Attack, AttackFigures, run_attack
 
 SHARE_WITH_BAD_MEMBER = 0.9
 SHARE_WITH_STRANGERS = 0.95
@@ -25,7 +26,16 @@ def without_attack(members: int) -> AttackFigures:
     return run_attack(Attack(members=members, minutes=2.0, calm_s=20.0, rounds_free=1))
 
 
-@pytest.mark.parametrize("misdeed", ["leads and never begins", "votes none", "votes twice"])
+@pytest.mark.parametrize(
+    "misdeed",
+    [
+        "leads and never begins",
+        "votes none",
+        "votes twice",
+        "votes for something else",
+        "withholds its votes",
+    ],
+)
 def test_a_member_of_four_that_turns_bad_costs_a_tenth_at_most_after_three_rounds(misdeed: Misdeed) -> None:
     """Before, a leader that never began its group stopped the run, and the rest came back each round."""
     figures = run_attack(Attack(members=4, misdeed=misdeed, minutes=3.0, calm_s=20.0))
@@ -33,6 +43,24 @@ def test_a_member_of_four_that_turns_bad_costs_a_tenth_at_most_after_three_round
     print(f"{misdeed}: {figures}, {share:.0%} of no attack")
     assert figures.epochs >= 3
     assert share >= SHARE_WITH_BAD_MEMBER
+    assert not figures.blamed, "no honest member passes another one over"
+
+
+@pytest.mark.parametrize(
+    "misdeed",
+    ["leads without a member", "leaves a member out of its averages", "gives a member other averages"],
+)
+def test_a_member_of_four_that_turns_against_another_one_does_not_keep_it_out(misdeed: Misdeed) -> None:
+    """Before, one that claimed the earliest deadlines led every round and refused its victim; one that
+    reduced the whole vector made all others pass its victim over.
+    """
+    figures = run_attack(Attack(members=4, misdeed=misdeed, minutes=3.0, calm_s=20.0, elements=3))
+    print(f"{misdeed}: {figures}")
+    assert figures.epochs >= 5
+    assert 2 * figures.without_victim < figures.epochs
+    assert 3 in figures.electors, "the victim decides with the others"
+    assert not figures.blamed
+    assert figures.epochs_per_minute / without_attack(4).epochs_per_minute >= SHARE_WITH_BAD_MEMBER
 
 
 def test_sixteen_strangers_that_claim_samples_and_send_nothing_cost_a_twentieth_at_most() -> None:

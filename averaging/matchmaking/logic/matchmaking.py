@@ -1,8 +1,10 @@
 """Matchmaking for one averaging round: a state machine without I/O, clock or randomness of its own.
 
-Each search has a rank, (deadline, PeerID); the lowest leads. A searching peer announces itself to every live
-holder of the averager (`LookForGroup`) and learns the status of each. Then it either asks the best of them to
-lead (`Join`, answered when the group begins) or, being the best itself, waits for the others.
+Each search has a rank, (deadline, PeerID); the lowest leads. Among the electors of a run's head, who lead
+before all others, a hash of the round and the PeerID is the rank: no claim of theirs. A searching peer
+announces itself to every live holder of the averager (`LookForGroup`) and learns the status of each. Then it
+either asks the best of them to lead (`Join`, answered when the group begins) or, being the best itself, waits
+for the others.
 
 A leader begins when the group is full; when every expected peer has joined, declined or failed to answer;
 when the grace periods of the missing peers are over; or at its deadline; never while another group has a

@@ -10,6 +10,7 @@ than one group a third call, `CellLookup`, reports and asks which peers are in a
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -56,8 +57,9 @@ class PeerStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rank:
-    """Order of leadership: the searching peer with the lowest rank leads. A rank is fixed for the length of a
-    search and a peer waits only for a lower one, so that peers never wait in a circle.
+    """Order of leadership among peers of equal standing (`Precedence.order`): the searching peer with the
+    lowest rank leads. A rank is fixed for the length of a search and a peer waits only for a lower one, so
+    that peers never wait in a circle.
     """
 
     # swarm time; only compared, never waited for, so that a wrong clock changes only which peer leads
@@ -166,9 +168,16 @@ class Precedence:
         """Return whether nothing stands behind a peer, in a run that has electors."""
         return bool(self.electors) and peer_id not in self.electors and not self.is_proven(peer_id)
 
-    def order(self, rank: Rank) -> tuple[bool, Rank]:
-        """Return the order in which peers lead: electors first."""
-        return rank.peer_id not in self.electors, rank
+    def order(self, rank: Rank, round_key: str) -> tuple[bool, bytes, Rank]:
+        """Return the order in which peers lead: electors first, by a hash that is another one for each head.
+
+        A leader chooses who takes part in its round, and a deadline is what a peer says it is: by deadlines
+        one bad elector could lead every round, and keep another peer out of all.
+        """
+        if rank.peer_id not in self.electors:
+            return True, b"", rank
+        turn = b"" if self.is_cell else hashlib.sha256(round_key.encode() + rank.peer_id.public_key).digest()
+        return False, turn, rank
 
 
 NO_PRECEDENCE = Precedence()  # of a group that has no history

@@ -463,12 +463,12 @@ class PeerTable:
         else:
             peer.queried_s = -math.inf
 
-    def _leaders(self) -> list[tuple[tuple[bool, tuple[bool, Rank]], PeerState]]:
-        """Return the peers that may lead this one, with the order in which they do: those first that can be
-        called directly. One that this peer
-        passes over does so only if others follow it: their group has no second place to form.
+    def _leaders(self) -> list[tuple[tuple[bool, tuple[bool, bytes, Rank]], PeerState]]:
+        """Return the peers that may lead this one, with their order: those first that can be called directly.
+        One that this peer passes over does so only if others follow it, who form no second group.
         """
-        key, order = self.query.round_key, self._precedence.order
+        key = self.query.round_key
+        order = functools.partial(self._precedence.order, round_key=key)
         followed = {
             peer.follows.contact.peer_id
             for peer_id, peer in self.peers.items()

@@ -6,6 +6,7 @@ leader.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -67,7 +68,8 @@ class Search:
 
     def leads(self, query: LookForGroup) -> bool:
         """Return whether this peer leads the one that sent this query, rather than following it."""
-        order, peer_id = self.request.precedence.order, query.contact.peer_id
+        order = functools.partial(self.request.precedence.order, round_key=self.request.round_key)
+        peer_id = query.contact.peer_id
         leads_this = query.can_lead and query.contact.is_called_by(self.query.contact)
         ranks_first = not leads_this or order(self.query.rank) < order(query.rank)
         return self.table.may_lead(query.contact) and ranks_first and not self.table.passes_over(peer_id)

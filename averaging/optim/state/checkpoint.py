@@ -133,12 +133,14 @@ def _seal(metadata: Mapping[str, str]) -> str:
 def read(path: Path) -> Checkpoint:
     """Read a file and verify its digest. Raise PeerError with the reason when it is damaged."""
     try:
+        with path.open("rb"):  # safetensors calls a file that may not be read one that is not there
+            pass
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             names = file.keys()  # a method of its own: `file` is not a dictionary
             tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
-        raise PeerError(f"{path} cannot be read: {error}") from error
+        raise PeerError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if metadata.get("swarm") != FORMAT:
         raise PeerError(f"{path} is no checkpoint of this version of swarm")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,7 @@ from swarm.core.ids import PeerId
 from tests.averaging.matchmaking.bench import OURS, contact, holder, join_of, query_of
 
 OWN = 5
-KEY = "a round"
+KEY = "a round 6"  # in which of the electors 5 to 8 number 8 leads, and then 5
 
 
 def ids(*numbers: int) -> frozenset[PeerId]:
@@ -245,6 +246,16 @@ class Bench:
         return self.machine.on_join(join_of(number, 20.0, key=KEY), now_s)
 
 
+def test_an_elector_that_claims_the_earliest_deadlines_leads_no_more_rounds_than_others() -> None:
+    """A leader decides who is in its group: one that led every round kept a member of four out for good."""
+    order, leaders = precedence((1, 2, 3, 4)), Counter[int]()
+    for epoch in range(400):
+        query = {one: query_of(one, 1.0 if one == 3 else 20.0 + one, key=f"{epoch}") for one in range(1, 6)}
+        leaders[min(query, key=lambda one: order.order(query[one].rank, f"{epoch}"))] += 1
+    assert all(75 <= leaders[elector] <= 125 for elector in (1, 2, 3, 4)), leaders
+    assert not leaders[5], "electors come before everybody else"
+
+
 def test_an_elector_does_not_follow_a_stranger_that_claims_an_earlier_deadline() -> None:
     bench = Bench(precedence((OWN, 6)), holders=(6, 20))
     bench.searches(20, 1.0)
@@ -342,22 +353,22 @@ def test_the_account_of_strangers_is_paid_a_quarter_of_what_a_peer_is() -> None:
 
 
 def test_a_leader_that_has_not_begun_at_the_deadline_is_named() -> None:
-    bench = Bench(precedence((OWN, 6)), holders=(6,))
-    bench.searches(6, 1.0)
+    bench = Bench(precedence((OWN, 8)), holders=(8,))
+    bench.searches(8, 1.0)
     bench.poll(0.1)
-    assert bench.machine.following == contact(6).peer_id
+    assert bench.machine.following == contact(8).peer_id
     effects = bench.poll(10.0)
     assert any(isinstance(effect, AbandonJoin) for effect in effects)
     [finished] = [effect for effect in effects if isinstance(effect, SearchFinished)]
     assert isinstance(finished.outcome, SearchFailed)
-    assert finished.outcome.held_by == contact(6).peer_id
+    assert finished.outcome.held_by == contact(8).peer_id
 
 
 def test_a_leader_that_died_is_not_blamed_for_holding_its_followers() -> None:
-    bench = Bench(precedence((OWN, 6)), holders=(6,))
-    bench.searches(6, 1.0)
+    bench = Bench(precedence((OWN, 8)), holders=(8,))
+    bench.searches(8, 1.0)
     bench.poll(0.1)
-    bench.machine.on_query_failed(contact(6).peer_id, "no answer", 9.0)
+    bench.machine.on_query_failed(contact(8).peer_id, "no answer", 9.0)
     bench.poll(9.0)
     [finished] = [effect for effect in bench.poll(10.0) if isinstance(effect, SearchFinished)]
     assert isinstance(finished.outcome, SearchFailed)

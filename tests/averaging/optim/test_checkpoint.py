@@ -145,6 +145,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_reason(tmp_path: Path) -> None:
     assert "cannot be read" in wrong[1]
     paths[0].write_bytes(b"")
     assert kept.newest_good()[0] is None
+    paths[0].unlink()
+    paths[0].mkdir()
+    assert f"{paths[0]} cannot be read: Is a directory" in kept.newest_good()[1]
 
 
 def test_every_damage_raises_peer_error(tmp_path: Path) -> None:

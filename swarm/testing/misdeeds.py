@@ -1,0 +1,263 @@
+"""Members that turn bad: what each does wrong in a simulated training (`swarm.testing.training_attacks`)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from averaging.allreduce import wire
+from averaging.allreduce.config import (
+    ACCOUNT,
+    ENDORSE,
+    EXCHANGE,
+    FETCH,
+    HEARTBEAT,
+    INVENTORY,
+    OFFER,
+    VOTE,
+)
+from averaging.allreduce.driver import RoundDriver
+from averaging.allreduce.kernels import Averaged, Spoiled
+from averaging.allreduce.logic.effects import AskVotes
+from averaging.allreduce.logic.values import RoundState, Statement
+from averaging.allreduce.outcome import RoundOutcome
+from averaging.history.certificate import Vote, vote_statement
+from averaging.matchmaking.logic.group import Group, Member
+from averaging.matchmaking.service.matchmaking_service import GroupService
+from averaging.optim.progress.logic.reports import SAMPLES_MAX
+from averaging.reduction.framing import pack, unpack
+from averaging.reduction.reduce import ReductionJob
+from averaging.service import AveragingService
+from swarm.core.ids import PeerId
+from swarm.testing.network import SimulatedPeer
+from swarm.testing.training_swarm import TrainingPeer
+from swarm.wire.reduce_pb2 import HeartbeatReply, HeartbeatRequest
+
+Misdeed = Literal[
+    "none",
+    "votes none",
+    "stalls",
+    "leads and never begins",
+    "votes twice",
+    "votes for something else",
+    "withholds its votes",
+    "leaves a member out of its averages",
+    "gives a member other averages",
+    "claims every sample",
+    "leads without a member",
+]
+MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
+
+_FOR_EVER_S = 1e6
+_HELD_S = 60.0  # a round of a member that stalls ends for itself
+
+
+class Saboteur:
+    """Turns a process of the swarm bad."""
+
+    def __init__(self, one: TrainingPeer, misdeed: Misdeed, victim: PeerId) -> None:
+        """`victim`: the honest peer that the misdeeds against one member are done to."""
+        self._one, self._misdeed, self._victim = one, misdeed, victim
+        kind: Any = AveragingService
+        self._service: AveragingService = one.node.service(kind)
+
+    def begin(self) -> None:
+        """Begin the misdeed."""
+        all_reduce: Any = self._service.all_reduce
+        by_name: dict[Misdeed, Callable[[RoundDriver], None]] = {
+            "votes none": _vote_none,
+            "votes twice": _vote_twice,
+            "votes for something else": _vote_otherwise,
+            "withholds its votes": _withhold_votes,
+            "leaves a member out of its averages": functools.partial(_leave_out, victim=self._victim),
+            "gives a member other averages": functools.partial(_give_others, victim=self._victim),
+        }
+        if (sabotage := by_name.get(self._misdeed)) is not None:
+            if "averages" in self._misdeed:
+                self._reduce_everything()
+            begin = all_reduce._begin
+
+            def sabotaged(*arguments: Any) -> RoundDriver:
+                driver: RoundDriver = begin(*arguments)
+                sabotage(driver)
+                return driver
+
+            all_reduce._begin = sabotaged
+        elif self._misdeed == "stalls":
+            go_silent(self._one.peer)
+            all_reduce.run = _stall
+        elif self._misdeed == "claims every sample":
+            assert self._one.optimizer is not None
+            _claim_every_sample(self._one.optimizer)
+        else:
+            for service in self._service.exchange._services.values():
+                if self._misdeed == "leads and never begins":
+                    _hold_followers(service)
+                else:
+                    _lead_without(service, self._victim)
+
+    def _reduce_everything(self) -> None:
+        """Claim a bandwidth with which this member reduces the whole vector."""
+        optimizer: Any = self._one.optimizer
+        averager = optimizer._averager._epoch_averager
+        averager.config = replace(averager.config, bandwidth=1e12)
+
+
+async def _stall(group: Group, *arguments: Any, deadline_s: float, **others: Any) -> RoundOutcome:
+    await asyncio.sleep(min(max(deadline_s - asyncio.get_running_loop().time(), 0.0), _HELD_S))
+    return RoundOutcome.broken("this member stalls")
+
+
+def go_silent(peer: SimulatedPeer) -> None:
+    """Let a peer say that it is in every round, and answer nothing else there."""
+
+    async def alive(caller: PeerId, request: HeartbeatRequest) -> HeartbeatReply:
+        return wire.state_to_wire(RoundState.RUNNING, "")
+
+    async def silence(*arguments: Any) -> Any:
+        await asyncio.sleep(_FOR_EVER_S)
+
+    for method in (EXCHANGE, HEARTBEAT, VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE):
+        peer.handlers.remove(method.name)
+    peer.handlers.stream(EXCHANGE, silence)
+    peer.handlers.unary(HEARTBEAT, alive)
+    methods: tuple[Any, ...] = (VOTE, ACCOUNT, INVENTORY, FETCH, OFFER, ENDORSE)
+    for method in methods:
+        peer.handlers.unary(method, silence)
+
+
+def _vote_none(driver: RoundDriver) -> None:
+    vote = driver.voter.vote
+
+    def none(result: bytes) -> Vote | str:
+        return vote(b"")
+
+    driver.voter.vote = none  # type: ignore[method-assign]
+
+
+def _vote_otherwise(driver: RoundDriver) -> None:
+    vote = driver.voter.vote
+
+    def other(result: bytes) -> Vote | str:
+        return vote(result and bytes(len(result)))
+
+    driver.voter.vote = other  # type: ignore[method-assign]
+
+
+def _vote_twice(driver: RoundDriver) -> None:
+    """Tell every second member of a vote for another result."""
+    setup, voter = driver.machine.setup, driver.voter
+    calls: Any = driver._calls
+    perform, answer = calls.perform, driver.answer_votes
+
+    def forged(place: int, statement: Statement) -> Statement:
+        own = setup.peer_id(setup.own)
+        if place % 2 or not any(vote.voter == own for vote in statement.votes):
+            return statement
+        other = bytes(32)
+        signature = voter._signer.sign(vote_statement(setup.proposal.digest(), other))
+        lie = Vote(voter=own, result=other, signature=signature)
+        return replace(statement, votes=(*(v for v in statement.votes if v.voter != own), lie))
+
+    def tell(effect: object) -> None:
+        if isinstance(effect, AskVotes):
+            effect = replace(effect, statement=forged(effect.place, effect.statement))
+        perform(effect)
+
+    async def reply(place: int, statement: Statement) -> Statement:
+        return forged(place, await answer(place, statement))
+
+    calls.perform, driver.answer_votes = tell, reply  # type: ignore[method-assign]
+
+
+def _withhold_votes(driver: RoundDriver) -> None:
+    """Take everybody's votes, and tell nobody its own: only this member has the certificate then."""
+    calls: Any = driver._calls
+    perform, answer, own = calls.perform, driver.answer_votes, driver.machine.setup.own
+    own_id = driver.machine.setup.peer_id(own)
+
+    def without_own(statement: Statement) -> Statement:
+        intents = {place: intent for place, intent in statement.intents.items() if place != own}
+        votes = tuple(vote for vote in statement.votes if vote.voter != own_id)
+        return replace(statement, votes=votes, intents=intents)
+
+    def tell(effect: object) -> None:
+        if isinstance(effect, AskVotes):
+            effect = replace(effect, statement=without_own(effect.statement))
+        perform(effect)
+
+    async def reply(place: int, statement: Statement) -> Statement:
+        return without_own(await answer(place, statement))
+
+    calls.perform, driver.answer_votes = tell, reply  # type: ignore[method-assign]
+
+
+def _leave_out(driver: RoundDriver, victim: PeerId) -> None:
+    """Say of the victim's values that they are spoiled, and average the others'."""
+    kernels, reduce = driver.kernels, driver.kernels.reduce
+
+    def without_victim(jobs: Sequence[ReductionJob]) -> list[Averaged | Spoiled]:
+        done: list[Averaged | Spoiled] = []
+        for job in jobs:
+            places = [one.place for one in job.contributions]
+            bad = [place for place in places if driver.machine.setup.peer_id(place) == victim]
+            done += [Spoiled(job.chunk, tuple(bad))] if bad else reduce([job])
+        return done
+
+    kernels.reduce = without_victim  # type: ignore[method-assign]
+
+
+def _give_others(driver: RoundDriver, victim: PeerId) -> None:
+    """Give the victim other averages than the rest."""
+    send = driver.send
+
+    async def lie(stream: Any, message: bytes) -> None:
+        header, payload = unpack(message)
+        if header.HasField("average") and stream.peer_id == victim:
+            message = pack(header, bytes(len(payload)))
+        await send(stream, message)
+
+    driver.send = lie  # type: ignore[method-assign]
+
+
+def _claim_every_sample(optimizer: Any) -> None:
+    """Claim all samples of each epoch, and a pace that no computer can have."""
+    progress = optimizer._tracker._progress
+    kind = type(progress)
+    honest = kind.own_report.fget
+
+    class Boaster(kind):  # type: ignore[misc, valid-type]
+        @property
+        def own_report(self) -> Any:
+            return replace(honest(self), samples=SAMPLES_MAX, rate=1e6)
+
+    progress.__class__ = Boaster
+
+
+def _lead_without(service: GroupService, victim: PeerId) -> None:
+    """Lead every group, and refuse the victim in each."""
+    machine: Any = service.machine
+    start, join = machine.start, machine.on_join
+
+    def first(request: Any, member: Member, now_s: float) -> None:
+        start(replace(request, rank_deadline_s=request.rank_deadline_s - 30.0), member, now_s)
+
+    def refuse(request: Any, now_s: float) -> Any:
+        if request.query.contact.peer_id == victim:
+            return machine.status_for(request.query, now_s)
+        return join(request, now_s)
+
+    machine.start, machine.on_join = first, refuse
+
+
+def _hold_followers(service: GroupService) -> None:
+    machine: Any = service.machine
+    start = machine.start
+
+    def first(request: Any, member: Member, now_s: float) -> None:
+        start(replace(request, rank_deadline_s=request.rank_deadline_s - 30.0), member, now_s)
+
+    machine.start, machine._lead_or_follow = first, lambda search, now_s: None
