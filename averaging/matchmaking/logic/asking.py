@@ -21,24 +21,28 @@ FIRST_MAX = 8
 # starts: this only compensates for lost messages
 _QUERY_INTERVAL_S = 0.5
 _FAILED_QUERY_INTERVAL_S = 2.0  # the same for a peer that failed to answer at least twice
-# the same for one with other tensors, or that has completed this round: it has no reason to come
-_FINAL_INTERVAL_S = 8 * _FAILED_QUERY_INTERVAL_S
+_REFUSED_QUERY_INTERVAL_S = 16.0  # the same for one with other tensors
+# times as long an interval for a peer that answers the same, at most. Larger: a peer of a cell that does not
+# know of this one, and comes late, is met late
+_CROWD_MAX = 4.0
 _FIRST_RETRY_S = 0.2  # the same after a single failure: one failed call does not prove that a peer is dead
 
 
-def asked_again_s(peer: PeerState, known: int, round_key: str, started_s: float) -> float:
+def asked_again_s(peer: PeerState, known: int, started_s: float) -> float:
     """Return when a search is to query a peer; minus infinity when it has not done so yet.
 
-    `known`: peers that the search knows. `round_key`: of the search, which began at `started_s`.
+    `known`: peers that the search knows. `started_s`: when it began.
     """
     if peer.status is PeerStatus.REFUSED:
-        return peer.queried_s + _FINAL_INTERVAL_S if peer.queried_s > -math.inf else started_s
+        return peer.queried_s + _REFUSED_QUERY_INTERVAL_S if peer.queried_s > -math.inf else started_s
     if peer.failed:
         return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
-    if peer.status is PeerStatus.PASSED and peer.round_key == round_key:
-        return peer.queried_s + _FINAL_INTERVAL_S
     crowd = max(1.0, known / FIRST_MAX)
-    shortest_s, longest_s = _QUERY_INTERVAL_S * crowd, _QUERY_INTERVAL_S * crowd**2
+    shortest_s = _QUERY_INTERVAL_S * crowd
+    if peer.status is PeerStatus.PASSED:
+        # in a grid it may be on its way to this peer's cell, and not know of this peer
+        return peer.queried_s + shortest_s
+    longest_s = shortest_s * min(crowd, _CROWD_MAX)
     again_s = peer.queried_s + min(max(peer.queried_s - peer.changed_s, shortest_s), longest_s)
     if peer.status is PeerStatus.BUSY:
         again_s = max(again_s, min(peer.busy_until_s, peer.queried_s + longest_s))

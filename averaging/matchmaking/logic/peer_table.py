@@ -489,4 +489,4 @@ class PeerTable:
         ]
 
     def _query_at_s(self, peer: PeerState) -> float:
-        return asked_again_s(peer, len(self.peers), self.query.round_key, self.started_s)
+        return asked_again_s(peer, len(self.peers), self.started_s)
