@@ -47,6 +47,7 @@ from swarm.compression import find
 from swarm.core.device import is_out_of_memory
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.ids import Contact
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -159,7 +160,7 @@ class Averager:
         self._last_round_s = 0.0
         self.met: tuple[Contact, ...] = ()  # the members of the last group that completed a round
         self._closed = False
-        node.network.run(self._open(target_group_size, min_group_size), 10.0)
+        node.network.run(self._open(target_group_size, min_group_size), TURN_S_MAX)
 
     def _factored(self, strategy: PowerSgd, codec: str, run: str, audit: float) -> LowRank:
         if not isinstance(strategy, PowerSgd):

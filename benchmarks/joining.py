@@ -16,6 +16,11 @@ TARGET = 330  # samples of an epoch: about half a second for all peers together
 IMPORT_TIMEOUT_S = 300.0
 TIMEOUT_S = 120.0
 CONTRIBUTING_S_MAX = 10.0  # as the project promises it
+COUNTED = {
+    "connections": "TLS connections that a newcomer opens until it has contributed; it accepts as many",
+    "calls": "calls that a newcomer makes until it has contributed",
+    "failed rounds": "rounds of a newcomer that fail until it has contributed",
+}
 
 
 @dataclass(slots=True)
@@ -24,7 +29,9 @@ class Arrivals(Failures):
 
     loaded_s: list[float] = field(default_factory=list)
     contributed_s: list[float] = field(default_factory=list)
-    processor_s: list[float] = field(default_factory=list)  # of each newcomer, until it contributed
+    # of each newcomer, until it contributed
+    processor_s: list[float] = field(default_factory=list)
+    counted: list[dict[str, int]] = field(default_factory=list)
 
     def series(self, name: str, seconds: list[float], newcomers: int) -> Series:
         """Return the time until the last newcomer was there; no sample unless all were."""
@@ -54,22 +61,33 @@ def _rows(arrivals: Arrivals, newcomers: int, trainers: int) -> list[Row]:
             notes=(middle,) if middle else (),
         )
 
+    def each(kind: str, quantity: str, name: str, values: list[float], unit: str) -> Row:
+        missing = newcomers - len(values)
+        return Row(
+            identifier=f"joining-{newcomers}-{trainers}-{kind}",
+            workload=f"{newcomers} newcomers at once beside {beside}, in epoch 8 or later",
+            quantity=quantity,
+            ours=replace(arrivals.series_of(f"swarm: {name}", values, unit), failed=missing),
+            peer=None,
+            aim=None,
+        )
+
     aim = Aim(of="ours", sense="at most", value=CONTRIBUTING_S_MAX)
-    processor = Row(
-        identifier=f"joining-{newcomers}-{trainers}-processor",
-        workload=f"{newcomers} newcomers at once beside {beside}, in epoch 8 or later",
-        quantity="processor time of one newcomer, from the end of its imports until it has contributed",
-        ours=replace(
-            arrivals.series_of("swarm: processor time", arrivals.processor_s),
-            failed=newcomers - len(arrivals.processor_s),
-        ),
-        peer=None,
-        aim=None,
-    )
+    took = "processor time of one newcomer, from the end of its imports until it has contributed"
     return [
         row("loaded", "until all newcomers have the state", arrivals.loaded_s, None),
         row("contributing", "until all newcomers have contributed to an epoch", arrivals.contributed_s, aim),
-        processor,
+        each("processor", took, "processor time", arrivals.processor_s, "s"),
+        *(
+            each(
+                name.replace(" ", "-"),
+                quantity,
+                name,
+                [float(one.get(name, 0)) for one in arrivals.counted],
+                "",
+            )
+            for name, quantity in COUNTED.items()
+        ),
     ]
 
 
@@ -106,6 +124,7 @@ def join_at_once(say: Callable[[str], None], newcomers: int, trainers: int) -> A
                 contributed = worker.receive("contributed", deadline_s)
                 arrivals.contributed_s.append(contributed["seconds"])
                 arrivals.processor_s.append(contributed["processor_s"])
+                arrivals.counted.append(contributed["counted"])
     except LaunchFailed as failure:
         arrivals.launches_failed += 1
         arrivals.fail(str(failure).partition("; its log ends")[0])  # the log names paths

@@ -115,6 +115,7 @@ def _add_shares(
     profiles = [one["profile"] for one in counts]
     membership = RunMembership(Invite.parse(invite), Identity.generate().peer_id, (), time.time)
     message_bytes = membership.request().ByteSize() + _FRAMES_BYTES
+    used_s -= sum(one["profiler_s"] for one in profiles)
     costs.shares["own-processor"].append(100.0 * sum(one["membership_s"] for one in profiles) / used_s)
     costs.shares["own-history"].append(100.0 * sum(one["history_s"] for one in profiles) / used_s)
     shown = sum(one["shown"] for one in profiles)

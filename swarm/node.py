@@ -29,14 +29,14 @@ from swarm.net.announcing import Announcing, OwnAddresses
 from swarm.net.channels import Channels, ConnectionLimits
 from swarm.net.dial import Routes
 from swarm.net.dialback import DialBacks
-from swarm.net.hello import Introductions
+from swarm.net.hello import NEAR_HELLO_S, Introductions
 from swarm.net.joining import Joining
 from swarm.net.listening import WILDCARDS, given_addresses, parse_listen
 from swarm.net.logic.reachability import NodeReach
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
-from swarm.net.scope import Scope, Surroundings
+from swarm.net.scope import Scope, Surroundings, scope_of
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.reach.on_demand import Libp2p
@@ -45,11 +45,10 @@ from swarm.reach.rendezvous import Rendezvous
 from swarm.runtime.fork import NodeSockets, close_after_fork
 from swarm.runtime.services import Services
 from swarm.runtime.supervise import Supervisor
-from swarm.runtime.thread import NetworkThread
+from swarm.runtime.thread import TURN_S_MAX, NetworkThread
 
 _logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 10.0
 # The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
 _FIRST_JOIN_S = 0.2
 _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
@@ -138,7 +137,7 @@ class Node:
         try:
             self.network.run(
                 self._start([one for one in entrance.contacts if one.peer_id != self.peer_id]),
-                _START_TIMEOUT_S,
+                TURN_S_MAX,
             )
         except BaseException:
             self.close()
@@ -170,8 +169,8 @@ class Node:
         )
         self._libp2p.on_direct.append(self._retire)
         register(self.handlers, self.membership)
-        self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
-        self._introductions.register(self.handlers)
+        self.introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
+        self.introductions.register(self.handlers)
         DialBacks(self.channels, self.standing).register(self.handlers)
         service = DhtService(
             own=lambda: self.contact,
@@ -199,14 +198,14 @@ class Node:
             own, self.channels, self.book, self.standing, surroundings, self._announce
         )
         self.contact = self._announcing.contact
-        self._introductions.on_introduced.append(self._announcing.on_introduced)
+        self.introductions.on_introduced.append(self._announcing.on_introduced)
         self.at_close(self._announcing.close)
         self._reaching = self._reach_through_relays()
         self.rendezvous = Rendezvous(self._libp2p, lambda: self.contact)
         self.at_announced(self.rendezvous.on_announced)
         # without bootstrap peers all contacts are of the peer book
         join = functools.partial(service.join, remembered=not bootstrap)
-        self._joining = Joining(bootstrap, self._introductions, self.book, join, self.timings)
+        self._joining = Joining(bootstrap, self.introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("addresses of this peer", self._announcing.run, restart=True)
         self.supervisor.spawn("relays of this peer", self._reaching.run, restart=True)
@@ -412,19 +411,22 @@ class Node:
     def _connected(self, contact: Contact, address: Address | None, seconds: float) -> None:
         if address is not None:
             self.book.record_connection(contact.peer_id, address)
-        if self._introductions.is_due(contact.peer_id):
+        if self.introductions.is_due(contact.peer_id):
+            is_near = address is not None and scope_of(address.host) in (Scope.MACHINE, Scope.SITE)
+            wait_s = self.rng.uniform(*NEAR_HELLO_S) if is_near else 0.0
             self.supervisor.spawn(
-                f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact)
+                f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact, wait_s)
             )
 
     def _retire(self, peer_id: PeerId) -> None:
         self.supervisor.spawn(f"other way to {peer_id.short}", lambda: self.channels.retire(peer_id))
 
-    async def _introduce(self, contact: Contact) -> None:
+    async def _introduce(self, contact: Contact, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        if not self.channels.connected(contact.peer_id):
+            return
         try:
-            await self._introductions.introduce(
-                contact, timeout_s=self.timings.hello_timeout_s, connected=True
-            )
+            await self.introductions.introduce_once(contact, timeout_s=self.timings.hello_timeout_s)
         except SwarmError as error:
             _logger.debug("%s", error)
 
@@ -440,7 +442,7 @@ class Node:
         return Reaching(
             self._libp2p,
             self._announcing,
-            self._introductions,
+            self.introductions,
             self.channels,
             self.book,
             RelayTerms(server, self.config.relay_mbit),

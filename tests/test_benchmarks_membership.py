@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks import attacks, membership_costs, round_costs, simulated_attacks, small_runs
+import pytest
+
+from benchmarks import (
+    attacks,
+    membership_costs,
+    membership_profile,
+    round_costs,
+    simulated_attacks,
+    small_runs,
+)
 from benchmarks.attacks import CROWDS, Company, Crowd, Plan
 from benchmarks.launch import ROOT
 from benchmarks.report import ORDER
@@ -65,3 +74,26 @@ def test_a_member_that_turns_bad_is_measured_in_the_short_form() -> None:
     assert len(found) == len(MISDEEDS) - 1, "each of them, and none for comparison"
     assert {row.identifier.partition("-")[0] for row in found} <= set(ORDER)
     assert {"attacks", "membership", "small-runs"} <= set(SECTIONS)
+
+
+def test_what_the_profiler_takes_is_no_share_of_the_functions_that_it_watches() -> None:
+    """Ten calls of a counted function from elsewhere, which calls another one of its module and a third."""
+    watched, helper, foreign, other = (
+        ("m/a.py", 1, "f"),
+        ("m/a.py", 9, "g"),
+        ("x.py", 1, "h"),
+        ("y.py", 1, "k"),
+    )
+    overhead = membership_profile.Overhead(inside_s=1.0, outside_s=2.0)
+    f_s, g_s, h_s = 0.5, 0.25, 0.125  # their own time, without the profiler, in each call
+    h_cum_s = h_s + overhead.inside_s
+    g_cum_s = g_s + overhead.inside_s + overhead.outside_s + h_cum_s
+    f_cum_s = f_s + overhead.inside_s + overhead.outside_s + g_cum_s
+    stats = {
+        other: (1, 1, 0.0, 0.0, {}),
+        watched: (10, 10, 0.0, 0.0, {other: (10, 10, 0.0, 10 * f_cum_s)}),
+        helper: (10, 10, 0.0, 0.0, {watched: (10, 10, 0.0, 10 * g_cum_s)}),
+        foreign: (11, 11, 0.0, 0.0, {helper: (10, 10, 0.0, 10 * h_cum_s), other: (1, 1, 0.0, 7.0)}),
+    }
+    found = membership_profile.seconds(stats, lambda path: path.startswith("m/"), overhead)
+    assert found == pytest.approx(10 * (f_s + g_s + h_s))

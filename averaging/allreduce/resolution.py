@@ -16,7 +16,7 @@ from averaging.allreduce.logic.machine import RoundMachine
 from averaging.allreduce.logic.membership import JOIN_S
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.network import RoundNetwork
-from averaging.history.lineage import GRACE_S_MAX
+from averaging.history.grace import GRACE_S_MAX
 from averaging.history.round_lineage import RoundLineage
 from swarm.core.backoff import Backoff
 from swarm.core.errors import NetworkError, PeerError

@@ -34,6 +34,7 @@ from averaging.history.electors import (
     leaving,
     seats_of,
 )
+from averaging.history.grace import Grace
 from averaging.history.promises import Promises
 from swarm.core.errors import PeerError
 from swarm.core.identity import verify
@@ -43,11 +44,7 @@ from swarm.core.standing import NO_SPECIFICATION, Founding
 # kept: cuts that last for more rounds than these are healed by comparing breaks
 CERTIFICATES_MAX: Final = 256
 PARTINGS_MAX: Final = 8  # heads before breaks that are remembered after their certificates
-GRACE_S_MIN: Final = 15.0  # longer than most cuts, and than a peer needs to notice that others are gone
-GRACE_S_MAX: Final = 60.0
-GRACE_REFUSED_S: Final = 1.0  # where all missing electors' hosts refuse connections: their processes ended
 _DECIDING: Final = "a majority of the {} peers that decide how this run goes on"
-_AWAKE_S_MAX: Final = 2.0  # of the grace that passes between two calls: a suspended machine does not wait
 
 
 class Lineage:
@@ -66,12 +63,12 @@ class Lineage:
         self._promises = Promises()  # by its votes on this head
         self._goodbyes: dict[PeerId, bytes] = {}  # signatures of electors of this head that have left
         self._early_goodbyes: dict[PeerId, bytes] = {}  # signatures of electors for another head than this
-        self._waited_s = 0.0  # of the grace
-        self._waiting_at_s: float | None = None  # last time when no quorum was found; None: there is one
+        self._grace = Grace()
         # number of the first certificate of this line that this process took part in: no earlier process can
         # have voted on a later head
         self._new_from: int | None = None
-        # this head was loaded, and may be older than that: this peer may have voted on it before
+        # this head was loaded, and may be older than that: this peer may have voted on it before; or others
+        # may have gone on from it while this process stood still
         self._restored = False
         self.growth = GrowthClock()
 
@@ -129,7 +126,7 @@ class Lineage:
     @property
     def is_waiting(self) -> bool:
         """Return whether this peer found no quorum when it last looked for one."""
-        return self._waiting_at_s is not None
+        return self._grace.is_running
 
     def knows(self, head: bytes) -> bool:
         """Return whether this head is in the part of the history that is kept."""
@@ -244,7 +241,7 @@ class Lineage:
 
     def _moved(self, *, restored: bool) -> None:
         self._present = None
-        self._waited_s, self._waiting_at_s, self._restored = 0.0, None, restored
+        self._grace, self._restored = Grace(), restored
         self._promises, self._goodbyes = Promises(), {}
         early, self._early_goodbyes = self._early_goodbyes, {}
         for peer, signature in early.items():
@@ -327,7 +324,7 @@ class Lineage:
             return "its epoch does not follow from this peer's history"
         outside = outside or self.own not in proposal.contributors
         if self.abstains and not proposal.is_break and (result or outside):
-            return "this peer has restored its state, and may have voted on this head before"
+            return "this peer has restored its state or has slept, and does not vote on this head"
         return self._promises.refusal(proposal, result)
 
     def promise(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> None:
@@ -358,9 +355,18 @@ class Lineage:
     @property
     def abstains(self) -> bool:
         """Return whether this peer takes no part in decisions on this head: it is one of its electors, and
-        restored the state from a checkpoint or a donor, so that it does not know how it voted before.
+        restored the state from a checkpoint or a donor, so that it does not know how it voted before, or has
+        slept.
         """
         return self._restored and self.own in self.electors
+
+    def wake(self) -> None:
+        """Record that this process stood still for longer than the shortest grace. Other electors may have
+        gone on with a break meanwhile. A peer that is a quorum by itself would not ask them: as after a
+        restart it takes no part in decisions on this head.
+        """
+        others = any(peer != self.own and peer not in self._goodbyes for peer in self.electors)
+        self._restored = self._restored or (others and self.has_quorum(()))
 
     # ---- quorums and the grace
 
@@ -393,7 +399,7 @@ class Lineage:
 
     def found_quorum(self) -> None:
         """Record that a quorum can be reached: the grace begins again."""
-        self._waited_s, self._waiting_at_s = 0.0, None
+        self._grace = Grace()
 
     def may_break(self, now_s: float, epoch_s: float, *, refused: bool = False) -> bool:
         """Record that there is no quorum, and return whether the grace is over.
@@ -401,24 +407,17 @@ class Lineage:
         `epoch_s`: how long an epoch takes. `refused`: the hosts of all missing electors refuse connections.
         Call it every second or so while looking for them: longer pauses between two calls do not count.
         """
-        if self._waiting_at_s is not None:
-            self._waited_s += min(max(now_s - self._waiting_at_s, 0.0), _AWAKE_S_MAX)
-        self._waiting_at_s = now_s
-        return self._waited_s >= self.grace_s(epoch_s, refused=refused)
+        return self._grace.is_over(now_s, epoch_s, refused=refused)
 
     def waiting_text(self) -> str:
         """Return a sentence about the quorum that this peer waits for, for people."""
-        return f"this peer waits for {_DECIDING.format(len(self.electors))} ({self._waited_s:.0f} s so far)"
+        waited_s, deciding = self._grace.waited_s, _DECIDING.format(len(self.electors))
+        return f"this peer waits for {deciding} ({waited_s:.0f} s so far)"
 
     def lacking_text(self, present: Collection[PeerId]) -> str:
         """Return why a group cannot commit, when only these electors can be reached."""
         missing = sum(elector not in present for elector in self.electors)
         return f"the group lacks {_DECIDING.format(len(self.electors))}; {missing} cannot be reached"
-
-    @staticmethod
-    def grace_s(epoch_s: float, *, refused: bool = False) -> float:
-        """Return how long a peer without a quorum waits before it goes on with a break, in seconds."""
-        return GRACE_REFUSED_S if refused else min(max(GRACE_S_MIN, epoch_s), GRACE_S_MAX)
 
     # ---- other histories
 

@@ -24,11 +24,11 @@ from averaging.service import AveragingService
 from swarm.compression import resolve
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.ids import open_run_id
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
-_START_S_MAX = 10.0
 _CLOSE_S_MAX = 2.0
 _FIRST_LOOK_S_MAX = 5.0
 _PAUSE_S = 0.5  # after a round that found nobody
@@ -85,7 +85,7 @@ class AuxiliaryPeer:
         self.node, self.run_id = node, open_run_id(run)
         self._closed = False
         self._epoch: int | None = None  # of the next round; None: as the trainers say
-        node.network.run(self._open(), _START_S_MAX)
+        node.network.run(self._open(), TURN_S_MAX)
 
     async def _open(self) -> None:
         node = self.node

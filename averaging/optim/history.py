@@ -25,6 +25,7 @@ from averaging.history.certificate import (
 )
 from averaging.history.chain import Chain, Relation
 from averaging.history.encoding import encode_part
+from averaging.history.grace import SleepWatch
 from averaging.history.known_heads import KnownHeads
 from averaging.history.lineage import Lineage
 from averaging.history.offers import Offers
@@ -73,6 +74,7 @@ class RunHistory:
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
         self._epoch_s = 0.0  # how long an epoch took when a quorum was looked for last
         self._probed_s, self._has_left = -1e9, False  # the latter: it said goodbye, and votes no more
+        self._sleep = SleepWatch(node.clock.swarm_s)
         self.removed = frozenset[PeerId]()  # by the run's owner: nobody waits for them; replaced as a whole
         self.has_parted = False  # the state loaded last is of a history that lacks what this peer had done
         self._strange: list[list[Contact]] = []  # heads that strangers report, by those to be asked
@@ -141,9 +143,7 @@ class RunHistory:
             return f"{epoch} {self._lineage.head.hex()[:32]}{suffix}"
 
     def round(self, kind: RoundKind, epoch: int, key: str, *, seats: int = 0) -> RoundLineage:
-        """Return what a round that extends this history needs; `RoundLineage` has the parameters. `key`: from
-        `round_key`.
-        """
+        """Return the `RoundLineage` of a round that extends this history. `key`: from `round_key`."""
         with self._lock:
             return RoundLineage(
                 run=self._run,
@@ -167,9 +167,7 @@ class RunHistory:
             )
 
     def commit(self, certificate: Certificate) -> None:
-        """Extend the history with the certificate of a round that this peer took part in. Raise PeerError
-        when it extends another head.
-        """
+        """Extend the history with the certificate of this peer's round. Raise PeerError for another head."""
         with self._lock:
             self._lineage.extend(certificate)
             self._moved()
@@ -177,16 +175,11 @@ class RunHistory:
     def commit_alone(self, epoch: int, kind: RoundKind) -> None:
         """Extend the history with a step of this peer alone, after `seek_quorum` allowed it."""
         with self._lock:
-            is_break = not self._lineage.has_quorum(())
-            self._lineage.extend(
-                self._lineage.alone(
-                    epoch=epoch,
-                    kind=kind,
-                    group_id=self._node.rng.randbytes(DIGEST_BYTES),
-                    is_break=is_break,
-                    sign=self._sign,
-                )
+            is_break, group_id = not self._lineage.has_quorum(()), self._node.rng.randbytes(DIGEST_BYTES)
+            alone = self._lineage.alone(
+                epoch=epoch, kind=kind, group_id=group_id, is_break=is_break, sign=self._sign
             )
+            self._lineage.extend(alone)
             self._moved()
 
     def restore(self, past: Chain) -> None:
@@ -220,6 +213,8 @@ class RunHistory:
         """
         with self._lock:
             lineage, present, self._epoch_s = self._lineage, set(present), epoch_s
+            if self._sleep.has_slept():
+                lineage.wake()
             if lineage.has_quorum(present):
                 lineage.found_quorum()
                 self._is_break = False
@@ -374,6 +369,7 @@ class RunHistory:
     async def run(self) -> None:
         """Fetch and compare the histories of others, until cancelled. Nothing waits for strangers'."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_sleep())
             comparing: asyncio.Task[None] | None = None
             while True:
                 await self._wake.wait()
@@ -382,6 +378,13 @@ class RunHistory:
                 if self._strange and (comparing is None or comparing.done()):
                     asking = ask_holders(self._strange, _STRANGE_FETCHES_MAX, self._fetch)
                     comparing = tasks.create_task(asking)
+
+    async def _watch_sleep(self) -> None:
+        while True:
+            await asyncio.sleep(SleepWatch.TICK_S)
+            with self._lock:
+                if self._sleep.has_slept():
+                    self._lineage.wake()
 
     async def compare(self) -> None:
         """Fetch the histories of peers that report unknown heads, and look for electors that are missing."""
@@ -437,9 +440,7 @@ class RunHistory:
         return state_pb2.HistoryReply(chain=encode_part(self.past(list(request.heads))))
 
     async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
-        """Return why a group with these contributors cannot commit; "" when it can: they are a quorum, or
-        with electors that live and have the same head.
-        """
+        """Return why a group with these contributors, and electors outside of it, cannot commit; or ""."""
         with self._lock:
             if self._is_break or self._lineage.has_quorum(contributors):
                 return ""
@@ -453,9 +454,7 @@ class RunHistory:
             return "" if self._lineage.has_quorum(present) else self._lineage.lacking_text(present)
 
     def _may_vote(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
-        """Return why this peer must not vote so; "" after it has promised to vote for nothing else on this
-        head. `outside`: it is not in the group.
-        """
+        """Return why this peer must not vote so; "" once it has promised to. `outside`: of the group."""
         if self._has_left:
             return "this peer leaves the run"
         with self._lock:

@@ -43,6 +43,7 @@ from swarm.compression import resolve
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.ids import Contact, PeerId, open_run_id
 from swarm.metrics.reporter import Reporter
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -61,7 +62,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_START_S_MAX = 10.0
 _CLOSE_S_MAX = 2.0
 
 
@@ -141,7 +141,7 @@ class Optimizer(DelegatingOptimizer):
         sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
         node.network.run(
             self._open(replace(options, state_sync_epochs=sync_epochs), config),
-            _START_S_MAX,
+            TURN_S_MAX,
         )
 
     async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:

@@ -41,6 +41,7 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 CONNECTIONS = 13  # of a flood of calls
 IDLE_CONNECTIONS = 500
 NETWORKS = 20
+_STRANGE_HOST = 2  # in each network: members call from 127.0.0.1, and are other machines
 _STREAMS = 256  # per connection, as many as gRPC takes
 _CALL_S = 5.0
 _RECORDS, _RECORD_BYTES = 10, 60_000  # of one request to store: as much as it may hold
@@ -107,7 +108,7 @@ async def entrances(target: Target, networks: int) -> AsyncIterator[list[int]]:
     async with contextlib.AsyncExitStack() as stack:
         ports = []
         for number in range(networks):
-            entering = functools.partial(enter, f"127.0.{number}.1")
+            entering = functools.partial(enter, f"127.0.{number}.{_STRANGE_HOST}")
             server = await stack.enter_async_context(await asyncio.start_server(entering, target.host, 0))
             ports.append(server.sockets[0].getsockname()[1])
         try:
@@ -431,7 +432,7 @@ async def _hold(target: Target, seconds: float, identity: Identity | None, netwo
             if time.monotonic() > deadline_s:
                 break
             with contextlib.suppress(OSError, TimeoutError):
-                writers.append(await target.connect(identity, f"127.0.{number % networks}.1"))
+                writers.append(await target.connect(identity, f"127.0.{number % networks}.{_STRANGE_HOST}"))
         await asyncio.sleep(max(deadline_s - time.monotonic(), 0.5))
         return len(writers)
     finally:

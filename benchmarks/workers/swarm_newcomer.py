@@ -5,12 +5,14 @@ from __future__ import annotations
 import select
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import torch
 
 import swarm
 from benchmarks.worker_channel import WorkerChannel
+from swarm.net import channels
 
 LOAD_TIMEOUT_S = 120.0
 FOUNDED_EPOCHS = 8
@@ -29,6 +31,7 @@ def main() -> None:
     node_class, optimizer_class = swarm.Node, swarm.Optimizer  # imported when they are first used
     channel.send("imported")
     channel.receive()
+    counted = _count()
     began_s, began_processor_s = time.monotonic(), time.process_time()
     bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with (
@@ -58,14 +61,30 @@ def main() -> None:
         contributed = False
         while not select.select([sys.stdin], [], [], STEP_S)[0]:
             report = _step(optimizer, parameters)
+            counted["failed rounds"] += report.rounds_failed
             if report.contributed and not contributed:
                 contributed = True
                 channel.send(
                     "contributed",
                     seconds=time.monotonic() - began_s,
                     processor_s=time.process_time() - began_processor_s,
+                    counted=dict(counted),
                 )
     channel.send("stopped")
+
+
+def _count() -> Counter[str]:
+    """Count the connections and calls that this process begins from now on."""
+    counted: Counter[str] = Counter()
+    for owner, name, kind in ((channels, "dial", "connections"), (channels.Channels, "call", "calls")):
+        begin = getattr(owner, name)
+
+        def counting(*given: Any, begin: Any = begin, kind: str = kind, **named: Any) -> Any:
+            counted[kind] += 1
+            return begin(*given, **named)
+
+        setattr(owner, name, counting)
+    return counted
 
 
 def _step(optimizer: Any, parameters: list[torch.nn.Parameter]) -> Any:

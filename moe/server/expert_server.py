@@ -28,6 +28,7 @@ from moe.server.requests import HostedExpert
 from swarm.core.device import is_device_failure
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.core.notify import wait_until_set
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -129,7 +130,7 @@ class ExpertServer:
             for uid, expert in self.experts.items()
         ]
         try:
-            node.network.run(self._open(), 10.0)
+            node.network.run(self._open(), TURN_S_MAX)
         except BaseException:
             self._stop_computing(1.0)
             raise

@@ -15,11 +15,12 @@ import click
 from swarm.cli import options
 from swarm.cli.control import Control
 from swarm.cli.identity import open_entry_identity
-from swarm.cli.invite import check_answered, contacts_of, owners_entries, run_addresses, stored_run
+from swarm.cli.invite import contacts_of, owners_entries, run_addresses, stored_run
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.errors import NotInvited, SwarmError
 from swarm.core.identity import Identity
+from swarm.run.entering import find_run, refusal, wait_for_answer
 
 if TYPE_CHECKING:
     from averaging.optim.state.checkpoint import Checkpoint
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
     from swarm.run.specification import SignedSpecification
-
-_JOIN_S = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +140,7 @@ def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: 
     wanted = Change(**changes)
     owner = Identity.read(Path(identity).expanduser() if identity else default_identity())
     with temporary_node(RunAddress(run=run, addresses=addresses), owner) as (node, directory):
-        known = node.network.run(directory.find(run), 30.0)
+        known = find_run(node, directory, run)
         signed = sign_change(known, wanted, owner)
         asked, following = tell_members(node, directory, signed)
     sentences = differences(known, signed)
@@ -210,7 +209,7 @@ def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, 
             temporary_node(where) as (node, directory),
             tempfile.TemporaryDirectory(prefix="swarm-") as folder,
         ):
-            signed = node.network.run(directory.find(run), 30.0)
+            signed = find_run(node, directory, run)
             checkpoint = _download(node, directory, signed, Path(folder))
             write(signed, checkpoint, output, optimizer=optimizer)
     else:
@@ -264,10 +263,10 @@ def temporary_node(
         entries = owners_entries(where.run, where.addresses, owner, own.peer_id, handover)
     listen = options.listen_at(None, (), contacts_of(entries))
     with contextlib.closing(own), Node(bootstrap=entries, listen=listen, identity=own) as node:
-        if not node.wait_joined(_JOIN_S):
+        if not wait_for_answer(node):
             if owner is not None and node.not_invited:
                 hint = "If this identity owns the run, pass one of its invites: --from swarm1…"
                 raise NotInvited(f"{node.not_invited}. {hint}")
-            check_answered(node, entries[-1:])
+            raise refusal(node, entries[-1:])
         store = SpecificationStore(specifications_folder())
         yield node, RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)

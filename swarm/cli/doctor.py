@@ -15,14 +15,14 @@ import click
 import swarm
 from swarm.cli import options
 from swarm.cli.identity import open_entry_identity
-from swarm.cli.invite import check_answered, contacts_of
+from swarm.cli.invite import contacts_of
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
+from swarm.run.entering import enter
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
-_JOIN_S = 8.0
 _VERDICT_S = 25.0  # a router is asked, peers call, and once more after a check that left a doubt
 _POLL_S = 0.05
 _RELAYS_S = 30.0  # for a relay to take this machine in
@@ -102,8 +102,7 @@ def _examine_network(node: Node, addresses: tuple[str, ...], listen: str | None)
     node.tell_reach(said.append)
     began_s = time.monotonic()
     try:
-        if not node.wait_joined(_JOIN_S):
-            check_answered(node, addresses)
+        enter(node, addresses)
     except SwarmError as error:
         yield Diagnosis("network", "bad", str(error))
         return

@@ -143,6 +143,7 @@ def nearby_entry(output: Output, run: str | None, identity: str | None) -> RunEn
 def announce_nearby(node: Node, signed: SignedSpecification) -> None:
     """Announce a run on the local networks until the node closes, if others can call it there."""
     from swarm.net.lan import LanPresence
+    from swarm.runtime.thread import TURN_S_MAX
 
     if node.server is None:
         return
@@ -159,13 +160,14 @@ def announce_nearby(node: Node, signed: SignedSpecification) -> None:
         node.at_close(presence.close)
         node.supervisor.spawn("announcing on the local network", presence.run, restart=True)
 
-    node.network.run(begin(), 5.0)
+    node.network.run(begin(), TURN_S_MAX)
 
 
 def announce_by_name(
     node: Node, signed: SignedSpecification, servers: Sequence[Contact], emit: Callable[[Event], None]
 ) -> None:
     """Let others find a run by its name and id in libp2p's DHT until the node closes."""
+    from swarm.runtime.thread import TURN_S_MAX
 
     async def renew() -> None:
         await node.rendezvous.run(
@@ -175,7 +177,7 @@ def announce_by_name(
     async def begin() -> None:
         node.supervisor.spawn(f"provider of {signed.full_name}", renew, restart=True)
 
-    node.network.run(begin(), 5.0)
+    node.network.run(begin(), TURN_S_MAX)
 
 
 def _found_by_name(name: str | None, given: Sequence[str], servers: Sequence[Contact]) -> list[str]:

@@ -14,7 +14,7 @@ from swarm.cli import options
 from swarm.cli.control import Control
 from swarm.cli.paths import control_folder, default_identity, invited_identities, specifications_folder
 from swarm.cli.render import print_result
-from swarm.core.errors import NetworkError, NotInvited, SwarmError, UsageError
+from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, PeerId
 from swarm.membership.capability import ROLES, USES_MAX, Grants, Role, roles_of
@@ -23,13 +23,10 @@ from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
     from swarm.dht.logic.blobs import Handover
-    from swarm.node import Node
     from swarm.run.specification import RunSpecification, SignedSpecification
 
 # The invite that `swarm start` prints is meant to be passed around among people who know each other.
 _START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
-_ENTRY_CHARACTERS_MAX = 120  # an address fits, an invite does not
-_ENTRIES_SHOWN = 3
 _SHORTER_S = 60.0  # that an invite is valid than asked for, and nobody is told
 _OWN_COMMAND_S = 3600.0  # lifetime of the capability of a command of the owner
 _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
@@ -225,14 +222,3 @@ def owners_entries(
 def contacts_of(entries: Sequence[str]) -> list[Contact]:
     """Return the peers that addresses and invites name. Raise UsageError when one is wrong."""
     return list(Entrance.of(list(entries)).contacts)
-
-
-def check_answered(node: Node, entries: Sequence[str]) -> None:
-    """Raise NotInvited or NetworkError with the reason for which nobody answered at the addresses."""
-    if node.not_invited:
-        raise NotInvited(node.not_invited)
-    why = "; ".join(node.join_failures) or "no answer in time"
-    given = entries[:_ENTRIES_SHOWN]
-    shown = [one[:_ENTRY_CHARACTERS_MAX] + ("…" if len(one) > _ENTRY_CHARACTERS_MAX else "") for one in given]
-    where = " and ".join(shown)
-    raise NetworkError(f"nobody answers at {where}: {why}. Ask for the address of another live peer")

@@ -21,6 +21,7 @@ from swarm.cli.render import Output, output_kind
 from swarm.cli.render.output import JsonOutput, PlainOutput, is_terminal
 from swarm.cli.shutdown import Shutdown
 from swarm.core.errors import NetworkError, UsageError
+from swarm.run.entering import poll_running
 from swarm.run.events import Notice
 from swarm.run.limits import parse_duration_s
 
@@ -234,18 +235,21 @@ def _put(views: queue.Queue[MonitorView], view: MonitorView) -> None:
 
 def _first_view(views: queue.Queue[MonitorView], shutdown: Shutdown) -> MonitorView | None:
     """Wait for the first view with an answer of a peer. Return None if the command should end."""
-    deadline_s = time.monotonic() + _FIRST_VIEW_S
-    while not shutdown.requested.is_set():
+    first: list[MonitorView] = []
+
+    def poll(timeout_s: float) -> bool:
         with contextlib.suppress(queue.Empty):
-            view = views.get(timeout=_POLL_S)
+            view = views.get(timeout=min(timeout_s, _POLL_S))
             if view.live:
-                return view
-        if time.monotonic() > deadline_s:
-            raise NetworkError(
-                f"no peer reported anything about the run within {_FIRST_VIEW_S:.0f} s: "
-                "try again, or through another peer"
-            )
-    return None
+                first.append(view)
+        return bool(first) or shutdown.requested.is_set()
+
+    if not poll_running(poll, lambda: _FIRST_VIEW_S):
+        raise NetworkError(
+            f"no peer reported anything about the run within {_FIRST_VIEW_S:.0f} s: "
+            "try again, or through another peer"
+        )
+    return first[0] if first else None
 
 
 def _print_once(view: MonitorView, *, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from swarm.cli.paths import control_folder, default_identity, specifications_fol
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
+from swarm.run.entering import find_run
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -66,7 +67,7 @@ def recover(run: str, recovery: str, addresses: tuple[str, ...], identity: str |
         handover = make_handover(stored, key, owner) if stored is not None else None
         where = RunAddress(run=run, addresses=addresses)
         with temporary_node(where, owner, handover) as (node, directory):
-            known = node.network.run(directory.find(run), 30.0)
+            known = find_run(node, directory, run)
             confirmed = node.network.run(first_subjects(node), 30.0)
             signed = sign_recovery(known, key, owner, confirmed)
             asked, following = tell_members(node, directory, signed)

@@ -13,7 +13,7 @@ import click
 
 from swarm.cli import options
 from swarm.cli.identity import open_entry_identity
-from swarm.cli.invite import check_answered, contacts_of
+from swarm.cli.invite import contacts_of
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown
 from swarm.cli.shutdown import Shutdown
@@ -21,6 +21,7 @@ from swarm.core.device import check_device_present, resolve_device
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
+from swarm.run.entering import enter
 from swarm.run.events import Listening, Notice
 from swarm.runtime.collector import keep_present_objects
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _READ_TIMEOUT_S = 10.0
-_ANSWER_S = 6.0
 _LOAD_S = 0.5  # between two load events
 _ABANDON_S = 60.0  # time to write many checkpoints to a slow disk; a second Ctrl-C ends the command at once
 _LOAD_JSON_S = 2.0  # the same with --json
@@ -242,8 +242,8 @@ def _serve(choices: ServeChoices) -> int:
                 )
                 factory = _ExpertFactory(choices)  # imports torch; the node joins meanwhile
                 keep_present_objects()
-                if choices.addresses and not node.wait_joined(_ANSWER_S):
-                    check_answered(node, choices.addresses)
+                if choices.addresses:
+                    enter(node, choices.addresses)
                 follow_run(node)
                 names = _names(choices, grids, node)
                 with _open_server(choices, node, names, factory) as server:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +15,18 @@ import click
 from swarm.cli import options
 from swarm.cli.control import Control
 from swarm.cli.identity import open_entry_identity, open_identity
-from swarm.cli.invite import check_answered, contacts_of, starting_invite
+from swarm.cli.invite import contacts_of, starting_invite
 from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
-from swarm.core.errors import DeadlineExceeded, UsageError
+from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
 from swarm.metrics.record import NAME_CHARACTERS_MAX
+from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
 from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from swarm.run.specification import RunSpecification, SignedSpecification
 
 _BYTES_PER_MBIT = 125_000.0
-_POLL_S = 0.5
-_REFUSED_S = 1.5  # to wait for the first peer after every address refused the connection
-_ANSWER_S = 15.0  # to wait for the first peer while an address has not refused: three attempts
-_FIND_TRIES = 3  # to find a run, each of 10 s: the peer that is asked may be busy
 _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 
 _upload = click.option(
@@ -182,7 +178,7 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
         from swarm.run.creation import create_run
 
         if choices.bootstrap and not wait_for_answer(session.node):
-            why = _join_failures(session.node)
+            why = unanswered(session.node)
             session.emit(
                 Notice(text=f"no bootstrap peer answers yet; going on alone and trying again: {why}")
             )
@@ -250,22 +246,16 @@ def _check_asked(choices: TrainChoices, *, may_ask: bool) -> None:
 def _find_run(session: _Session, entry: RunEntry) -> SignedSpecification:
     """Return the run to join, from the swarm; where nobody answers, the copy that this machine has kept."""
     if not wait_for_answer(session.node):
-        why = _join_failures(session.node)
+        why = unanswered(session.node)
         known = entry.run is not None and session.node.network.run(session.directory.stored(entry.run), 30.0)
         if session.node.not_invited or not known:
-            check_answered(session.node, entry.bootstrap)
+            raise refusal(session.node, entry.bootstrap)
         text = (
             "nobody answers yet; going on alone with the specification that this machine kept, "
             f"and trying again: {why}"
         )
         session.emit(Notice(text=text))
-    for left in reversed(range(_FIND_TRIES)):
-        try:
-            return session.node.network.run(session.directory.find(entry.run), 30.0)
-        except DeadlineExceeded:
-            if not left:
-                raise
-    raise AssertionError
+    return find_run(session.node, session.directory, entry.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,21 +446,3 @@ def _import_torch() -> None:
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     keep_present_objects()
-
-
-def wait_for_answer(node: Node) -> bool:
-    """Wait until a peer of the swarm answers. Return False if that is no longer likely."""
-    waited_s = 0.0
-    while waited_s <= (_REFUSED_S if node.join_refused else _ANSWER_S):
-        started_s = time.monotonic()
-        # On a busy machine, loading torch's library can block everything for seconds, even this wait.
-        with contextlib.suppress(DeadlineExceeded):
-            if node.wait_joined(_POLL_S):
-                return True
-        # Time in which this process did not run is no time in which a peer could have answered it.
-        waited_s += min(time.monotonic() - started_s, 2 * _POLL_S)
-    return False
-
-
-def _join_failures(node: Node) -> str:
-    return "; ".join(node.join_failures) or "no answer in time"

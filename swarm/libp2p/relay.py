@@ -33,6 +33,7 @@ from swarm.libp2p.logic.messages import (
 )
 from swarm.libp2p.logic.relaying import Circuit, RelayAnswer, RelayLimits, RelayState
 from swarm.libp2p.splicing import splice
+from swarm.net.logic.relay_counts import RelayCounts
 
 MESSAGE_S = 10.0  # for a message to come after its stream was opened
 OPEN_S = 10.0  # for the target of a circuit to accept it
@@ -48,6 +49,10 @@ class RelayService:
         self._kept: dict[PeerId, PeerConnection] = {}
         host.handle(HOP_PROTOCOL, self._serve, direct_only=True)
         host.at_ended.append(self._ended)
+
+    def counts(self) -> RelayCounts:
+        """Return what this relay has done and does."""
+        return self.relay.counts(self._clock.monotonic_s())
 
     async def _serve(self, stream: MuxedStream) -> None:
         try:

@@ -60,10 +60,11 @@ class Stack:
         self.tunnels.serve(server)
         self.host.supervisor.spawn("reservations at relays", self.circuits.run, restart=True)
 
-    def offer_relay(self, bytes_per_s: float) -> None:
+    def offer_relay(self, bytes_per_s: float) -> RelayService:
         """Relay for others."""
         limits = RelayLimits(bytes_per_s=bytes_per_s)
         self.relay = RelayService(self.host, limits, self._standing, self._clock)
+        return self.relay
 
     async def ping(self, relay: Contact) -> float:
         """Return the round-trip time to a relay in seconds. Raises SwarmError when it does not answer."""

@@ -4,6 +4,7 @@ leaves.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections.abc import Callable
@@ -53,6 +54,10 @@ class Reporter:
     async def run(self) -> None:
         """Publish until cancelled; return at once if this peer publishes no metrics."""
         if self.publish:
+            # A newcomer has nothing to tell yet, and to join is more urgent: of many that come at once each
+            # waits as long as between two publications in a run of their number.
+            await asyncio.sleep(self.every_s)
+            await asyncio.sleep(period_s(self.every_s, self.peers()) - self.every_s)
             await RecordKeeper(
                 self._publish,
                 f"the metrics of run {self.run_id}",

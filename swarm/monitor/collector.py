@@ -24,6 +24,7 @@ from swarm.monitor.logic.reading import RunRecords, keys_of, read
 from swarm.monitor.logic.robust import median
 from swarm.monitor.logic.tracked import Poll
 from swarm.monitor.logic.view import ExpertView, LinkStatus, LinkView, RunView
+from swarm.monitor.relays import RelayWatch
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Collector:
     specification: Callable[[], Awaitable[RunView | None]] | None = None  # None: a run without one
     experts: Callable[[], Awaitable[tuple[ExpertView, ...]]] | None = None
     members: Callable[[], Awaitable[None]] | None = None  # learns who the members are
+    relays: RelayWatch | None = None
     after: Callable[[], Awaitable[None]] | None = None
     polls: int = 0  # that were answered
     donors: tuple[Contact, ...] = ()  # peers that offer the run's state, as of the last poll
@@ -96,6 +98,8 @@ class Collector:
             reading = group.create_task(self._read())
             group.create_task(self._ask_entry())
             group.create_task(self._refresh())
+            if self.relays is not None:
+                group.create_task(self.relays.ask(self.entry, [*self._contacts.values(), *self.known()]))
         run_records, answered = reading.result()
         now_s = self.clock.swarm_s()
         if answered or await self._anybody_answers():
@@ -120,6 +124,7 @@ class Collector:
                     states=run_records.states,
                     total=run_records.total,
                     experts=self._experts,
+                    relays=self.relays.views() if self.relays is not None else (),
                     interval_s=interval_s,
                 ),
                 now_s,

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from averaging.optim.exchange import fetch_chain
-from swarm.core.errors import NetworkError, NotInvited, SwarmError, UsageError
+from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, open_run_id
 from swarm.membership.invite import Entrance
@@ -27,11 +26,14 @@ from swarm.monitor.logic.eventlog import EventLog
 from swarm.monitor.logic.model import Model
 from swarm.monitor.logic.reading import progress_key
 from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
+from swarm.monitor.relays import RelayWatch
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
+from swarm.run.entering import FIND_S_MAX, enter, found_run
 from swarm.run.membership import check_invited
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     from averaging.history.chain import Chain
@@ -40,10 +42,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WAIT_S = 0.25
-_JOIN_S = 6.0
-_REFUSED_S = 1.5  # the same when every address has refused: for a second attempt
-_FIND_S = 15.0
 _CALL_S = 10.0
 
 OnView = Callable[[MonitorView], None]
@@ -76,13 +74,9 @@ class Watch:
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            if not self._joined():
-                if self.node.not_invited:
-                    raise NotInvited(self.node.not_invited)
-                reasons = "; ".join(self.node.join_failures) or "no answer in time"
-                raise NetworkError(f"no peer answers: {reasons}. Ask for the address of another live peer")
+            enter(self.node, [one if isinstance(one, str) else _text(one) for one in config.entry])
             self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
-            run = self.node.network.run(self._find(config.run), _FIND_S + 5.0)
+            run = self.node.network.run(self._find(config.run), FIND_S_MAX + _CALL_S)
             self.history = self._open_history(run.run_id)
             events = EventLog()
             events.restore(self.history.events())
@@ -98,18 +92,11 @@ class Watch:
                 specification=self._specification if run.version else None,
                 experts=self._experts,
                 members=self._members,
+                relays=RelayWatch(self.node.introductions, self.node.clock),
                 after=self._after,
             )
-            self.node.network.run(self._start(), _CALL_S)
+            self.node.network.run(self._start(), TURN_S_MAX)
             undo.pop_all()
-
-    def _joined(self) -> bool:
-        """Wait until a peer answered, or until no answer can be expected; return whether one did."""
-        begun_s = time.monotonic()
-        while not self.node.wait_joined(_WAIT_S):
-            if time.monotonic() - begun_s > (_REFUSED_S if self.node.join_failures else _JOIN_S):
-                return False
-        return True
 
     @property
     def run(self) -> RunView:
@@ -126,7 +113,7 @@ class Watch:
         async def view() -> MonitorView:
             return self.view_now()
 
-        return self.node.network.run(view(), _CALL_S)
+        return self.node.network.run(view(), TURN_S_MAX)
 
     def view_now(self) -> MonitorView:
         """Return the view of the run at this moment. Must be called on the network thread."""
@@ -207,7 +194,7 @@ class Watch:
     async def _find(self, wanted: str | None) -> RunView:
         """Return the wanted run: one with an owner's specification, or an open run of that name."""
         try:
-            self._signed = await self._directory.find(wanted, timeout_s=_FIND_S)
+            self._signed = await found_run(self._directory, wanted)
             check_invited(self._signed, self.node.membership)
             return run_view(self._signed)
         except UsageError as error:
@@ -258,6 +245,10 @@ class Watch:
     async def _specification(self) -> RunView | None:
         self._signed = await self._directory.specification(self.run.run_id)
         return run_view(self._signed)
+
+
+def _text(contact: Contact) -> str:
+    return next(iter(contact.multiaddrs), str(contact.peer_id))
 
 
 def run_view(signed: SignedSpecification) -> RunView:

@@ -63,6 +63,7 @@ class Announcing:
         self._of_machine = machine_addresses(*own.listening) if own.listening is not None else ()
         port = own.listening[1] if own.listening is not None else 0
         self._mapping = PortMapping(port)
+        self._relay_mapping: PortMapping | None = None  # of the port at which this peer relays
         hosts = [address.host for one in own.named for address in one.addresses]
         # names that the user gave may turn out to be in the internet
         self._is_unresolved = any(scope_of(host) is None for host in hosts) and surroundings.is_open
@@ -126,11 +127,8 @@ class Announcing:
 
     @property
     def is_open_to_all(self) -> bool:
-        """Return whether peers of the internet can call this one, at every port that it opens: not, where its
-        router forwards one on request.
-        """
-        hosts = [one.host for one in self.contact.addresses]
-        return any(scope_of(host) in (None, Scope.INTERNET) for host in hosts) and not self._mapping.is_open
+        """Return whether peers of the internet can call this one."""
+        return any(scope_of(one.host) in (None, Scope.INTERNET) for one in self.contact.addresses)
 
     @property
     def listening(self) -> tuple[str, int]:
@@ -181,10 +179,26 @@ class Announcing:
             wait_s = self._machine.due_s - loop.time() if candidates else _INTERFACES_S
             await self._changed.wait(min(max(wait_s, 0.0), _INTERFACES_S))
 
+    def relay_port(self, port: int) -> int:
+        """Return the port at which others may reach a relay that listens at this port: itself, or the one
+        that a router forwards on request; 0: it does not forward one (yet).
+        """
+        if not self._mapping.is_open:
+            return port
+        return self._relay_mapping.port if self._relay_mapping is not None else 0
+
     async def relay_reached(self, port: int) -> bool | None:
         """Return whether others reach this machine at the port at which it relays; None when those that were
-        asked did not say. Where nobody can be asked, it is presumed, as the addresses of a first peer are.
+        asked did not say. Where nobody can be asked, it is presumed, as the addresses of a first peer are. A
+        router that has forwarded a port on request is asked for this one, too.
         """
+        if self._mapping.is_open:
+            if self._relay_mapping is None:
+                self._relay_mapping = PortMapping(port)
+            await self._relay_mapping.open()
+            port = self._relay_mapping.port
+            if not port:
+                return False
         candidates = self._candidates()
         if not candidates:
             return True
@@ -206,7 +220,8 @@ class Announcing:
 
     async def close(self) -> None:
         """Give back what a router has lent."""
-        await self._mapping.close()
+        lent = [one for one in (self._mapping, self._relay_mapping) if one is not None]
+        await asyncio.gather(*(one.close() for one in lent))
 
     def _asks(self) -> bool:
         """Return whether this node is in the internet, listens, and was given no addresses."""
@@ -232,7 +247,9 @@ class Announcing:
         if now == before:
             return
         self._of_machine = now
-        self._mapping.on_moved()
+        for mapping in (self._mapping, self._relay_mapping):
+            if mapping is not None:
+                mapping.on_moved()
         if not self._asks():
             self._surroundings.widen(one.host for one in now)
         hosts = {one.host for one in now}
@@ -283,6 +300,8 @@ class Announcing:
             return
         if self._is_behind_router():
             self._machine.port = await self._mapping.open()
+            if self._relay_mapping is not None:
+                await self._relay_mapping.open()
         asked = self._machine.choose(candidates)
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(self._ask(contact)) for contact in asked]

@@ -5,14 +5,16 @@ sockets of the server are listed once a second. A caller that has made no call y
 callers make one at once.
 
 A new connection costs a TLS handshake, and its calls cost what they ask for. Only the handshake tells a
-member from a stranger of the same address. Strangers of one address prefix that make too many connections
-therefore get the handshake and nothing else: the first call is refused before its request is read, and the
-connection is closed.
+member from a stranger of the same address. Strangers of one address prefix that make too many connections,
+and those that come when all strangers together make too many, therefore get the handshake and nothing else:
+the first call is refused before its request is read, and the connection is closed. For the next seconds the
+system drops further connections from such a prefix before the handshake, except from hosts of members.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net.scope import prefix_of
+from swarm.runtime.listener_filter import HOSTS_MAX, NETWORKS_MAX, Instruction, attach, program
 from swarm.runtime.sockets import Endpoint, OpenSocket, SocketList, shut_down
 
 CONNECTIONS_MAX = 1024  # no more are accepted; strangers get half of them where members are known
@@ -32,6 +35,16 @@ UNKNOWN_GRACE_S = 5.0  # too short: callers lose connections that a busy machine
 # newcomers behind one public address wait for their first calls. Each makes a few connections.
 ARRIVALS_MAX = 128
 ARRIVALS_PER_S = 1.0
+# The same of all strangers together: each costs 6 ms of processor time, of which 2 ms are the handshake.
+ALL_ARRIVALS_MAX = 160
+ALL_ARRIVALS_PER_S = 4.0
+# Of these the last ones are for prefixes that had few: a newcomer from elsewhere gets in during an attack, as
+# long as those few of the attacker's prefixes do not use up what all get (from more than 32 prefixes).
+RESERVED = 32
+FEW_MAX = 4
+FEW_PER_S = 0.125
+AWAY_S = 3.0  # a prefix that made too many is turned away before the handshake, then let in for a second
+_LOCAL_HOSTS = ("127.0.0.1", "::1")  # whoever comes through a relay comes from there
 _PREFIXES_MAX = 4096
 _INTERVAL_S = 1.0
 _PER_TURN = 64  # connections that are looked up or closed in a turn of the event loop: about 2 ms
@@ -99,22 +112,72 @@ def _fair_share(counts: Iterable[int], total_max: int) -> int:
     return max(share, total_max)
 
 
+@dataclass(slots=True)
+class _Bucket:
+    """What is left of a number that grows to `most` again, so many in a second."""
+
+    most: float
+    per_s: float
+    left: float
+    at_s: float
+
+    def fill(self, now_s: float) -> float:
+        """Return what is left at this time."""
+        self.left = min(self.left + max(now_s - self.at_s, 0.0) * self.per_s, self.most)
+        self.at_s = now_s
+        return self.left
+
+
+def _full(most: float, per_s: float, now_s: float) -> _Bucket:
+    return _Bucket(most, per_s, most, now_s)
+
+
 class Arrivals:
-    """Which new connections of strangers are answered: a token bucket for each address prefix. Pure."""
+    """Which new connections of strangers are answered: token buckets for each address prefix, and for all
+    strangers. Pure.
+    """
 
     def __init__(self) -> None:
-        # by prefix, the one that was used longest ago first: what is left, and when it was
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        # by prefix, the one that was used longest ago first: what is left, and what of the few
+        self._left: OrderedDict[str, tuple[_Bucket, _Bucket]] = OrderedDict()
+        self._of_all: _Bucket | None = None
+        self._refused: dict[str, None] = {}  # since the last `turn`
+        self._away_until_s: dict[str, float] = {}
 
     def enter(self, prefix: str, now_s: float) -> bool:
         """Count one in, and return whether it is answered."""
-        left, at_s = self._left.pop(prefix, (float(ARRIVALS_MAX), now_s))
-        left = min(left + (now_s - at_s) * ARRIVALS_PER_S, float(ARRIVALS_MAX))
-        is_answered = left >= 1.0
-        self._left[prefix] = (left - 1.0 if is_answered else left, now_s)
+        of_all = self._of_all = self._of_all or _full(ALL_ARRIVALS_MAX, ALL_ARRIVALS_PER_S, now_s)
+        if prefix not in self._left:
+            of_prefix = _full(ARRIVALS_MAX, ARRIVALS_PER_S, now_s), _full(FEW_MAX, FEW_PER_S, now_s)
+            self._left[prefix] = of_prefix
+        left, few = self._left[prefix]
+        self._left.move_to_end(prefix)
+        needed = 1.0 if few.fill(now_s) >= 1.0 else 1.0 + RESERVED
+        is_answered = left.fill(now_s) >= 1.0 and of_all.fill(now_s) >= needed
+        if is_answered:
+            for bucket in (left, few, of_all):
+                bucket.left = max(bucket.left - 1.0, 0.0)
+        else:
+            self.refuse(prefix)
         if len(self._left) > _PREFIXES_MAX:
             self._left.popitem(last=False)
         return is_answered
+
+    def refuse(self, prefix: str) -> None:
+        """Note that a prefix has more connections than it may."""
+        if prefix not in self._away_until_s and len(self._refused) < NETWORKS_MAX:
+            self._refused[prefix] = None
+
+    def turn(self, now_s: float) -> list[str]:
+        """Return the prefixes to be turned away before the handshake until the next call, a second later.
+        None is turned away for longer than `AWAY_S` at a stretch: strangers that are honest come from there,
+        too.
+        """
+        away = {prefix: until_s for prefix, until_s in self._away_until_s.items() if until_s > now_s}
+        away |= dict.fromkeys(self._refused, now_s + AWAY_S)
+        self._refused.clear()
+        self._away_until_s = dict(list(away.items())[:NETWORKS_MAX])
+        return list(self._away_until_s)
 
 
 class Connections:
@@ -134,6 +197,9 @@ class Connections:
         self._callers: dict[Endpoint, PeerId] = {}
         self._refused: set[Endpoint] = set()  # of strangers that made too many
         self._arrivals = Arrivals()
+        self._hosts: OrderedDict[str, None] = OrderedDict()  # of members, the one that called last at the end
+        self.turned_away: list[str] = []  # prefixes, until the next look at the sockets
+        self._filter: list[Instruction] = []  # of the listening sockets
         self._sockets = SocketList()
 
     def prefix_of(self, endpoint: Endpoint) -> str:
@@ -142,15 +208,25 @@ class Connections:
         """
         return self._tunnelled(endpoint) or prefix_of(endpoint[0])
 
+    def is_refused(self, endpoint: Endpoint) -> bool:
+        """Return whether calls of this connection are refused, whoever makes them."""
+        return endpoint in self._refused
+
     def on_called(self, peer_id: PeerId, endpoint: Endpoint, now_s: float) -> bool:
         """Record who calls from an endpoint, and return whether it is answered."""
         if self._callers.get(endpoint) == peer_id:
             return endpoint not in self._refused
+        is_member = self._standing.is_member(peer_id)
         is_answered = (
-            self._standing.is_member(peer_id)
+            is_member
             or not self._standing.has_members()
             or self._arrivals.enter(self.prefix_of(endpoint), now_s)
         )
+        if is_member:
+            self._hosts[endpoint[0]] = None
+            self._hosts.move_to_end(endpoint[0])
+            if len(self._hosts) > HOSTS_MAX - len(_LOCAL_HOSTS):
+                self._hosts.popitem(last=False)
         if len(self._callers) < 2 * CONNECTIONS_MAX or endpoint in self._callers:
             self._callers[endpoint] = peer_id
             self._refused.discard(endpoint)
@@ -159,7 +235,7 @@ class Connections:
         return is_answered
 
     async def run(self) -> None:
-        """Close the surplus once a second, until cancelled."""
+        """Close the surplus once a second, and turn away whence it came, until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             await self.close_surplus(asyncio.get_running_loop().time())
@@ -172,8 +248,11 @@ class Connections:
         if port is None:
             return 0
         callers, open_now = list(self._callers), dict[Endpoint, OpenSocket]()
+        listening: list[OpenSocket] = []
         for number, found in enumerate(self._sockets.open_now(), 1):
-            if found.remote is not None and found.local[1] == port:
+            if found.local[1] == port and found.remote is None:
+                listening.append(found)
+            elif found.local[1] == port and found.remote is not None:
                 open_now[found.remote] = found
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -190,8 +269,26 @@ class Connections:
         closed = refused + surplus(
             [one for one in held if one.endpoint not in self._refused], self._standing, now_s
         )
+        for one in closed[len(refused) :]:
+            if one.peer_id is None:
+                self._arrivals.refuse(one.prefix)
+        self._turn_away(listening, now_s)
         for number, one in enumerate(closed, 1):
             shut_down(open_now[one.endpoint])
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)
         return len(closed)
+
+    def _turn_away(self, listening: Iterable[OpenSocket], now_s: float) -> None:
+        """Let the system drop new connections from prefixes that made too many. Where it cannot, they are
+        refused after the handshake.
+        """
+        away = self.turned_away = self._arrivals.turn(now_s)
+        hosts = [*_LOCAL_HOSTS, *reversed(self._hosts)]
+        instructions = program(away, hosts) if away else []
+        if instructions == self._filter:
+            return
+        self._filter = instructions
+        for one in listening:
+            with contextlib.suppress(OSError):
+                attach(one.descriptor, instructions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
 from swarm.net.callers import caller_host
 from swarm.net.contacts import contact_to_wire, sender_from_wire
+from swarm.net.logic.relay_counts import RelayCounts
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Handlers, Method
 from swarm.net.scope import ip_of
@@ -19,6 +21,10 @@ from swarm.wire import peer_pb2
 _AGENT_CHARACTERS_MAX = 100
 _INTERVAL_S = 600.0
 _MET_MAX = 4096
+# When a peer of the same site that was dialed is greeted, in seconds from then. The DHT has told its
+# addresses, and of newcomers that come at once each pair would exchange two Hellos when they have most to
+# do. At random, so that one of the two does it.
+NEAR_HELLO_S = (20.0, 60.0)
 HELLO = Method(
     name="/swarm.Node/Hello",
     request=peer_pb2.Hello,
@@ -31,7 +37,8 @@ HELLO = Method(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
     """The result of a Hello. `observed`: the IP address that this peer called from, as the other one says;
-    empty if it does not. `relay_port`: where it relays calls for others; 0: nowhere.
+    empty if it does not. `relay_port`: where it relays calls for others; 0: nowhere. `relayed`: how much, as
+    it says; None: it does not.
     """
 
     contact: Contact
@@ -39,6 +46,7 @@ class Introduction:
     round_trip_s: float
     observed: str = ""
     relay_port: int = 0
+    relayed: RelayCounts | None = None
 
 
 class Introductions:
@@ -51,6 +59,7 @@ class Introductions:
         self._book = book
         self._met_s: OrderedDict[PeerId, float] = OrderedDict()
         self.relay_port = 0  # on which this peer relays calls for others; 0: it does not
+        self.relayed: Callable[[], RelayCounts] | None = None  # what it has relayed
         self.on_introduced: list[Callable[[Introduction], None]] = []
 
     def register(self, handlers: Handlers) -> None:
@@ -61,6 +70,14 @@ class Introductions:
         """Return whether this peer should be asked: neither has asked the other lately."""
         met_s = self._met_s.get(peer_id)
         return met_s is None or asyncio.get_running_loop().time() - met_s > _INTERVAL_S
+
+    async def introduce_once(self, contact: Contact, *, timeout_s: float) -> Introduction | None:
+        """Send a Hello to a peer that there is a connection to, unless one of the two has sent the other one
+        lately. Raises as `introduce` does.
+        """
+        if not self.is_due(contact.peer_id):
+            return None
+        return await self.introduce(contact, timeout_s=timeout_s, connected=True)
 
     async def introduce(self, contact: Contact, *, timeout_s: float, connected: bool = False) -> Introduction:
         """Send a Hello. `connected`: there is a connection already. Raises NetworkError, DeadlineExceeded or
@@ -78,6 +95,7 @@ class Introductions:
             round_trip_s=round_trip_s,
             observed=reply.observed if ip_of(reply.observed) is not None else "",
             relay_port=reply.relay_port if reply.relay_port <= 65535 else 0,
+            relayed=_counts(reply.relayed) if reply.HasField("relayed") else None,
         )
         self._book.record_seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
         for listener in self.on_introduced:
@@ -113,9 +131,18 @@ class Introductions:
 
     def _message(self, observed: str = "") -> peer_pb2.Hello:
         contact = contact_to_wire(self._own())
+        counts = self.relayed() if self.relayed is not None else None
         return peer_pb2.Hello(
-            contact=contact, agent=self._agent, observed=observed, relay_port=self.relay_port
+            contact=contact,
+            agent=self._agent,
+            observed=observed,
+            relay_port=self.relay_port,
+            relayed=peer_pb2.Relayed(**dataclasses.asdict(counts)) if counts is not None else None,
         )
+
+
+def _counts(wire: peer_pb2.Relayed) -> RelayCounts:
+    return RelayCounts(wire.reservations, wire.circuits, wire.carried_bytes, wire.refused)
 
 
 def _readable(agent: str) -> str:

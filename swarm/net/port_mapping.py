@@ -57,6 +57,11 @@ class PortMapping:
         """Return whether the router has said that it forwards a port."""
         return self._is_open
 
+    @property
+    def port(self) -> int:
+        """Return the router's port that it forwards here; 0: none, as far as it has said."""
+        return self._outer or 0 if self._is_open else 0
+
     def on_moved(self) -> None:
         """Take that the addresses of this machine have changed: the next `open` searches the router again,
         since it may be another one, and forwards to the old address.
@@ -68,10 +73,10 @@ class PortMapping:
         node's own if the router does not forward one.
         """
         before = self._outer if self._is_open else None
-        self._is_open = False
         if self._router is None:
             self._router = await self._search()
         if self._router is None:
+            self._is_open = False
             return self._port
         first = before or self._port
         for outer in range(first, min(first + _PORTS_MAX, 65536)):
@@ -82,6 +87,7 @@ class PortMapping:
                 return outer
             if self._router is None:
                 break
+        self._is_open = False
         self._router = self._outer = None  # it may have been replaced; the next search finds the new one
         return self._port
 

@@ -299,12 +299,15 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         )
 
     async def _identified(self, context: aio.ServicerContext[Any, Any]) -> RemoteCaller:
+        peer = context.peer()
+        if self._server.connections.is_refused(endpoint_of(peer)):  # without a look at its certificate
+            await _refuse(context, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
         try:
             peer_id = self._caller(_certificate_of(context))
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
         try:
-            return self._server.called(peer_id, context.peer())
+            return self._server.called(peer_id, peer)
         except _Busy:
             await _refuse(context, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
 

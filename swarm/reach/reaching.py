@@ -192,15 +192,17 @@ class Reaching:
     async def _offer(self) -> None:
         """Relay for others, if this node may, and peers of the internet can call it."""
         rate = self._terms.relay_mbit
-        if not rate or self._terms.server is None or self._introductions.relay_port:
-            return
-        if not self._announcing.is_open_to_all:
+        if not rate or self._terms.server is None or not self._announcing.is_open_to_all:
             return
         stack = await self._libp2p.stack()
         if stack.relay is None:
-            stack.offer_relay(rate * _BYTES_PER_MBIT)
+            self._introductions.relayed = stack.offer_relay(rate * _BYTES_PER_MBIT).counts
         assert stack.host.listening is not None
         port = stack.host.listening.port
+        announced = self._introductions.relay_port
+        if announced and announced == self._announcing.relay_port(port):
+            return
+        self._introductions.relay_port = 0
         now_s = asyncio.get_running_loop().time()
         if now_s < self._check_s:
             return
@@ -212,5 +214,5 @@ class Reaching:
                     "this machine does not relay: others do not reach its TCP port %d; open it, too", port
                 )
             return
-        self._introductions.relay_port = port
+        self._introductions.relay_port = self._announcing.relay_port(port)
         _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, rate)

@@ -20,6 +20,7 @@ from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import read_members
 from swarm.run.specification import SignedSpecification
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     from swarm.net.membership import RunMembership
@@ -127,7 +128,7 @@ def follow_run(node: Node) -> None:
             f"following run {membership.run_id}", lambda: _follow(node, directory, membership), restart=True
         )
 
-    node.network.run(follow(), 5.0)
+    node.network.run(follow(), TURN_S_MAX)
 
 
 async def _follow(node: Node, directory: RunDirectory, membership: RunMembership) -> None:

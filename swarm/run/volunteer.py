@@ -40,6 +40,7 @@ from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import make_task
 from swarm.run.training import STATE_TIMEOUT_S, Training
+from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +110,7 @@ class Volunteer:
                 estimate_run(
                     self._node.dht.service, self.signed.run_id, self._node.peer_id, self._node.clock
                 ),
-                10.0,
+                TURN_S_MAX,
             )
         on_cuda = self._config.device.startswith("cuda")
         needed = self._estimate(on_cuda=on_cuda)
@@ -176,7 +177,7 @@ class Volunteer:
         training = self.training = self._make_training(model, data, self._join(inner), device)
         reason = ""
         try:
-            self._node.network.run(self._follow(training), 5.0)
+            self._node.network.run(self._follow(training), TURN_S_MAX)
             try:
                 self._load_first_state(training, writer, new=new)
                 self._emit_joined(device, data.summary)

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.runtime.waits import ThreadWaits, Waits
@@ -18,6 +18,9 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POOL_THREADS_MAX = 4
+# For what needs a turn of the loop and no peer. Importing torch keeps Python's lock for seconds, and beside
+# many busy processes this thread has waited for more than five.
+TURN_S_MAX: Final = 60.0
 _STOP_S_MAX = 1.0
 
 

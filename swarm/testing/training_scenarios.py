@@ -209,11 +209,11 @@ class _TrainingRun:
 
     async def _train(self) -> None:
         scenario, loop = self._scenario, asyncio.get_running_loop()
-        for number in range(scenario.peers):
-            await self._faults.add(lies=number >= scenario.peers - scenario.liars)
+        await self._fill()
         await self._until(_CALM_S, self._has_begun)
         end_s = loop.time() + scenario.hours * 3600.0
         while loop.time() < end_s and not self._violations.count:
+            await self._fill()
             await self._faults.run(min(loop.time() + scenario.faults_s, end_s))
             await self._faults.calm()
             self._checks.faults_s = loop.time()
@@ -223,6 +223,15 @@ class _TrainingRun:
             for apart in self._checks.apart(self._live):
                 self._violations.add(loop.time(), apart)
             self._checks.check_sizes(self._live, loop.time())
+
+    async def _fill(self) -> None:
+        """Start peers until there are as many as in the beginning, and as many liars. More processes end by
+        faults than newcomers come: without this, most of a long run has the two peers that faults spare.
+        """
+        liars = self._scenario.liars - sum(one.lies for one in self._live)
+        missing = self._scenario.peers - len(self._live)
+        for number in range(missing):
+            await self._faults.add(lies=number >= missing - liars)
 
     async def _goes_on(self) -> None:
         """Check that a healed swarm completes an epoch."""

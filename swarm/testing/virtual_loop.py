@@ -171,11 +171,14 @@ class VirtualClock:
         self.skew_s = skew_s
         self.drift = drift
         self.offset_s = 0.0
+        self.stopped_s: float | None = None  # as if the process, which goes on, stood still at this time
 
     def monotonic_s(self) -> float:
         return asyncio.get_running_loop().time() * (1.0 + self.drift)
 
     def swarm_s(self) -> float:
+        if self.stopped_s is not None:
+            return self.stopped_s
         return EPOCH_UNIX_S + self.monotonic_s() + self.skew_s + self.offset_s
 
     @property

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15swarm/wire/peer.proto\x12\nswarm.wire\"-\n\x07\x43ontact\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x11\n\taddresses\x18\x02 \x03(\t\"b\n\x05Hello\x12$\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x10\n\x08observed\x18\x03 \x01(\t\x12\x12\n\nrelay_port\x18\x04 \x01(\r\".\n\x0f\x44ialBackRequest\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\r\n\x05relay\x18\x02 \x01(\x08\"2\n\rDialBackReply\x12\x0f\n\x07reached\x18\x01 \x01(\x08\x12\x10\n\x08observed\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15swarm/wire/peer.proto\x12\nswarm.wire\"-\n\x07\x43ontact\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x11\n\taddresses\x18\x02 \x03(\t\"\x88\x01\n\x05Hello\x12$\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x10\n\x08observed\x18\x03 \x01(\t\x12\x12\n\nrelay_port\x18\x04 \x01(\r\x12$\n\x07relayed\x18\x05 \x01(\x0b\x32\x13.swarm.wire.Relayed\"Y\n\x07Relayed\x12\x14\n\x0creservations\x18\x01 \x01(\r\x12\x10\n\x08\x63ircuits\x18\x02 \x01(\r\x12\x15\n\rcarried_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\".\n\x0f\x44ialBackRequest\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\r\n\x05relay\x18\x02 \x01(\x08\"2\n\rDialBackReply\x12\x0f\n\x07reached\x18\x01 \x01(\x08\x12\x10\n\x08observed\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONTACT']._serialized_start=37
   _globals['_CONTACT']._serialized_end=82
-  _globals['_HELLO']._serialized_start=84
-  _globals['_HELLO']._serialized_end=182
-  _globals['_DIALBACKREQUEST']._serialized_start=184
-  _globals['_DIALBACKREQUEST']._serialized_end=230
-  _globals['_DIALBACKREPLY']._serialized_start=232
-  _globals['_DIALBACKREPLY']._serialized_end=282
+  _globals['_HELLO']._serialized_start=85
+  _globals['_HELLO']._serialized_end=221
+  _globals['_RELAYED']._serialized_start=223
+  _globals['_RELAYED']._serialized_end=312
+  _globals['_DIALBACKREQUEST']._serialized_start=314
+  _globals['_DIALBACKREQUEST']._serialized_end=360
+  _globals['_DIALBACKREPLY']._serialized_start=362
+  _globals['_DIALBACKREPLY']._serialized_end=412
 # @@protoc_insertion_point(module_scope)

@@ -15,16 +15,30 @@ class Contact(_message.Message):
     def __init__(self, peer_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("contact", "agent", "observed", "relay_port")
+    __slots__ = ("contact", "agent", "observed", "relay_port", "relayed")
     CONTACT_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
     RELAY_PORT_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_FIELD_NUMBER: _ClassVar[int]
     contact: Contact
     agent: str
     observed: str
     relay_port: int
-    def __init__(self, contact: _Optional[_Union[Contact, _Mapping]] = ..., agent: _Optional[str] = ..., observed: _Optional[str] = ..., relay_port: _Optional[int] = ...) -> None: ...
+    relayed: Relayed
+    def __init__(self, contact: _Optional[_Union[Contact, _Mapping]] = ..., agent: _Optional[str] = ..., observed: _Optional[str] = ..., relay_port: _Optional[int] = ..., relayed: _Optional[_Union[Relayed, _Mapping]] = ...) -> None: ...
+
+class Relayed(_message.Message):
+    __slots__ = ("reservations", "circuits", "carried_bytes", "refused")
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    CIRCUITS_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    reservations: int
+    circuits: int
+    carried_bytes: int
+    refused: int
+    def __init__(self, reservations: _Optional[int] = ..., circuits: _Optional[int] = ..., carried_bytes: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class DialBackRequest(_message.Message):
     __slots__ = ("port", "relay")

@@ -156,6 +156,22 @@ def test_a_router_that_forwards_ports_on_request_makes_its_peer_callable(
     assert not internet.forwarded_on_request("home")
 
 
+@pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd not installed")
+def test_a_peer_whose_router_forwards_ports_on_request_relays(internet: Internet, tmp_path: Path) -> None:
+    internet.public("r")
+    internet.behind_router("home")
+    internet.forward_on_request("home", tmp_path)
+    internet.behind_router("a", "symmetric")
+    entry = command(internet, "r", "bootstrap", "--relay-mbit", "0")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    relay = command(internet, "home", "bootstrap", "--bootstrap", address)
+    peer_id = relay.wait("start", lambda event: event["event"] == "listening")["peer_id"]
+    relay.wait("verdict", lambda event: "by UPnP" in event.get("text", ""))
+    peer = internet.start("a", "-c", PEER, "0.0.0.0:4000", address)
+    reached = peer.wait("relay", lambda event: "through relay" in event.get("text", ""))
+    assert f"through relay {peer_id[-8:]}" in reached["text"]
+
+
 def test_peers_with_ipv6_alone_announce_the_address_that_others_called(internet: Internet) -> None:
     hosts = {name: internet.public_ipv6(name) for name in ("r", "peer")}
     first = internet.start("r", "-c", NODE, "[::]:4000")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarm.cli.render.monitor import ScreenState, Trends, bar, render_screen
-from swarm.monitor.logic.view import LinkView
+from swarm.monitor.logic.view import LinkView, RelayView
 from tests.monitor.watched_run import WatchedRun, peer, round_report
 
 
@@ -36,7 +36,7 @@ def text(watched: WatchedRun, ui: ScreenState, columns: int = 80, rows: int = 24
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (80, 23), (60, 15), (200, 60)])
-@pytest.mark.parametrize("section", ["rounds", "events", "experts"])
+@pytest.mark.parametrize("section", ["rounds", "events", "experts", "relays"])
 @pytest.mark.parametrize("details", [False, True])
 def test_the_screen_fits_any_terminal(columns: int, rows: int, section: str, details: bool) -> None:
     text(busy(), ScreenState(section=section, details=details), columns, rows)
@@ -93,6 +93,47 @@ def test_keys_choose_sort_and_open() -> None:
     assert "[events]" in text(watched, ui)
     ui.key("q", 30)
     assert ui.quit
+
+
+@pytest.mark.parametrize(
+    ("reach", "reached", "shown"),
+    [
+        ("relays abcdefgh and ijklmnop", None, "relay"),
+        ("relay abcdefgh", False, "relay"),
+        ("hidden", None, "out"),
+        ("none", None, "out"),
+        ("direct", None, "?"),
+        ("direct", False, "no"),
+        ("direct", True, "yes"),
+        ("", None, "?"),
+    ],
+)
+def test_the_column_says_how_a_peer_is_reached(reach: str, reached: bool | None, shown: str) -> None:
+    watched = WatchedRun(1, reach=reach, name="anna")
+    if reached is not None:
+        watched.model.on_dialed(peer(1), reached)
+    (line,) = [one for one in text(watched, ScreenState()).splitlines() if one.startswith("›anna")]
+    assert shown in line.split()
+
+
+def test_what_relays_say_is_listed() -> None:
+    watched = WatchedRun(1)
+    ui = ScreenState(section="relays")
+    assert "no relay has answered this monitor" in text(watched, ui)
+    relay = RelayView(
+        peer_id=str(peer(9)),
+        short=peer(9).short,
+        age_s=40.0,
+        reservations=3,
+        circuits=2,
+        carried_bytes=5_000_000,
+        refused=7,
+    )
+    watched.poll(2.0, relays=(relay,))
+    shown = text(watched, ui)
+    assert f"{peer(9).short} 3 reservations, 2 circuits, 5.0 MB carried, 7 refused  40 s ago" in shown
+    (listed,) = watched.view().as_dict()["relays"]
+    assert (listed["peer_id"], listed["carried_bytes"], listed["refused"]) == (str(peer(9)), 5_000_000, 7)
 
 
 def test_bars_have_their_width() -> None:

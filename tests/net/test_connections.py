@@ -14,9 +14,14 @@ from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net import connections
 from swarm.net.connections import (
+    ALL_ARRIVALS_MAX,
+    ALL_ARRIVALS_PER_S,
     ARRIVALS_MAX,
     ARRIVALS_PER_S,
+    AWAY_S,
     CONNECTIONS_MAX,
+    FEW_MAX,
+    RESERVED,
     UNKNOWN_AT_ONCE_MAX,
     UNKNOWN_GRACE_S,
     UNKNOWN_MAX,
@@ -26,6 +31,7 @@ from swarm.net.connections import (
     Held,
     surplus,
 )
+from swarm.runtime.listener_filter import NETWORKS_MAX
 from swarm.testing.identities import SeededIdentity
 
 MEMBER, STRANGER = (SeededIdentity(name).peer_id for name in ("member", "stranger"))
@@ -152,7 +158,9 @@ def test_strangers_of_one_prefix_that_connect_again_and_again_are_not_answered_a
     assert answered("198.51.1.7", STRANGER, NOW_S) == ARRIVALS_MAX
     assert answered("198.51.1.8", STRANGER, NOW_S + 10.0) == 10 * ARRIVALS_PER_S
     assert answered("198.51.1.7", MEMBER, NOW_S + 11.0) == 400
-    assert answered("198.51.2.7", STRANGER, NOW_S + 12.0, 50) == 50, "another network has its own"
+    # of what all strangers have, the first network has used most; after a while there is more again
+    assert answered("198.51.2.7", STRANGER, NOW_S + 12.0, 50) >= FEW_MAX, "another network has its own"
+    assert answered("198.51.2.7", STRANGER, NOW_S + 30.0, 50) == 50
     assert known.on_called(STRANGER, ("198.51.1.7", 0), NOW_S + 12.0), "it was answered before"
     assert not known.on_called(STRANGER, ("198.51.1.7", 399), NOW_S + 500.0), "it is closed soon"
     nobody_known = Connections(standing(), lambda: None)
@@ -171,3 +179,89 @@ def test_in_any_time_a_prefix_has_its_burst_and_its_rate_at_most(seed: int) -> N
         for last in range(first, len(answered_s), 37):
             allowed = ARRIVALS_MAX + (answered_s[last] - began_s) * ARRIVALS_PER_S
             assert last - first + 1 <= allowed + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_any_time_all_strangers_have_their_burst_and_their_rate_at_most(seed: int) -> None:
+    rng, arrivals = random.Random(seed), Arrivals()
+    now_s, answered_s = NOW_S, list[float]()
+    for _ in range(4000):
+        now_s += rng.choice([0.0, 0.01, 0.1, 0.5])
+        if arrivals.enter(f"198.51.{rng.randrange(200)}.0/24", now_s):
+            answered_s.append(now_s)
+    for first, began_s in enumerate(answered_s):
+        for last in range(first, len(answered_s), 37):
+            allowed = ALL_ARRIVALS_MAX + (answered_s[last] - began_s) * ALL_ARRIVALS_PER_S
+            assert last - first + 1 <= allowed + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("networks", [1, 20, 32])
+def test_a_newcomer_gets_in_during_a_flood_from_other_networks(networks: int, seed: int) -> None:
+    """It tries as its system does, and needs a few connections."""
+    rng, arrivals = random.Random(seed), Arrivals()
+    came_s = NOW_S + rng.uniform(0.0, 120.0)
+    tries = [came_s + after_s for after_s in (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0)]
+    # in a second each network of the attacker makes up to ten connections
+    flood = [NOW_S + rng.uniform(0.0, 200.0) for _ in range(networks * rng.choice([200, 2000]))]
+    waited_s = None
+    for now_s, is_honest in sorted([*((at_s, False) for at_s in flood), *((at_s, True) for at_s in tries)]):
+        if not is_honest:
+            arrivals.enter(f"198.51.{rng.randrange(networks)}.0/24", now_s)
+        elif waited_s is None and all(arrivals.enter("203.0.113.0/24", now_s) for _ in range(3)):
+            waited_s = now_s - came_s
+    assert waited_s is not None
+    # the attacker's networks have their few first, and all strangers get new ones at their rate
+    assert waited_s <= max(networks * FEW_MAX - RESERVED, 0) / ALL_ARRIVALS_PER_S + 15.0
+    if came_s > NOW_S + 60.0:
+        assert waited_s == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_network_that_connects_again_and_again_is_turned_away_most_of_the_time_and_never_for_long(
+    seed: int,
+) -> None:
+    rng, arrivals = random.Random(seed), Arrivals()
+    away, now_s, states = False, NOW_S, list[bool]()
+    for _ in range(120):
+        for _ in range(0 if away else 100):
+            arrivals.enter("198.51.1.0/24", now_s + rng.random())
+        arrivals.enter("198.51.2.0/24", now_s)
+        now_s += 1.0
+        found = arrivals.turn(now_s)
+        assert set(found) <= {"198.51.1.0/24"}, "the other one makes as many as it may"
+        away = bool(found)
+        states.append(away)
+    runs = [(key, len(list(group))) for key, group in itertools.groupby(states)]
+    assert all(length <= AWAY_S + 1.0 for is_away, length in runs if is_away)
+    assert all(length == 1 for is_away, length in runs[2:-1] if not is_away)
+    assert sum(states) >= 0.6 * len(states)
+
+
+def test_what_is_known_of_networks_is_bounded_and_so_is_what_is_turned_away() -> None:
+    arrivals = Arrivals()
+    for number in range(20_000):
+        arrivals.enter(f"198.{number % 250}.{number // 250}.0/24", NOW_S)
+    assert len(arrivals.turn(NOW_S + 1.0)) == NETWORKS_MAX
+    assert len(arrivals._left) == 4096
+
+
+def test_callers_that_hold_connections_and_make_no_call_are_turned_away_with_their_network() -> None:
+    """They are closed after a while, and others of them would come in their place."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            kept = Connections(standing(MEMBER), lambda: port)
+            near = [
+                socket.create_connection(("127.0.0.1", port), source_address=("127.0.7.1", 0))
+                for _ in range(UNKNOWN_PER_PREFIX_MAX + 1)
+            ]
+            far = [server.accept()[0] for _ in near]
+            assert await kept.close_surplus(NOW_S) == 0
+            assert await kept.close_surplus(NOW_S + UNKNOWN_GRACE_S) == 1
+            assert kept.turned_away == ["127.0.7.0/24"]
+            for one in (*near, *far):
+                one.close()
+
+    asyncio.run(scenario())

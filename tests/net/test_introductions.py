@@ -7,6 +7,7 @@ from typing import Any
 
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.hello import HELLO, Introductions
+from swarm.net.logic.relay_counts import RelayCounts
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Handlers
 from swarm.testing.identities import SeededIdentity
@@ -59,8 +60,28 @@ def test_a_peer_that_was_asked_does_not_ask_back() -> None:
         assert wire.calls == 1
         assert not both[0].is_due(CONTACTS[1].peer_id)
         assert not both[1].is_due(CONTACTS[0].peer_id)
+        assert await both[1].introduce_once(CONTACTS[0], timeout_s=1.0) is None
+        assert wire.calls == 1
         for book, other in zip(books, reversed(CONTACTS), strict=True):
             (known,) = book.known()
             assert (known.contact, known.agent) == (other, "agent")
+
+    asyncio.run(play())
+
+
+def test_a_relay_says_at_which_port_it_relays_and_how_much() -> None:
+    async def play() -> None:
+        wire, both = Wire(), []
+        for contact in CONTACTS:
+            book = PeerBook(contact.peer_id, lambda: 1000.0, None, 8)
+            one = Introductions(lambda contact=contact: contact, "agent", wire.caller(contact.peer_id), book)
+            one.register(Registered(wire, contact.peer_id))
+            both.append(one)
+        answer = await both[0].introduce(CONTACTS[1], timeout_s=1.0, connected=True)
+        assert (answer.relay_port, answer.relayed) == (0, None)
+        counts = RelayCounts(reservations=2, circuits=1, carried_bytes=1 << 40, refused=3)
+        both[1].relay_port, both[1].relayed = 4001, lambda: counts
+        answer = await both[0].introduce(CONTACTS[1], timeout_s=1.0, connected=True)
+        assert (answer.relay_port, answer.relayed) == (4001, counts)
 
     asyncio.run(play())

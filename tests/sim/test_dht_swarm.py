@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from swarm.core.errors import DeadlineExceeded
-from swarm.core.ids import Contact, Key
+from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.service.dht_service import DhtService
+from swarm.dht.service.overlay import Overlay
 from swarm.dht.service.upkeep import Upkeep
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
@@ -114,6 +115,49 @@ def test_a_newcomer_is_a_replica_as_soon_as_it_has_called() -> None:
             services.append(service)
         result = await services[1].store(Key.parse("key"), 1, ttl_s=60)
         assert (result.ok, result.replicas) == (True, 4)
+        await finish(network)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_newcomers_that_come_at_once_are_hardly_pinged(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each calls the others when it looks its neighbours up. That they answer shows what a ping would."""
+    pinged: list[PeerId] = []
+    ping = Overlay.ping
+
+    async def counted(self: Overlay, contact: Contact) -> bool:
+        pinged.append(contact.peer_id)
+        return await ping(self, contact)
+
+    async def scenario() -> None:
+        network = SimulatedNetwork(seed)
+        (founder,) = await swarm_of(network, 1)
+        newcomers = [service_of(network.peer()) for _ in range(16)]
+        async with asyncio.TaskGroup() as group:
+            for newcomer in newcomers:
+                group.create_task(newcomer.join([founder.own()]))
+        await asyncio.sleep(8)
+        everybody = {one.peer_id for one in (founder, *newcomers)}
+        for one in (founder, *newcomers):
+            assert {contact.peer_id for contact in one.overlay.table} == everybody - {one.peer_id}
+        assert len(pinged) <= 4 * len(newcomers), "by each the founder, through which it joins, and few more"
+        await finish(network)
+
+    monkeypatch.setattr(Overlay, "ping", counted)
+    run_virtual(scenario())
+
+
+def test_a_caller_that_ends_before_it_is_called_leaves_the_table() -> None:
+    async def scenario() -> None:
+        network = SimulatedNetwork(seed=16)
+        services = await swarm_of(network, 3)
+        caller = service_of(network.peer())
+        await caller.join([services[0].own()])
+        assert all(caller.peer_id in one.overlay.table for one in services)
+        await network.crash(peer_of(network, caller))
+        await asyncio.sleep(8)
+        assert not any(caller.peer_id in one.overlay.table for one in services)
         await finish(network)
 
     run_virtual(scenario())

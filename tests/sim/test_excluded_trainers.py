@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from averaging.blocklist import EXCLUDED
-from averaging.history.lineage import GRACE_S_MIN
+from averaging.history.grace import GRACE_S_MIN
 from averaging.optim.optimizer import OptimizerConfig
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.trainers import SimulatedTrainer, trainers

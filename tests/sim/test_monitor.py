@@ -52,14 +52,14 @@ class Trainer:
             own=self.own,
         )
 
-    def reporter(self, **config: Any) -> Reporter:
+    def reporter(self, peers: int = 5, **config: Any) -> Reporter:
         return Reporter(
             dht=self.service,
             clock=self.service.clock,
             own=self.service.peer_id,
             run_id=RUN.run_id,
             source=self.metrics,
-            peers=lambda: 5,
+            peers=lambda: peers,
             **config,
             rng=Chance(1, "reporter", str(self.service.peer_id)),
         )
@@ -154,6 +154,22 @@ def test_all_publishing_peers_are_seen_and_dialed(seed: int) -> None:
         assert view.samples >= 250
 
     on_stage(act, seed=seed)
+
+
+def test_a_newcomer_to_a_large_run_publishes_no_metrics_while_it_joins() -> None:
+    async def act(stage: Stage) -> None:
+        late = Trainer(service_of(stage.network.peer()))
+        await late.service.join([stage.bootstrap.own()])
+        reporter = late.reporter(peers=40)
+        stage.tasks.append(stage.group.create_task(reporter.run()))
+        every_s = period_s(reporter.every_s, 40)
+        assert every_s > 9.0
+        await asyncio.sleep(every_s - 1.0)
+        assert late.published == 0
+        await asyncio.sleep(2.0)
+        assert late.published == 1
+
+    on_stage(act)
 
 
 def test_the_monitor_continues_and_reports_when_its_entry_peer_dies() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from averaging.allreduce.logic.votes import VoteExchange
 from averaging.history.certificate import RoundKind, Vote
-from averaging.history.lineage import GRACE_S_MIN
+from averaging.history.grace import GRACE_S_MIN
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S
 from averaging.optim.state.donor import Donor
 from swarm.core.errors import PeerError

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -134,6 +136,47 @@ def test_a_monitor_leaves_a_log_and_a_history_that_the_next_one_finds(
         assert len(watch.history.series(now_s - 60.0, now_s)["series"]["samples_per_s"]) >= 1
         assert watch.view().events[0].kind == "joined"
         assert not watch.notice
+
+
+@contextlib.contextmanager
+def late(address: str) -> Iterator[str]:
+    """Yield another address of this peer, at which it answers no connection before the second one."""
+    host, port = Contact.parse(address).addresses[0].host, Contact.parse(address).addresses[0].port
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server((host, 0)))
+        carriers: list[threading.Thread] = []
+
+        def carry(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    target.sendall(data)
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_WR)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                stack.enter_context(listening.accept()[0])
+                while True:
+                    near = stack.enter_context(listening.accept()[0])
+                    far = stack.enter_context(socket.create_connection((host, port)))
+                    for one in ((near, far), (far, near)):
+                        carriers.append(threading.Thread(target=carry, args=one))
+                        carriers[-1].start()
+
+        server = threading.Thread(target=serve)
+        server.start()
+        try:
+            yield address.replace(f"/tcp/{port}/", f"/tcp/{listening.getsockname()[1]}/")
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            server.join(5.0)
+            for one in carriers:
+                one.join(5.0)
+
+
+def test_a_monitor_waits_for_a_peer_that_is_late_to_answer(run: list[Node]) -> None:
+    with late(run[0].addresses[0]) as address, Watch(WatchConfig(entry=(address,), run=NAME)) as watch:
+        until(lambda: watch.view().live, "a live view")
 
 
 def test_prometheus_reads_a_live_run(run: list[Node]) -> None:

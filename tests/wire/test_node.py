@@ -117,7 +117,7 @@ def test_a_node_rejoins_through_its_book_when_every_bootstrap_peer_is_dead(tmp_p
             Node(bootstrap.addresses, listen=HERE, identity=tmp_path / "key") as node,
         ):
             node.wait_joined(15)
-            node.network.run(node._introductions.introduce(friend.contact, timeout_s=5))
+            node.network.run(node.introductions.introduce(friend.contact, timeout_s=5))
             dead = bootstrap.addresses
         with Node(dead, listen=HERE, identity=tmp_path / "key", config=QUICK) as node:
             assert node.book.contact(friend.peer_id) == friend.contact
@@ -190,7 +190,7 @@ def test_services_close_in_reverse_order_and_cannot_delay_the_node() -> None:
     node, other = Node(listen=HERE), Node(listen=HERE)
 
     async def first() -> None:
-        await node._introductions.introduce(other.contact, timeout_s=10)  # connections still work
+        await node.introductions.introduce(other.contact, timeout_s=10)  # connections still work
         order.append("first")
 
     async def broken() -> None:

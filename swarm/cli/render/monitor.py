@@ -13,7 +13,7 @@ from rich.text import Text
 
 from swarm.cli.render.output import Output, Presentation
 from swarm.cli.render.text import size, sparkline
-from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RoundView, plain
+from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RelayView, RoundView, plain
 from swarm.run.events import Event, Notice
 
 SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
@@ -24,7 +24,7 @@ SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
     "drift": (lambda peer: (not peer.fresh, -(peer.drift or 0.0)), "drift"),
     "age": (lambda peer: -peer.age_s, "age"),
 }
-Section: TypeAlias = Literal["rounds", "events", "experts"]
+Section: TypeAlias = Literal["rounds", "events", "experts", "relays"]
 _SECTIONS: tuple[Section, ...] = get_args(Section)
 _STATUS = {
     "live": ("● live", "green"),
@@ -42,6 +42,9 @@ _STATE = {
     "left": "dim",
 }
 _PAGE = 8  # peers
+_RELAY_SILENT_S = 15.0  # a relay that was asked meanwhile, and has not answered
+# how a peer says that it is reached, in a column
+_REACH = {"direct": "yes", "relay": "relay", "relays": "relay", "hidden": "out", "none": "out"}
 _BAR = "█▏▎▍▌▋▊▉"
 _KEYS = "q quit   ↑↓ choose   enter details   s sort   tab below   "
 
@@ -297,7 +300,7 @@ def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
         "sent": size(peer.up_bytes),
         "got": size(peer.down_bytes),
         "drift": f"{peer.drift:.1e}" if peer.drift is not None else "-",
-        "reach": "?" if peer.reached is None else "yes" if peer.reached else "no",
+        "reach": _reach(peer),
         "loss": _number(peer.loss),
     }
     line = Text("›" if chosen else " ", style="bold" if chosen else "")
@@ -310,6 +313,14 @@ def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
     if peer.accused_by:
         line.stylize("red")
     return line
+
+
+def _reach(peer: PeerView) -> str:
+    """Return how a peer is reached: whether it answers this monitor, else what it says itself."""
+    said = _REACH.get(peer.reach.partition(" ")[0], "?")
+    if peer.reached is not None and said != "relay":
+        return "yes" if peer.reached else "no"
+    return said if said != "yes" else "?"
 
 
 def _details(peer: PeerView, now_s: float) -> list[Text]:
@@ -359,6 +370,10 @@ def _below(view: MonitorView, section: Section, rows: int) -> list[Text]:
         )
     elif section == "events":
         lines += [_event_line(one) for one in view.events[-(rows - 1) :]]
+    elif section == "relays":
+        lines += [_relay_line(relay) for relay in view.relays[: rows - 1]] or [
+            Text("  no relay has answered this monitor", style="dim")
+        ]
     elif view.experts:
         for expert in view.experts[: rows - 1]:
             load = f"  load {_number(expert.load)}" if expert.load is not None else ""
@@ -392,6 +407,14 @@ def _round_line(one: RoundView) -> Text:
     else:
         line.append(one.digest[:8], style="dim")
     return line
+
+
+def _relay_line(relay: RelayView) -> Text:
+    return Text(
+        f" {relay.short} {relay.reservations} reservations, {relay.circuits} circuits, "
+        f"{size(relay.carried_bytes)} carried, {relay.refused:,} refused"
+        + (f"  {_ago(relay.age_s)} ago" if relay.age_s > _RELAY_SILENT_S else "")
+    )
 
 
 def _event_line(event: MonitorEvent) -> Text:

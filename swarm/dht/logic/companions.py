@@ -17,9 +17,10 @@ Pure: times are seconds of a monotonic clock.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -116,10 +117,14 @@ class Companions:
         run = circle_of(key)
         if run == _LISTING:
             return True
-        distance = self._own.dht_id ^ key.dht_id
+        place = key.dht_id
+        distance = self._own.dht_id ^ place
         return any(
             self._standing.is_member(self._own, one)
-            and sum(other.peer_id.dht_id ^ key.dht_id < distance for other in self._members(one)) < HOLDERS
+            and all(
+                contact.peer_id.dht_id ^ place > distance
+                for contact in self._nearest(one, place)[HOLDERS - 1 :]
+            )
             for one in self._runs(run)
         )
 
@@ -145,7 +150,7 @@ class Companions:
             return list(dict.fromkeys(asked))  # those by which this peer came need not take part in a run
         if now_s - self._introducers_asked_s.get(run, -math.inf) >= INTRODUCER_INTERVAL_S:
             self._introducers_asked_s[run] = now_s
-            asked += self._reachable(self._introducers)[:ASKED_AT_ONCE]
+            asked += self._reachable_introducers()
         return list(dict.fromkeys(asked))
 
     def is_due(self, key: Key, owners: Collection[Owner], now_s: float, now_us: int) -> bool:
@@ -206,26 +211,31 @@ class Companions:
         """Return the members nearest to a key, of each run of its circle: those of one run need not know
         those of another one.
         """
-        members = [[one for one in self._members(run) if one.peer_id != but] for run in self._runs(circle)]
-        return [self._nearest(some, key)[:HOLDERS] for some in members]
+        return [self._nearest(run, key.dht_id, but) for run in self._runs(circle)]
 
-    def _members(self, run: str) -> list[Contact]:
+    def _nearest(self, run: str, place: int, but: PeerId | None = None) -> list[Contact]:
+        """Return the `HOLDERS` members of a run that are nearest to a place, of those that can be called."""
         members = self._standing.members(run)[:_CANDIDATES_MAX]
-        return self._reachable(peer for peer in members if peer != self._own)
+        members.sort(key=lambda peer: peer.dht_id ^ place)
+        others = (peer for peer in members if peer not in (self._own, but))
+        return list(itertools.islice(self._reachable(others), HOLDERS))
 
     def _believed(self, key: Key) -> list[Contact]:
         """Return the peers by which this one came, and the members that they named for a key."""
         named = self._reads[key].named.values() if key in self._reads else ()
-        members = self._nearest(dict.fromkeys(one for some in named for one in some), key)
-        return [*self._reachable(self._introducers)[:ASKED_AT_ONCE], *members[: 2 * HOLDERS]]
+        members = list(dict.fromkeys(one for some in named for one in some))
+        members.sort(key=lambda one: one.peer_id.dht_id ^ key.dht_id)
+        return [*self._reachable_introducers(), *members[: 2 * HOLDERS]]
 
-    def _reachable(self, peers: Iterable[PeerId]) -> list[Contact]:
-        found = (self._find_contact(peer) or self._introducers.get(peer) for peer in peers)
-        return [contact for contact in found if contact is not None and contact.addresses]
+    def _reachable_introducers(self) -> list[Contact]:
+        return list(itertools.islice(self._reachable(self._introducers), ASKED_AT_ONCE))
 
-    @staticmethod
-    def _nearest(contacts: Iterable[Contact], key: Key) -> list[Contact]:
-        return sorted(contacts, key=lambda one: one.peer_id.dht_id ^ key.dht_id)
+    def _reachable(self, peers: Iterable[PeerId]) -> Iterator[Contact]:
+        """Yield how to call these peers, those that can be called: as many are looked up as are taken."""
+        for peer in peers:
+            contact = self._find_contact(peer) or self._introducers.get(peer)
+            if contact is not None and contact.addresses:
+                yield contact
 
     # ---- questions of others
 
@@ -263,4 +273,4 @@ class Companions:
             return members[:NAMED_MAX]
         callers = self._callers.get(run, {})
         live = [peer for peer, s in callers.items() if now_s - s < CALLER_S and peer != caller]
-        return self._reachable(live)[:NAMED_MAX]
+        return list(itertools.islice(self._reachable(live), NAMED_MAX))

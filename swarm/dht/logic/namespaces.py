@@ -15,7 +15,7 @@ run's own names (`run_rules`).
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from swarm.core.errors import UsageError
 from swarm.core.ids import Key
@@ -25,6 +25,7 @@ from swarm.dht.logic.rules import NamespaceRules
 from swarm.dht.logic.run_rules import RUN_RULES
 
 _RULES_MAX = 1024
+_FOUND_MAX = 1024  # keys whose rules are remembered
 
 
 class Namespaces:
@@ -32,6 +33,7 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._registered: dict[tuple[str, str], NamespaceRules] = {}
+        self._found: dict[Key, tuple[NamespaceRules, ...]] = {}
         self._changes = 0
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
@@ -42,6 +44,7 @@ class Namespaces:
         if (namespace, rules.name) not in self._registered and len(self._registered) >= _RULES_MAX:
             raise UsageError(f"at most {_RULES_MAX} rules can be registered")
         self._registered[namespace, rules.name] = rules
+        self._found.clear()
         self._changes += 1
 
     @property
@@ -49,16 +52,23 @@ class Namespaces:
         """Return how often rules were registered so far."""
         return self._changes
 
-    def rules(self, key: Key) -> list[NamespaceRules]:
-        """Return every rule that matches a key."""
-        found = [
-            rules
-            for (namespace, name), rules in self._registered.items()
-            if namespace == key.namespace and fnmatch.fnmatchcase(key.name, name)
-        ]
-        if is_run_namespace(key.namespace):
-            found.extend(rules for rules in RUN_RULES if fnmatch.fnmatchcase(key.name, rules.name))
+    def rules(self, key: Key) -> tuple[NamespaceRules, ...]:
+        """Return every rule that matches a key. Each record that is stored asks three times, and most are
+        under a few keys of a run.
+        """
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) >= _FOUND_MAX:  # a stranger names keys that are never asked for again
+                self._found.clear()
+            found = self._found[key] = tuple(self._matching(key))
         return found
+
+    def _matching(self, key: Key) -> Iterator[NamespaceRules]:
+        for (namespace, name), rules in self._registered.items():
+            if namespace == key.namespace and fnmatch.fnmatchcase(key.name, name):
+                yield rules
+        if is_run_namespace(key.namespace):
+            yield from (rules for rules in RUN_RULES if fnmatch.fnmatchcase(key.name, rules.name))
 
     def refusal(self, record: Record) -> str | None:
         """Return why a record breaks the rules of its key, or None. Quotas are checked by `Storage`."""

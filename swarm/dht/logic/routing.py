@@ -225,6 +225,11 @@ class RoutingTable:
                 break
         return [node.contact for _, node in found[:count]]
 
+    def is_proven(self, peer_id: PeerId) -> bool:
+        """Return whether a peer is in the table, and has answered since it failed or only called."""
+        node = self._node(peer_id)
+        return node is not None and not node.failures
+
     def since_s(self, peer_id: PeerId) -> float | None:
         """Return when a peer of the table was first met, None when it is not in the table."""
         node = self._node(peer_id)

@@ -77,7 +77,9 @@ HOLDS = Method(
 _NO_WAY = ("network is unreachable", "no route to host")  # failures of this machine's own network
 _BOOK_UPDATE_INTERVAL_S = 1.0  # the book is updated about the same peer at most this often
 _BOOK_UPDATES_MAX = 2048
-_CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
+_CHECKS_MAX = 256  # pings, in progress or due, that show whether a caller can be called back
+# A new caller is pinged this much later, unless it answers a call before: peers that come at once do.
+_CHECK_DELAY_S = 5.0
 _CHECKED_PEERS_MAX = 1024
 _CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often
 
@@ -188,14 +190,11 @@ class Overlay:
             return
         if self._is_book_update_due(self._called, contact):
             self.book.record_seen(contact)
-        to_ping = self.table.on_call(contact, self.clock.monotonic_s())
-        if to_ping is None or not self._check_callable(to_ping):
+        if (to_ping := self.table.on_call(contact, self.clock.monotonic_s())) is None:
             return
-        if (
-            to_ping.peer_id == contact.peer_id
-            and contact.peer_id not in self.table
-            and not self.suspects.failures(contact.peer_id)
-        ):
+        is_new = to_ping is contact and contact.peer_id not in self.table
+        enters = is_new and not self.suspects.failures(contact.peer_id)
+        if self._check_callable(to_ping, _CHECK_DELAY_S if enters else 0.0) and enters:
             self._enter(contact, proven=False)
 
     def _enter(self, contact: Contact, *, proven: bool) -> None:
@@ -287,9 +286,9 @@ class Overlay:
             return None
         return self.table.contact(peer_id) or self.book.contact(peer_id)
 
-    def _check_callable(self, contact: Contact) -> bool:
-        """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether
-        a ping was started.
+    def _check_callable(self, contact: Contact, delay_s: float = 0.0) -> bool:
+        """Ping a peer that called this one, or whose place in the table a newcomer waits for; with a delay
+        only if it has not answered by then. Returns whether a ping was started.
         """
         now_s = self.clock.monotonic_s()
         if (
@@ -305,7 +304,9 @@ class Overlay:
 
         async def check() -> None:
             try:
-                await self.ping(contact)
+                await asyncio.sleep(delay_s)
+                if not delay_s or not self.table.is_proven(contact.peer_id):
+                    await self.ping(contact)
             finally:
                 self._checks_running -= 1
 

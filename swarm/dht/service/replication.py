@@ -109,15 +109,16 @@ class Replication:
         """Compare another holder's summary of a key with this peer's records. Returns the indices of the
         entries that this peer wants.
 
-        If the caller is a replica and this peer holds nothing more, the key counts as compared: one of its
-        holders compares it with all others.
+        If the caller is a replica that has answered a call, and this peer holds nothing more, the key counts
+        as compared: one of its holders compares it with all others.
         """
         versions = self._storage.versions(key)
         missing = missing_entries(key, entries, versions)
         live = self._storage.records(key, self._overlay.now_us)
         theirs = {entries[at : at + ENTRY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)}
         agreed = bool(live) and not missing and all(summary(key, [record]) in theirs for record in live)
-        if agreed and caller in [contact.peer_id for contact in self._overlay.replicas(key.dht_id)]:
+        replicas = [contact.peer_id for contact in self._overlay.replicas(key.dht_id)]
+        if agreed and caller in replicas and self._overlay.table.is_proven(caller):
             self._compared_s[key] = self._overlay.clock.monotonic_s()
         return missing
 

@@ -16,6 +16,7 @@ from swarm.core.ids import PeerId
 from swarm.core.standing import PeerStanding
 from swarm.libp2p.logic.messages import Status
 from swarm.net.bucket import Bucket
+from swarm.net.logic.relay_counts import RelayCounts
 from swarm.net.scope import prefix_of
 
 
@@ -83,6 +84,11 @@ class RelayState:
         """Return the peers that have a reservation."""
         self._expire(now_s)
         return list(self._reservations)
+
+    def counts(self, now_s: float) -> RelayCounts:
+        """Return what this relay has done and does."""
+        reserved = len(self.reservations(now_s))
+        return RelayCounts(reserved, self.circuits, self.carried_bytes, self.refused.total())
 
     def reserve(self, peer_id: PeerId, host: str, now_s: float) -> RelayAnswer:
         """Grant or renew the reservation of the peer that asks, whose connection comes from this host."""

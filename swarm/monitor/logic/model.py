@@ -206,6 +206,7 @@ class Model:
             rounds=tuple(self._rounds.latest()),
             events=self.events.latest,
             experts=self._poll.experts if self._poll else (),
+            relays=self._poll.relays if self._poll else (),
             checkpoint=self.checkpoint,
         )
 

@@ -162,6 +162,21 @@ class ExpertView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RelayView:
+    """One relay, as it describes itself: a peer that carries the calls of others to peers that nobody can
+    call.
+    """
+
+    peer_id: str
+    short: str
+    age_s: float  # of what it said
+    reservations: int = 0  # that peers hold now
+    circuits: int = 0  # that are open now
+    carried_bytes: int = 0  # since it began, in both directions
+    refused: int = 0  # requests, since it began
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorView:
     """A run at one moment. Values that are not fresh are in no sum."""
 
@@ -188,6 +203,7 @@ class MonitorView:
     rounds: tuple[RoundView, ...] = ()  # the newest first
     events: tuple[MonitorEvent, ...] = ()  # the newest last
     experts: tuple[ExpertView, ...] = ()
+    relays: tuple[RelayView, ...] = ()  # that this monitor has met, the one with the most bytes first
     checkpoint: str = ""  # last checkpoint of `--save`, as a sentence
 
     @property

@@ -96,6 +96,19 @@ def test_a_peer_that_was_away_follows_the_live_electors_of_its_head_and_no_numbe
     )
 
 
+def test_a_peer_that_was_away_until_no_elector_was_left_follows_its_introducer() -> None:
+    """Without an introducer in the run it stays: nothing tells later members from strangers."""
+    mine, others = made_by([A, B], 3), made_by([A, B], 3, C)
+    grow(others, [C], CERTIFICATES_MAX + 5, is_break=True)
+    mine.may_break(0.0, 1.0)
+    forged = made_by([LIAR], CERTIFICATES_MAX)
+    grow(forged, [LIAR], 100)
+    found = choice(mine, {LIAR: forged, LIAR_2: forged, C: others}, introducers=[C])
+    assert found is not None
+    assert found.last_head == others.head
+    assert choice(mine, {LIAR: forged, LIAR_2: forged, C: others}, introducers=[D]) is None
+
+
 @pytest.mark.parametrize("order", [[LIAR, LIAR_2, LIAR_3, A], [A, LIAR, LIAR_2, LIAR_3]])
 def test_a_newcomer_with_one_honest_introducer_follows_it_among_any_number_of_liars(
     order: list[PeerId],

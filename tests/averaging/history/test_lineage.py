@@ -14,6 +14,7 @@ from averaging.history.encoding import (
     encode_chain,
     read_chain_text,
 )
+from averaging.history.grace import grace_s
 from averaging.history.lineage import CERTIFICATES_MAX, Lineage
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
@@ -287,9 +288,41 @@ def test_the_grace_is_counted_while_this_peer_is_awake_and_begins_anew_with_a_qu
     assert 17.0 <= now_s - 3600.0 <= 20.0
     a.found_quorum()
     assert not a.may_break(now_s, epoch_s=20.0)
-    assert a.grace_s(1.0) == 15.0
-    assert a.grace_s(600.0) == 60.0
-    assert a.grace_s(600.0, refused=True) == 1.0
+    assert grace_s(1.0) == 15.0
+    assert grace_s(600.0) == 60.0
+    assert grace_s(600.0, refused=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("own", "electors", "abstains"),
+    [(A, [A, B], True), (B, [A, B], False), (A, [A, B, C], False), (A, [A], False)],
+    ids=["senior of two", "junior of two", "one of three", "the only one"],
+)
+def test_a_peer_that_has_slept_abstains_if_it_is_a_quorum_by_itself_that_others_may_have_waited_for(
+    own: PeerId, electors: list[PeerId], abstains: bool
+) -> None:
+    one = together(electors, 2)[electors.index(own)]
+    one.wake()
+    assert one.abstains is abstains
+    assert one.has_quorum(electors) is not abstains or len(electors) == 1
+    assert bool(one.refusal(upon(one, electors), b"x" * 32)) is abstains
+
+
+def test_a_peer_that_has_slept_follows_the_elector_that_went_on_with_a_break() -> None:
+    a, b = together([A, B], 2)
+    b.extend(alone(b, is_break=True))
+    assert a.relation(b.chain()) is Relation.LOSES
+    a.wake()
+    assert not a.has_quorum(())
+    assert not a.may_break(0.0, epoch_s=1.0)
+    assert a.relation(b.chain()) is Relation.AHEAD
+
+
+def test_a_peer_that_has_slept_does_not_wait_for_one_that_has_left() -> None:
+    a, _ = together([A, B], 2)
+    a.take_goodbye(B, SIGNERS[B](goodbye_statement(RUN, a.head)))
+    a.wake()
+    assert a.has_quorum(())
 
 
 def test_a_peer_alone_makes_a_certificate_that_others_accept() -> None:

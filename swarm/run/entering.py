@@ -1,0 +1,90 @@
+"""How commands wait for the first peer of a swarm to answer, and what they say when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+    from swarm.run.directory import RunDirectory
+    from swarm.run.specification import SignedSpecification
+
+REFUSED_S: Final = 1.5  # to wait for the first peer after every address refused the connection
+SILENT_S: Final = 15.0  # the same while an address has not refused: three attempts
+_POLL_S = 0.5
+_FIND_TRIES, _FIND_PAUSE_S = 3, 1.0
+FIND_S_MAX: Final = 100.0  # each try is two reads of 10 s, and searches on disk
+_ENTRY_CHARACTERS_MAX = 120  # an address fits, an invite does not
+_ENTRIES_SHOWN = 3
+
+
+def poll_running(poll: Callable[[float], bool], limit_s: Callable[[], float]) -> bool:
+    """Call `poll`, which waits for as many seconds as it is told, until it returns True, or this process has
+    waited for `limit_s()` seconds. Return whether it did.
+
+    Time in which this process did not run does not count: nobody could have answered it then.
+    """
+    waited_s = 0.0
+    while waited_s <= limit_s():
+        started_s = time.monotonic()
+        # On a busy machine, loading torch's library can block everything for seconds, even this wait.
+        with contextlib.suppress(DeadlineExceeded):
+            if poll(_POLL_S):
+                return True
+        waited_s += min(time.monotonic() - started_s, 2 * _POLL_S)
+    return False
+
+
+def wait_for_answer(node: Node) -> bool:
+    """Wait until a peer of the swarm answers. Return False if that is no longer likely."""
+    return poll_running(node.wait_joined, lambda: REFUSED_S if node.join_refused else SILENT_S)
+
+
+def find_run(node: Node, directory: RunDirectory, wanted: str | None) -> SignedSpecification:
+    """Return the run that is wanted (`RunDirectory.find`). The peer that is asked may be busy: it is asked
+    again a second later, three times in all. Raises UsageError, PeerError or the last NetworkError.
+    """
+    return node.network.run(found_run(directory, wanted), FIND_S_MAX)
+
+
+async def found_run(directory: RunDirectory, wanted: str | None) -> SignedSpecification:
+    """The same, on the network thread."""
+    for left in reversed(range(_FIND_TRIES)):
+        try:
+            return await directory.find(wanted)
+        except NetworkError:
+            if not left:
+                raise
+        await asyncio.sleep(_FIND_PAUSE_S)
+    raise AssertionError
+
+
+def unanswered(node: Node) -> str:
+    """Return why nobody has answered yet."""
+    return "; ".join(node.join_failures) or "no answer in time"
+
+
+def enter(node: Node, entries: Sequence[str]) -> None:
+    """Wait until a peer of the swarm answers. Raise NotInvited or NetworkError with the reason for which
+    nobody has at these addresses or invites.
+    """
+    if not wait_for_answer(node):
+        raise refusal(node, entries)
+
+
+def refusal(node: Node, entries: Sequence[str]) -> NotInvited | NetworkError:
+    """Return the error with the reason for which nobody answered at these addresses or invites."""
+    if node.not_invited:
+        return NotInvited(node.not_invited)
+    given = entries[:_ENTRIES_SHOWN]
+    shown = [one[:_ENTRY_CHARACTERS_MAX] + ("…" if len(one) > _ENTRY_CHARACTERS_MAX else "") for one in given]
+    where = " and ".join(shown)
+    return NetworkError(
+        f"nobody answers at {where}: {unanswered(node)}. Ask for the address of another live peer"
+    )
