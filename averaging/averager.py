@@ -157,9 +157,8 @@ class Averager:
         self._result_buffer = ResultBuffer(self._staging.queues)
         self._averages: Averages | None = None  # result of the pending round, until it is written back
         self.runner: StepRunner | None = None  # of the last step
-        self._last_round_s = 0.0
+        self._last_round_s, self._closed = 0.0, False
         self.met: tuple[Contact, ...] = ()  # the members of the last group that completed a round
-        self._closed = False
         node.network.run(self._open(target_group_size, min_group_size), TURN_S_MAX)
 
     def _factored(self, strategy: PowerSgd, codec: str, run: str, audit: float) -> LowRank:

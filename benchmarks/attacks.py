@@ -71,7 +71,7 @@ class Company:
     turns: int = 2
 
 
-COMPANIES = (Company(members=2), Company(members=4), Company(members=33, crowds=CROWDS[2:], turns=1))
+COMPANIES = (Company(members=2), Company(members=4), Company(members=33, turns=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,14 @@ class Plan:
     figures: frozenset[str] = frozenset()  # such as "silent_tcp" or "crowd-2"; empty: all
 
 
-QUICK = Plan(flood_s=2.0, floods=("nothing", "shared_finds", "half_sent", "forged_records"), companies=())
+# Windows of two epochs: the short forms show that crowds are measured, not what they cost.
+QUICK = Plan(
+    flood_s=2.0,
+    window_s=2.0,
+    floods=("nothing", "shared_finds", "half_sent", "forged_records"),
+    companies=tuple(Company(members=members, turns=1) for members in (2, 4)),
+)
+QUICK_CROWDS = Plan(window_s=2.0, floods=(), companies=QUICK.companies[:1])
 
 
 def rows(say: Callable[[str], None], plan: Plan | None = None) -> list[Row]:

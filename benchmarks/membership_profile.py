@@ -36,8 +36,8 @@ _TRIALS, _TRIAL_CALLS = 5, 2000
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What the profiler takes for a call, in seconds: `inside_s` counts as the function's own time, and
-    `outside_s` as that of its caller.
+    """The time that the profiler takes for a call, in seconds: `inside_s` counts as the function's own time,
+    and `outside_s` as that of its caller.
     """
 
     inside_s: float

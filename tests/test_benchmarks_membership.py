@@ -12,7 +12,7 @@ from benchmarks import (
     simulated_attacks,
     small_runs,
 )
-from benchmarks.attacks import CROWDS, Company, Crowd, Plan
+from benchmarks.attacks import COMPANIES, CROWDS, Company, Crowd, Plan
 from benchmarks.launch import ROOT
 from benchmarks.report import ORDER
 from benchmarks.sections import SECTIONS
@@ -67,6 +67,9 @@ def test_a_crowd_of_several_networks_is_measured_in_the_short_form() -> None:
     assert [row.identifier for row in found] == ["attacks-2-3-2-pace", "attacks-2-3-2-processor"]
     assert not any(row.ours.reasons for row in found)
     assert [crowd.pace_min for crowd in CROWDS] == [0.95, 0.95, 0.95, 0.9]
+    assert [(company.members, company.crowds) for company in COMPANIES] == [
+        (members, CROWDS) for members in (2, 4, 33)
+    ]
 
 
 def test_a_member_that_turns_bad_is_measured_in_the_short_form() -> None:

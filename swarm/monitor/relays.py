@@ -1,4 +1,4 @@
-"""What the relays say that a monitor meets: asked with a Hello, a few at a time. Runs on the network loop."""
+"""Watching the relays that a monitor meets: a Hello asks a few at a time. Runs on the network loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from swarm.core.clock import Clock
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
-from swarm.monitor.logic.view import RelayView
+from swarm.monitor.logic.view import RelayReport
 from swarm.net.hello import Introduction
 from swarm.net.logic.relay_counts import RelayCounts
 
@@ -52,11 +52,11 @@ class RelayWatch:
             for contact in [*asked.values(), *chosen]:
                 group.create_task(self._ask(contact))
 
-    def views(self) -> tuple[RelayView, ...]:
+    def views(self) -> tuple[RelayReport, ...]:
         """Return the relays that have answered lately, the one that has carried most first."""
         now_s = self._clock.monotonic_s()
         found = [
-            RelayView(
+            RelayReport(
                 peer_id=str(peer_id),
                 short=peer_id.short,
                 age_s=max(now_s - at_s, 0.0),

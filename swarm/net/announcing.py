@@ -220,8 +220,10 @@ class Announcing:
 
     async def close(self) -> None:
         """Give back what a router has lent."""
-        lent = [one for one in (self._mapping, self._relay_mapping) if one is not None]
-        await asyncio.gather(*(one.close() for one in lent))
+        async with asyncio.TaskGroup() as group:
+            for one in (self._mapping, self._relay_mapping):
+                if one is not None:
+                    group.create_task(one.close())
 
     def _asks(self) -> bool:
         """Return whether this node is in the internet, listens, and was given no addresses."""

@@ -44,7 +44,7 @@ RESERVED = 32
 FEW_MAX = 4
 FEW_PER_S = 0.125
 AWAY_S = 3.0  # a prefix that made too many is turned away before the handshake, then let in for a second
-_LOCAL_HOSTS = ("127.0.0.1", "::1")  # whoever comes through a relay comes from there
+_LOCAL_HOSTS = ("127.0.0.1", "::1")  # what comes through a relay comes from there
 _PREFIXES_MAX = 4096
 _INTERVAL_S = 1.0
 _PER_TURN = 64  # connections that are looked up or closed in a turn of the event loop: about 2 ms
@@ -114,7 +114,7 @@ def _fair_share(counts: Iterable[int], total_max: int) -> int:
 
 @dataclass(slots=True)
 class _Bucket:
-    """What is left of a number that grows to `most` again, so many in a second."""
+    """The rest of an allowance that grows by `per_s` in a second, up to `most`."""
 
     most: float
     per_s: float
@@ -209,7 +209,7 @@ class Connections:
         return self._tunnelled(endpoint) or prefix_of(endpoint[0])
 
     def is_refused(self, endpoint: Endpoint) -> bool:
-        """Return whether calls of this connection are refused, whoever makes them."""
+        """Return whether all calls of this connection are refused."""
         return endpoint in self._refused
 
     def on_called(self, peer_id: PeerId, endpoint: Endpoint, now_s: float) -> bool:

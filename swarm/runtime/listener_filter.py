@@ -1,8 +1,8 @@
 """Refuse connections before they are made: a packet filter on a listening socket (Linux).
 
-A handshake of TLS costs milliseconds, and gRPC makes it with whoever connects. The kernel drops the first
-packet (SYN) of a connection for nothing, by the network that it comes from. The caller's system repeats that
-packet after 1, 2 and 4 s, so that a network which is let in again is not told anything, and waits a little.
+A handshake of TLS costs milliseconds, and gRPC makes it with every caller. The kernel drops the first packet
+(SYN) of a connection at no cost, by the network that it comes from. The caller's system repeats that packet
+after 1, 2 and 4 s, so that a caller gets in by itself once its network is let in again.
 
 The program is one of classic BPF, which any process may attach to its own sockets. Connections that are made
 inherit it from the listening socket and keep it: each of their packets passes after three instructions.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarm.cli.render.monitor import ScreenState, Trends, bar, render_screen
-from swarm.monitor.logic.view import LinkView, RelayView
+from swarm.monitor.logic.view import LinkView, RelayReport
 from tests.monitor.watched_run import WatchedRun, peer, round_report
 
 
@@ -120,7 +120,7 @@ def test_what_relays_say_is_listed() -> None:
     watched = WatchedRun(1)
     ui = ScreenState(section="relays")
     assert "no relay has answered this monitor" in text(watched, ui)
-    relay = RelayView(
+    relay = RelayReport(
         peer_id=str(peer(9)),
         short=peer(9).short,
         age_s=40.0,

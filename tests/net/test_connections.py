@@ -198,7 +198,7 @@ def test_in_any_time_all_strangers_have_their_burst_and_their_rate_at_most(seed:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("networks", [1, 20, 32])
 def test_a_newcomer_gets_in_during_a_flood_from_other_networks(networks: int, seed: int) -> None:
-    """It tries as its system does, and needs a few connections."""
+    """A newcomer tries as its system does, and needs a few connections."""
     rng, arrivals = random.Random(seed), Arrivals()
     came_s = NOW_S + rng.uniform(0.0, 120.0)
     tries = [came_s + after_s for after_s in (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0)]

@@ -27,7 +27,7 @@ CUTS_S = (0.0, 3.0, GRACE_S_MIN, GRACE_S_MIN + 5.5, 40.0)
 
 
 class Scene(NamedTuple):
-    """What is averaged in the round, how long the cut is, in seconds, and how many peers there are."""
+    """A round of one kind in one mode, the length of the cut in seconds, and the number of peers."""
 
     mode: str
     kind: RoundKind

@@ -15,7 +15,7 @@ from swarm.testing.identities import SeededIdentity
 
 MEMBER, STRANGER = (SeededIdentity(name).peer_id for name in ("member", "stranger"))
 NOW_S = 100.0
-DROPPED_S = 0.4  # without an answer for so long: on loopback the first packet is answered at once
+DROPPED_S = 0.4  # unanswered after this time, a packet was dropped: on loopback an answer comes at once
 
 
 def connects(host: str, port: int) -> bool:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from swarm.cli.render.output import Output, Presentation
 from swarm.cli.render.text import size, sparkline
-from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RelayView, RoundView, plain
+from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RelayReport, RoundView, plain
 from swarm.run.events import Event, Notice
 
 SORTS: dict[str, tuple[Callable[[PeerView], Any], str]] = {
@@ -409,7 +409,7 @@ def _round_line(one: RoundView) -> Text:
     return line
 
 
-def _relay_line(relay: RelayView) -> Text:
+def _relay_line(relay: RelayReport) -> Text:
     return Text(
         f" {relay.short} {relay.reservations} reservations, {relay.circuits} circuits, "
         f"{size(relay.carried_bytes)} carried, {relay.refused:,} refused"

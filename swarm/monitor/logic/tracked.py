@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from averaging.optim.progress.logic.reports import ProgressReport, ProgressTotal
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics
-from swarm.monitor.logic.view import ExpertView, PeerActivity, PeerView, RelayView
+from swarm.monitor.logic.view import ExpertView, PeerActivity, PeerView, RelayReport
 
 _BURST_S = 5.0  # time constant of the rates, because bytes come in bursts, round by round
 _SECONDS_MIN = 0.5  # between two records: closer ones would give rates of noise
@@ -38,7 +38,7 @@ class Poll:
     states: Mapping[PeerId, tuple[int, str]] = field(default_factory=dict)
     total: ProgressTotal | None = None  # of a run so large that its reports are spread over shards
     experts: tuple[ExpertView, ...] = ()
-    relays: tuple[RelayView, ...] = ()
+    relays: tuple[RelayReport, ...] = ()
     interval_s: float = 2.0  # until the next poll
 
 

@@ -162,7 +162,7 @@ class ExpertView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RelayView:
+class RelayReport:
     """One relay, as it describes itself: a peer that carries the calls of others to peers that nobody can
     call.
     """
@@ -203,7 +203,7 @@ class MonitorView:
     rounds: tuple[RoundView, ...] = ()  # the newest first
     events: tuple[MonitorEvent, ...] = ()  # the newest last
     experts: tuple[ExpertView, ...] = ()
-    relays: tuple[RelayView, ...] = ()  # that this monitor has met, the one with the most bytes first
+    relays: tuple[RelayReport, ...] = ()  # that this monitor has met, the one with the most bytes first
     checkpoint: str = ""  # last checkpoint of `--save`, as a sentence
 
     @property

@@ -1,4 +1,4 @@
-"""What a relay says about its work."""
+"""The counts that a relay tells about its work."""
 
 from __future__ import annotations
 

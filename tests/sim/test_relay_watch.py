@@ -1,4 +1,4 @@
-"""Which peers a monitor asks whether they relay, and what it shows of their answers."""
+"""Asking peers that a monitor meets whether they relay: which, how often, and what is shown of it."""
 
 from __future__ import annotations
 
