@@ -55,6 +55,14 @@ def _text(public_key: bytes) -> str:
     return base58.b58encode(_PEER_ID_PREFIX + public_key).decode()
 
 
+@functools.lru_cache(maxsize=4096)
+def _kind(host: str) -> str:
+    try:
+        return f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        return "dns"
+
+
 class _PublicKey(NamedTuple):
     public_key: bytes  # 32 bytes, raw
 
@@ -130,10 +138,7 @@ class Address:
             raise UsageError(f"{self.host!r} is neither an IP address nor a host name")
 
     def _kind(self) -> str:
-        try:
-            return f"ip{ipaddress.ip_address(self.host).version}"
-        except ValueError:
-            return "dns"
+        return _kind(self.host)
 
     @property
     def multiaddr(self) -> str:

@@ -175,7 +175,9 @@ class GridTraining:
         """Ask one met peer after the other for the electors' certificate."""
         while trainer.certificate is None:
             await asyncio.sleep(_ASK_INTERVAL_S * (0.5 + self.rng.random()))
-            contact = self.rng.choice(list(trainer.met.values()))
+            # one that missed all rounds of its cells has met nobody
+            others = [one.volunteer.peer.contact for one in self.trainers if one is not trainer]
+            contact = self.rng.choice(list(trainer.met.values()) or others)
             request = state_pb2.HistoryRequest(run="r", heads=[self.head.head])
             try:
                 reply = await trainer.volunteer.peer.caller.call(contact, HISTORY, request, timeout_s=2.0)

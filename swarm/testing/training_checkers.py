@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
 
-from averaging.history.certificate import Certificate, genesis
+from averaging.history.certificate import Certificate, RoundKind, genesis
 from averaging.history.chain import Chain, after, beginning
 from averaging.history.electors import is_quorum
 from averaging.history.encoding import decode_chain, is_cut
@@ -94,6 +94,12 @@ class HistoryLedger:
                 f"{without_break[0].head.hex()[:8]}",
             )
         known[head] = certificate
+
+    def is_of_grid(self, certificate: Certificate) -> bool:
+        """Return whether the swarm was, or became with this certificate, larger than a group."""
+        before = self.certificates.get(certificate.proposal.head)
+        rounds_before = before.proposal.grid_rounds if before is not None else 1
+        return max(certificate.proposal.grid_rounds, rounds_before) > 1
 
     def electors(self, head: bytes) -> tuple[PeerId, ...] | None:
         """Return the electors of a head; None when its certificate was never seen."""
@@ -195,10 +201,18 @@ class TrainingChecks:
             self.violations.add(now_s, f"peer {one.index} took the state of a liar without any fault")
 
     def _check_state(self, one: TrainingPeer, now_s: float) -> None:
-        """Peers with equal heads have equal parameters, bit for bit."""
+        """Peers with equal heads have equal parameters, bit for bit. In a swarm that is larger than a group
+        that holds for the electors after a round over the state, of which the others take an average of their
+        own.
+        """
         assert one.optimizer is not None
         if one.lies or one in self._misled:
             return
+        certificate = self.ledger.certificates.get(bytes.fromhex(one.optimizer.history_head))
+        if certificate is not None and self.ledger.is_of_grid(certificate):
+            made = certificate.proposal
+            if made.kind is not RoundKind.STATE or one.peer.peer_id not in made.contributors:
+                return
         values = one.parameters[0].detach().numpy().tobytes()
         known, first = self._states.setdefault(one.optimizer.history_head, (values, one.index))
         if known != values:

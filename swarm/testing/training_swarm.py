@@ -119,6 +119,7 @@ class TrainingConfig:
     mode: Any = "gradients"
     round_timeout_s: float = 60.0
     load_timeout_s: float = 600.0
+    group_size_max: int = 64  # a larger swarm averages through the grid
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +162,7 @@ class TrainingPeer:
             config=OptimizerConfig(
                 round_timeout_s=self.config.round_timeout_s,
                 load_timeout_s=self.config.load_timeout_s,
+                group_size_max=self.config.group_size_max,
                 publish_metrics=False,
             ),
         )

@@ -42,7 +42,7 @@ from averaging.matchmaking.logic.messages import (
     SendLookForGroup,
     VectorSchema,
 )
-from averaging.matchmaking.logic.peer_table import FIRST_MAX, QUERIED_PEERS_MAX, PeerState, PeerTable
+from averaging.matchmaking.logic.peer_table import PeerState, PeerTable
 from averaging.matchmaking.logic.search import GroupFollower, Search
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
@@ -136,8 +136,6 @@ class Matchmaker:
             started_s=now_s,
             grace_period=self._history.grace_period,
             precedence=request.precedence,
-            # peers of a cell know few of one another, and have no common order
-            first_max=QUERIED_PEERS_MAX if request.expected else FIRST_MAX,
         )
         begin_by_s = request.deadline_s - _BEGIN_EARLY_SHARE * max(request.deadline_s - now_s, 0.0)
         size = self._target_group_size

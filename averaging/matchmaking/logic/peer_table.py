@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from averaging.matchmaking.logic.asking import FIRST_MAX, asked_again_s
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.messages import (
     NO_PRECEDENCE,
@@ -36,15 +37,6 @@ PEERS_MAX = 1024  # in the table of one search
 # holders that one search queries; all searches of a round query the same ones. Too small: groups split; too
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64
-# peers that a search queries first: the same ones in all searches of a round, so that each learns there who
-# leads. It queries others only if that gives it no leader to follow, more with each answer. Smaller: a dead
-# one matters more; larger: more calls in large groups
-FIRST_MAX = 8
-# a peer that does not search yet is queried again after this; in proportion later where the search knows more
-# than FIRST_MAX peers. It announces itself when it starts: this only compensates for lost messages
-_QUERY_INTERVAL_S = 0.5
-_FAILED_QUERY_INTERVAL_S = 2.0  # the same for a peer that failed to answer at least twice
-_FIRST_RETRY_S = 0.2  # the same after a single failure: one failed call does not prove that a peer is dead
 _AVOID_FIRST_S = 0.02  # a leader that refused is asked again after this; doubled with each refusal
 _AVOID_MAX_S = 1.0
 # a searching peer that ranks after this one is about to join; it is not waited for longer than this
@@ -69,6 +61,7 @@ class PeerState:
     busy_until_s: float = -math.inf
     turn: int = 0  # of its latest message: earlier ones may arrive after it
     queried_s: float = -math.inf
+    changed_s: float = math.inf  # when this search learned its present status and key
     query_pending: bool = False
     failed: str = ""  # why the last call to it failed; "" when it did not
     failures: int = 0  # in a row
@@ -90,11 +83,9 @@ class PeerTable:
         query: LookForGroup,
         started_s: float,
         grace_period: GracePeriod,
-        first_max: int = FIRST_MAX,
         precedence: Precedence = NO_PRECEDENCE,
     ) -> None:
         self.query = query
-        self._first_max = first_max
         self._precedence, self._is_member = precedence, precedence.is_member
         self._order = functools.partial(
             asking_order, round_key=query.round_key, is_member=precedence.is_member
@@ -149,6 +140,7 @@ class PeerTable:
         if query.schema != self.query.schema:
             peer.status, peer.text = PeerStatus.REFUSED, query.schema_text
             return
+        self._note_change(peer, PeerStatus.SEARCHING, query.round_key, now_s)
         self._set_searching(peer, query.rank, query.round_key, query.can_lead, now_s)
 
     def on_answer(self, peer_id: PeerId, answer: Answer, now_s: float) -> bool:
@@ -161,6 +153,7 @@ class PeerTable:
         peer.query_pending = False
         if not self._on_message(peer, answer.turn, answer.clock_off_s):
             return False
+        self._note_change(peer, answer.status, answer.round_key, now_s)
         peer.text, peer.round_key, peer.follows = answer.text, answer.round_key, None
         if answer.status is PeerStatus.SEARCHING:
             self._set_searching(
@@ -231,9 +224,9 @@ class PeerTable:
                 (again if peer.queried_s > -math.inf else first).append(peer)
         first.sort(key=lambda peer: self._order(peer.contact.peer_id))
         if first_only:
-            common = sorted(self.peers, key=self._order)[: self._first_max] if first else []
+            common = sorted(self.peers, key=self._order)[:FIRST_MAX] if first else []
             again, first = [], [peer for peer in first if peer.contact.peer_id in common]
-        due = [*again, *first[: max(self._first_max + known - pending, 0)]]
+        due = [*again, *first[: max(FIRST_MAX + known - pending, 0)]]
         for peer in due:
             peer.query_pending, peer.queried_s = True, now_s
         return due
@@ -411,6 +404,10 @@ class PeerTable:
         peer.turn = max(turn, peer.turn)
         return latest
 
+    def _note_change(self, peer: PeerState, status: PeerStatus, round_key: str, now_s: float) -> None:
+        if (peer.status, peer.round_key) != (status, round_key):
+            peer.changed_s = now_s
+
     def _set_searching(
         self, peer: PeerState, rank: Rank, round_key: str, can_lead: bool, now_s: float
     ) -> None:
@@ -492,9 +489,4 @@ class PeerTable:
         ]
 
     def _query_at_s(self, peer: PeerState) -> float:
-        if peer.status is PeerStatus.REFUSED:
-            wait_s = 8 * _FAILED_QUERY_INTERVAL_S
-            return peer.queried_s + wait_s if peer.queried_s > -math.inf else self.started_s
-        if peer.failed:
-            return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
-        return peer.queried_s + _QUERY_INTERVAL_S * max(1.0, len(self.peers) / FIRST_MAX)
+        return asked_again_s(peer, len(self.peers), self.query.round_key, self.started_s)

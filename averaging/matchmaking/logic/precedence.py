@@ -8,6 +8,7 @@ over (`swarm.membership.ledger`) leads nothing that it follows, and follows noth
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -33,8 +34,12 @@ def asking_order(peer_id: PeerId, round_key: str, is_member: IsMember) -> bytes:
     """Return the order in which peers are asked: members first, so that strangers do not come between them,
     then by a hash that all searches of a round have in common.
     """
-    first = b"\0" if is_member(peer_id) else b"\1"
-    return first + hashlib.sha256(round_key.encode() + b"\0" + peer_id.public_key).digest()
+    return (b"\0" if is_member(peer_id) else b"\1") + _hash_in_round(round_key, peer_id.public_key)
+
+
+@functools.lru_cache(4096)  # of the present rounds: every poll of a search sorts its peers
+def _hash_in_round(round_key: str, public_key: bytes) -> bytes:
+    return hashlib.sha256(round_key.encode() + b"\0" + public_key).digest()
 
 
 def displaced_from_table(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from averaging.matchmaking.logic.asking import FIRST_MAX
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.grid import Place, key_at, split_key
 from averaging.matchmaking.logic.group import Group, Member
@@ -39,7 +40,7 @@ from averaging.matchmaking.logic.messages import (
     SendLookForGroup,
     VectorSchema,
 )
-from averaging.matchmaking.logic.peer_table import FIRST_MAX, QUERIED_PEERS_MAX
+from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
 from averaging.matchmaking.service.cells import LOBBY_S, LOBBY_S_MAX, Cells
 from averaging.matchmaking.service.presence import PermittedPresence, Presence
 from averaging.matchmaking.service.wire import (

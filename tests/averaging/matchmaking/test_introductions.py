@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from averaging.matchmaking.logic.asking import FIRST_MAX
 from averaging.matchmaking.logic.messages import Holder
-from averaging.matchmaking.logic.peer_table import FIRST_MAX, QUERIED_PEERS_MAX
+from averaging.matchmaking.logic.peer_table import QUERIED_PEERS_MAX
 from averaging.matchmaking.service.matchmaking_service import introduced
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.testing.identities import SeededIdentity

@@ -1,0 +1,45 @@
+"""Questions of a search for a group: how many peers it asks first, and when it asks a peer again. Pure; times
+are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from averaging.matchmaking.logic.messages import PeerStatus
+
+if TYPE_CHECKING:
+    from averaging.matchmaking.logic.peer_table import PeerState
+
+# peers that a search queries first: the same ones in all searches of a round, so that each learns there who
+# leads. It queries others only if that gives it no leader to follow, more with each answer. Smaller: a dead
+# one matters more; larger: more calls in large groups
+FIRST_MAX = 8
+# a peer that does not search yet is queried again after this; in proportion later where the search knows more
+# than FIRST_MAX peers, and there later each time that it answers the same. It announces itself when it
+# starts: this only compensates for lost messages
+_QUERY_INTERVAL_S = 0.5
+_FAILED_QUERY_INTERVAL_S = 2.0  # the same for a peer that failed to answer at least twice
+# the same for one with other tensors, or that has completed this round: it has no reason to come
+_FINAL_INTERVAL_S = 8 * _FAILED_QUERY_INTERVAL_S
+_FIRST_RETRY_S = 0.2  # the same after a single failure: one failed call does not prove that a peer is dead
+
+
+def asked_again_s(peer: PeerState, known: int, round_key: str, started_s: float) -> float:
+    """Return when a search is to query a peer; minus infinity when it has not done so yet.
+
+    `known`: peers that the search knows. `round_key`: of the search, which began at `started_s`.
+    """
+    if peer.status is PeerStatus.REFUSED:
+        return peer.queried_s + _FINAL_INTERVAL_S if peer.queried_s > -math.inf else started_s
+    if peer.failed:
+        return peer.queried_s + (_FIRST_RETRY_S if peer.failures <= 1 else _FAILED_QUERY_INTERVAL_S)
+    if peer.status is PeerStatus.PASSED and peer.round_key == round_key:
+        return peer.queried_s + _FINAL_INTERVAL_S
+    crowd = max(1.0, known / FIRST_MAX)
+    shortest_s, longest_s = _QUERY_INTERVAL_S * crowd, _QUERY_INTERVAL_S * crowd**2
+    again_s = peer.queried_s + min(max(peer.queried_s - peer.changed_s, shortest_s), longest_s)
+    if peer.status is PeerStatus.BUSY:
+        again_s = max(again_s, min(peer.busy_until_s, peer.queried_s + longest_s))
+    return again_s
