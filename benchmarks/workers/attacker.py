@@ -21,14 +21,8 @@ from averaging.optim.exchange import CHUNKS, OPEN, REPORT
 from averaging.optim.progress.claims import claim_of
 from averaging.optim.progress.logic.reports import ProgressReport
 from benchmarks.worker_channel import WorkerChannel
-from benchmarks.workers.attacked_node import (
-    EXPERT,
-    EXPERT_BATCH_MAX,
-    EXPERT_WIDTH,
-    LARGE_KEY,
-    LONG_KEY,
-    RUN,
-)
+from benchmarks.workers.attacked_node import LARGE_KEY, LONG_KEY, RUN
+from benchmarks.workers.expert_flood import experts
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, Key, open_run_id
@@ -46,7 +40,6 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 
 CONNECTIONS = 13  # of a flood of calls
 IDLE_CONNECTIONS = 500
-EXPERT_CALLERS = 4
 NETWORKS = 20
 _STRANGE_HOST = 2  # in each network: members call from 127.0.0.1, and are other machines
 _STREAMS = 256  # per connection, as many as gRPC takes
@@ -460,30 +453,6 @@ async def idle_tls(target: Target, seconds: float) -> int:
 async def scattered_tls(target: Target, seconds: float) -> int:
     """Open 500 TLS connections from 20 networks, and call nothing."""
     return await _hold(target, seconds, Identity.generate(), NETWORKS)
-
-
-async def experts(target: Target, seconds: float) -> int:
-    """Call an expert forward and backward as several peers, in batches as large as they may be (S11)."""
-    deadline_s = time.monotonic() + seconds
-
-    def call() -> int:
-        import torch
-
-        import swarm
-
-        calls = 0
-        with swarm.Node(
-            [str(target.contact.multiaddrs[0])], listen=None, identity=Identity.generate()
-        ) as node:
-            expert = swarm.RemoteExpert(node, EXPERT)
-            inputs = torch.randn(EXPERT_BATCH_MAX, EXPERT_WIDTH, requires_grad=True)
-            while time.monotonic() < deadline_s:
-                with contextlib.suppress(SwarmError):
-                    expert(inputs).sum().backward()
-                    calls += 2
-        return calls
-
-    return sum(await asyncio.gather(*(asyncio.to_thread(call) for _ in range(EXPERT_CALLERS))))
 
 
 FLOODS: dict[str, Flood] = {

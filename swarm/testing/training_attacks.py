@@ -54,6 +54,7 @@ class Attack:
     elements: int = 8192  # of the model; few: one member reduces them all
     bad: int = 1  # members that commit the misdeed: the most senior ones but the first
     strangers: int = 0
+    victim_is_new: bool = False  # it joins when the attack begins
     epoch_s: float = 16.0  # of all members together
     calm_s: float = 40.0  # before the attack, after the founding
     minutes: float = 15.0  # of the attack
@@ -208,6 +209,8 @@ class _AttackRun:
                 await swarm.add(batch=4, compute_s=1.0)
             await self._found(attack.calm_s)
             began_s, self._members = loop.time(), frozenset(swarm.live)
+            if attack.victim_is_new:
+                await swarm.add(batch=4, compute_s=1.0)
             peers = [self._network.peer() for _ in range(attack.strangers)]
             strangers = [group.create_task(self._strange(peer)) for peer in peers]
             if attack.misdeed != "none":

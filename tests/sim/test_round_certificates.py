@@ -13,7 +13,6 @@ import torch
 from averaging.allreduce.allreduce import AllReduce
 from averaging.allreduce.config import ENDORSE
 from averaging.allreduce.driver import RoundDriver
-from averaging.allreduce.kernels import Averaged, ReductionKernels, Spoiled
 from averaging.allreduce.logic.setup import proposal_of
 from averaging.allreduce.logic.values import Statement
 from averaging.allreduce.outcome import RoundOutcome
@@ -30,7 +29,6 @@ from averaging.history.certificate import (
 from averaging.history.electors import Known, Register, electors_after
 from averaging.mixed_codecs import MixedCodecs
 from averaging.reduction.framing import pack, unpack
-from averaging.reduction.reduce import ReductionJob
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.network import LinkConfig, SimulatedPeer
@@ -74,9 +72,7 @@ def equivocate(monkeypatch: pytest.MonkeyPatch, liar: int, victim: PeerId) -> No
 def test_a_member_that_was_given_other_bytes_commits_those_of_the_majority(
     says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reducer that tells its victim that it agrees with it cannot make it commit alone: one vote is no
-    certificate.
-    """
+    """A reducer that tells its victim that it agrees with it cannot make it commit alone."""
     scene = Scene(1, [1.0] * 4)
     victim, liar = 2, 1
     equivocate(monkeypatch, liar, scene.peers[victim].peer_id)
@@ -102,39 +98,7 @@ def test_a_member_that_was_given_other_bytes_commits_those_of_the_majority(
         held = outcomes[victim].vector
         assert held is not None
         assert not bool((held[2500:5000] == 0.0).any())
-        blaming = [place for place in (0, 3) if scene.peers[victim].peer_id in outcomes[place].faults]
-        assert not blaming, "nobody passes a victim over"
-        await scene.close()
-
-    run_virtual(main())
-
-
-def test_a_reducer_that_leaves_a_member_out_has_nobody_else_pass_it_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It alone says that the member sent nothing useful. Before, all others believed it: one bad reducer kept
-    a member of four out of the run.
-    """
-    scene = Scene(2, [1.0] * 4)
-    victim, liar = scene.peers[2].peer_id, scene.peers[1].peer_id
-    scene.group = replace(scene.group, reducers=frozenset({liar}))
-    reduce = ReductionKernels.reduce
-
-    def spoil(self: ReductionKernels, jobs: Sequence[ReductionJob]) -> list[Averaged | Spoiled]:
-        done: list[Averaged | Spoiled] = []
-        for job in jobs:
-            lies = any(one.place == 2 for one in job.contributions)
-            done += [Spoiled(job.chunk, (2,))] if lies else reduce(self, [job])
-        return done
-
-    monkeypatch.setattr(ReductionKernels, "reduce", spoil)
-
-    async def main() -> None:
-        outcomes = await scene.conduct()
-        assert not any(outcome.failed for outcome in outcomes), [outcome.reason for outcome in outcomes]
-        assert not any(outcome.contributions.get(victim) for outcome in outcomes), "it was left out"
-        assert victim in outcomes[1].faults, "what the liar says itself"
-        assert not any(victim in outcomes[place].faults for place in (0, 3))
+        assert not any(scene.peers[victim].peer_id in outcomes[place].faults for place in (0, 3))
         await scene.close()
 
     run_virtual(main())

@@ -63,6 +63,17 @@ def test_a_member_of_four_that_turns_against_another_one_does_not_keep_it_out(mi
     assert figures.epochs_per_minute / without_attack(4).epochs_per_minute >= SHARE_WITH_BAD_MEMBER
 
 
+def test_a_member_of_four_that_refuses_every_newcomer_does_not_keep_them_out() -> None:
+    """Before, the newcomer was in none of six rounds."""
+    figures = run_attack(
+        Attack(members=4, misdeed="leads without a member", victim_is_new=True, minutes=3.0, calm_s=20.0)
+    )
+    print(f"refuses newcomers: {figures}")
+    assert figures.epochs >= 5
+    assert 2 * figures.without_victim < figures.epochs
+    assert 4 in figures.electors
+
+
 def test_sixteen_strangers_that_claim_samples_and_send_nothing_cost_a_twentieth_at_most() -> None:
     figures = run_attack(Attack(members=2, strangers=16, minutes=4.5, calm_s=20.0))
     share = figures.epochs_per_minute / without_attack(2).epochs_per_minute
