@@ -38,7 +38,7 @@ def test_a_newcomer_that_trains_faster_than_all_members_counts_with_the_weight_t
             await swarm.together(lambda one: one.train_to(3))
             await swarm.add(1)
             late = swarm.peers[-1]
-            late.step_s /= 10.0
+            late.step_s /= 20.0
 
             def train(one: SimulatedTrainer) -> None:
                 if one is late:
