@@ -13,7 +13,7 @@ from averaging.history.certificate import RoundKind
 from averaging.optim.catchup import CatchUp
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager, StateRound
 from averaging.optim.modes import Mode
-from averaging.optim.newcomers import NewcomerWait
+from averaging.optim.progress.logic.newcomers import NewcomerWait
 from averaging.optim.progress.logic.punctuality import SLOW
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.state.donor import Donor

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from averaging.optim.newcomers import NewcomerWait
+from averaging.optim.progress.logic.newcomers import NewcomerWait
 
 SHARE_MAX, FULL_S, BEGIN_S = 0.2, 20.0, 10.0
 STEP_S = 0.1
