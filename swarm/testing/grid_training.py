@@ -175,9 +175,10 @@ class GridTraining:
         """Ask one met peer after the other for the electors' certificate."""
         while trainer.certificate is None:
             await asyncio.sleep(_ASK_INTERVAL_S * (0.5 + self.rng.random()))
-            # one that missed all rounds of its cells has met nobody
+            # now and then one that it has not met, as progress records name: those that met only one another
+            # may all miss the certificate
             others = [one.volunteer.peer.contact for one in self.trainers if one is not trainer]
-            contact = self.rng.choice(list(trainer.met.values()) or others)
+            contact = self.rng.choice([*trainer.met.values(), self.rng.choice(others)])
             request = state_pb2.HistoryRequest(run="r", heads=[self.head.head])
             try:
                 reply = await trainer.volunteer.peer.caller.call(contact, HISTORY, request, timeout_s=2.0)

@@ -38,6 +38,10 @@ class PresenceTable:
     reads: int = 0
     shard: HolderShard = field(default_factory=HolderShard)
 
+    @property
+    def total(self) -> int:
+        return len(self.records)
+
     async def read_at(self, place: str, timeout_s: float) -> dict[PeerId, Holder]:
         return await self.read(timeout_s)
 

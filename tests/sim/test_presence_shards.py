@@ -25,6 +25,7 @@ from averaging.matchmaking.logic.presence_shards import (
     shard_at,
 )
 from averaging.matchmaking.service.presence import TTL_S, DhtPresence
+from swarm.core.errors import NetworkError
 from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import DhtService, Entry
 from swarm.testing.group_swarm import SCHEMA, SimulatedVolunteer, Swarm, check_groups
@@ -45,6 +46,7 @@ class TableDht:
 
     def __init__(self, tables: dict[Key, dict[str, Entry]], read: Counter[int], peer: SimulatedPeer) -> None:
         self._tables, self._read, self._peer = tables, read, peer
+        self.fails = False
 
     async def store(self, key: Key, value: object, *, ttl_s: float, subkey: str, **how: Any) -> Stored:
         await asyncio.sleep(READ_S)
@@ -60,6 +62,8 @@ class TableDht:
 
     async def get(self, key: Key, **how: Any) -> dict[str, Entry]:
         await asyncio.sleep(READ_S)
+        if self.fails:
+            raise NetworkError("no peer answered")
         now_s = self._peer.clock.swarm_s()
         found = {name: entry for name, entry in self._tables.get(key, {}).items() if entry.expiration > now_s}
         self._read[self._peer.index] += len(found)
@@ -76,12 +80,14 @@ class LargeSwarm:
         self.tables: dict[Key, dict[str, Entry]] = {}
         self.read: Counter[int] = Counter()  # records, by peer
         self.presences: dict[int, DhtPresence] = {}
+        self.dhts: dict[int, TableDht] = {}
         self.renewing: dict[int, asyncio.Task[None]] = {}
         self.swarm = Swarm(seed, presence_of=self._presence)
 
     def _presence(self, peer: SimulatedPeer) -> DhtPresence:
+        dht = self.dhts[peer.index] = TableDht(self.tables, self.read, peer)
         presence = self.presences[peer.index] = DhtPresence(
-            dht=cast(DhtService, TableDht(self.tables, self.read, peer)),
+            dht=cast(DhtService, dht),
             name=AveragerName(run="r", averager="a"),
             own=lambda: peer.contact,
             schema=VectorSchema(digest=SCHEMA, text="a schema", codec="float32"),
@@ -208,11 +214,12 @@ async def step(large: LargeSwarm, key: str) -> list[Group | object]:
     return [search.result() for search in searches]
 
 
-def test_everybody_finds_a_group_in_a_swarm_of_several_shards() -> None:
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_everybody_finds_a_group_in_a_swarm_of_several_shards(seed: int) -> None:
     peers = 140
 
     async def scenario() -> None:
-        large = LargeSwarm(1)
+        large = LargeSwarm(seed)
         await large.add(peers)
         for _ in range(2):
             await large.read_all()
@@ -220,11 +227,48 @@ def test_everybody_finds_a_group_in_a_swarm_of_several_shards() -> None:
         assert large.bits() == {BITS_MIN: peers}
         for number in range(3):
             found = await step(large, str(number))
-            assert all(isinstance(one, Group) for one in found), f"round {number}"
+            missed = sum(not isinstance(one, Group) for one in found)
+            # first cells follow from ranks, which a peer knows within its shard only: one may be too full
+            assert missed <= (0 if number else 1), f"round {number}"
             if number:  # in the first round peers still find out how many they are
                 groups = check_groups(large.swarm, cast(Any, found))
+                assert min(len(group.members) for group in groups) >= GROUP // 2
             await asyncio.sleep(1.0)
-        assert min(len(group.members) for group in groups) >= GROUP // 2
+        await large.swarm.close()
+
+    run_virtual(scenario())
+
+
+def test_peers_of_uneven_shards_agree_on_the_number_of_holders() -> None:
+    peers = 140
+
+    async def scenario() -> None:
+        large = LargeSwarm(4)
+        await large.add(peers)
+        for _ in range(2):
+            await large.read_all()
+        await asyncio.sleep(TTL_S + 11.0)
+        seen = await large.read_all()
+        sizes = {len(holders) for holders in seen.values()}
+        assert max(sizes) > 1.5 * min(sizes), "by its own shard alone each would assume another number"
+        assert {presence.total for presence in large.presences.values()} == {peers}
+        await large.swarm.close()
+
+    run_virtual(scenario())
+
+
+def test_records_of_shards_that_cannot_be_read_are_an_ordinary_error() -> None:
+    async def scenario() -> None:
+        large = LargeSwarm(1)
+        await large.add(140)
+        await large.read_all()
+        presence = large.presences[0]
+        assert presence.shard.bits
+        large.dhts[0].fails = True
+        with pytest.raises(NetworkError, match="no peer answered"):  # searches go on with what they know
+            await presence.read(5.0)
+        with pytest.raises(NetworkError):
+            await presence.read_at("16.12.5", 5.0)
         await large.swarm.close()
 
     run_virtual(scenario())

@@ -172,6 +172,7 @@ class AveragingGrid:
         # there is one shard, of all holders
         self._ids: list[PeerId] = [own]
         self._shard = HolderShard()
+        self._total = 1  # all holders by the records; in a divided swarm an estimate
         self._adopted = False  # the shape was adopted from other peers
         self._may_divide = True
         self._next: int | None = None  # the cell after the round in progress, if that is committed
@@ -212,28 +213,27 @@ class AveragingGrid:
         share = _EVEN_SHARE if self._shard.bits else 1.0
         return int(share * self.peers) // self.shape.cells
 
-    @property
-    def _total(self) -> int:
-        """Return the number of all holders by the records; in a divided swarm an estimate."""
-        return len(self._ids) << self._shard.bits
-
     def on_records(
         self,
         others: Iterable[PeerId],
         lost: Collection[PeerId] = (),
         shard: HolderShard | None = None,
         *,
+        total: int = 0,
         may_divide: bool = True,
     ) -> None:
         """Take in the other holders in the presence records, of which those in `lost` did not answer this
-        peer. The shape follows the number of the rest. `shard`: the one that the records are of.
-        `may_divide`: otherwise there is one cell, however many they are.
+        peer. The shape follows the number of the rest. `shard`: the one that the records are of; `total`: how
+        many holders there are by all shards that were read, if more than one was. `may_divide`: otherwise
+        there is one cell, however many they are.
 
         Ranks are counted over all records, which are the same for everybody, because each peer finds out by
         itself which peers are lost.
         """
         self._ids, self._shard = sorted({self._own, *others}), shard or HolderShard()
-        self.peers = sum(peer_id not in lost for peer_id in self._ids) << self._shard.bits
+        self._total = max(total, len(self._ids))
+        live = sum(peer_id not in lost for peer_id in self._ids)
+        self.peers = max(self._total * live // len(self._ids), 1)
         self._may_divide = may_divide
         if not may_divide:
             self._set_shape(Shape(self.shape.group_size))
@@ -291,7 +291,7 @@ class AveragingGrid:
         """
         if self.has_moved or not self.divided:
             return []
-        cells, peers = self.shape.cells, self._total
+        cells, peers = self.shape.cells, self._ranks
         first, end = -(-self.cell * peers // cells), -(-(self.cell + 1) * peers // cells)
         before = self._shard.prefix * len(self._ids)
         return [
@@ -300,10 +300,15 @@ class AveragingGrid:
             if peer_id != self._own
         ]
 
+    @property
+    def _ranks(self) -> int:
+        """Return the number of ranks, as if all shards had the size of this peer's."""
+        return len(self._ids) << self._shard.bits
+
     def _set_shape(self, shape: Shape, *, adopted: bool = False) -> None:
         self.shape, self.has_moved, self._next, self._adopted = shape, False, None, adopted
         self._set_first_cell()
 
     def _set_first_cell(self) -> None:
         rank = self._shard.prefix * len(self._ids) + self._ids.index(self._own)
-        self.cell = self.shape.cell_of_rank(rank, self._total)
+        self.cell = self.shape.cell_of_rank(rank, self._ranks)

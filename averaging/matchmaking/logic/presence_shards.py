@@ -1,11 +1,11 @@
 """Division of the presence records of an averager among dictionaries of bounded size.
 
 Up to about twice the size of a group all holders stand in one dictionary. More are divided by a hash into
-2^bits shards of about 32, and a peer reads the shard that it is in. It assumes as many holders as its shard
-has, times the number of shards, and chooses the number of bits by that. Peers whose assumptions differ by one
-bit still find each other, because they read the dictionaries of the next coarser and finer division, too. A
-newcomer finds in the one dictionary of small swarms, instead of all holders, those of the first shard, with
-the number of bits.
+2^bits shards of about 32, and a peer reads the shard that it is in. It estimates the number of holders by the
+sizes of the shards that it has read, eight at least, and chooses the number of bits by that. Peers whose
+assumptions differ by one bit still find each other, because they read the dictionaries of the next coarser
+and finer division, too. A newcomer finds in the one dictionary of small swarms, instead of all holders, those
+of the first shard, with the number of bits.
 
 Pure.
 """
@@ -27,6 +27,9 @@ BITS_MAX = 20
 # times SHARD_HOLDERS: a shard beyond these leads to a finer or a coarser division
 _ABOVE, _BELOW = 1.5, 0.375
 _RETURNS_BELOW = 0.75  # times the maximum of one dictionary: a divided swarm of fewer returns to it
+# shards whose sizes a peer knows when it estimates the number of holders. Fewer: estimates differ so much
+# that peers divide the swarm into different cells, and few meet. More: more reads
+SHARDS_COUNTED = 8
 _NOTICES_MIN = 8  # a first shard has more holders; fewer notices are no evidence of a divided swarm
 
 
@@ -55,6 +58,13 @@ class HolderShard:
         finer = [HolderShard(self.bits + 1, 2 * self.prefix + last) for last in (0, 1)]
         return [coarser, *(finer if self.bits < BITS_MAX else [])]
 
+    def others(self, count: int) -> list[HolderShard]:
+        """Return this many of the next shards of the same division."""
+        shards = 1 << self.bits
+        return [
+            HolderShard(self.bits, (self.prefix + step) % shards) for step in range(1, min(count + 1, shards))
+        ]
+
 
 def place_of(name: bytes) -> int:
     """Return the 64-bit hash by which a holder, or the name of a cell, belongs to a shard."""
@@ -81,6 +91,11 @@ def holders_estimated(plain: int, notices: Sequence[int]) -> int:
     if len(notices) < _NOTICES_MIN:
         return plain + len(notices)
     return plain + (len(notices) << statistics.median_low(notices))
+
+
+def holders_by_shards(sizes: Sequence[int], bits: int) -> int:
+    """Return the estimated number of all holders by the sizes of some shards of a division of 2^bits."""
+    return round(statistics.fmean(sizes) * (1 << bits))
 
 
 def bits_for(holders: int, bits: int, flat_max: int = FLAT_MAX) -> int:

@@ -110,7 +110,8 @@ class Cells:
     def _update_grid(self) -> None:
         peers = [self._own, *self._holders]
         may_divide = len(peers) <= self._group_size or self._ledger.may_divide(peers, self._group_size)
-        self.grid.on_records(self._holders, self._lost, self._shard, may_divide=may_divide)
+        total = self._presence.total if self._shard.bits else len(peers)
+        self.grid.on_records(self._holders, self._lost, self._shard, total=total, may_divide=may_divide)
 
     def on_announcement(self, holder: Holder) -> None:
         """Add a holder that introduced itself."""

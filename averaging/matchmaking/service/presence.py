@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from averaging.matchmaking.logic.messages import TEXT_MAX, AveragerName, Holder, VectorSchema
 from averaging.matchmaking.logic.presence_shards import (
     BITS_MAX,
     FLAT_MAX,
+    SHARDS_COUNTED,
     HolderShard,
     bits_for,
+    holders_by_shards,
     holders_estimated,
     place_of,
     shard_at,
@@ -30,6 +32,8 @@ from swarm.dht.keeper import RecordKeeper
 if TYPE_CHECKING:
     from swarm.dht.service.dht_service import DhtService
 
+_Read = TypeVar("_Read")
+
 _log = logging.getLogger(__name__)
 
 TTL_S = 30.0  # a peer that died without leaving is expected by others for this long
@@ -37,7 +41,10 @@ _RENEW_S = 10.0  # well below it: two renewals may get lost
 STORE_TIMEOUT_S = 5.0  # of one renewal; at most half the time until the next
 _RETRY_S = 1.0  # after a renewal that no peer accepted
 _PLACE_AGE_S_MAX = 5.0  # records that were read for a place are used again for this long
-_PLACES_MAX = 8  # places whose records are kept
+_PLACES_MAX = 8  # shards whose records are kept for places, and whose sizes are kept
+# the size of a shard counts in the estimate of all holders for this long. Too large: a swarm that shrinks
+# keeps more cells than it can fill
+_SIZE_AGE_S_MAX = 60.0
 _WITHDRAW_TIMEOUT_S = 0.8  # a node that closes does not wait longer than this for its callbacks
 
 
@@ -47,6 +54,11 @@ class Presence(Protocol):
     @property
     def shard(self) -> HolderShard:
         """Return the shard of holders that this peer belongs to, by its last `read`."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Return how many holders there are, by the last `read`; in a large swarm an estimate."""
         ...
 
     async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
@@ -79,6 +91,10 @@ class PermittedPresence:
     @property
     def shard(self) -> HolderShard:
         return self._presence.shard
+
+    @property
+    def total(self) -> int:
+        return self._presence.total
 
     def _permitted(self, holders: Mapping[PeerId, Holder]) -> dict[PeerId, Holder]:
         return {peer: holder for peer, holder in holders.items() if self._is_permitted(peer)}
@@ -113,6 +129,8 @@ class DhtPresence:
         self._stored: set[Key] = set()  # keys under which this peer's record may stand
         # read for places: the time, and the records
         self._read_at: dict[HolderShard, tuple[float, dict[PeerId, Holder]]] = {}
+        # sizes of shards: the time of reading, and the number of holders
+        self._sizes: dict[HolderShard, tuple[float, int]] = {}
         self._keeper = RecordKeeper(
             self.declare,
             f"the presence record of {self._key(HolderShard())}",
@@ -124,6 +142,12 @@ class DhtPresence:
     def shard(self) -> HolderShard:
         """Return the shard that this peer is in."""
         return shard_at(self._place, self._bits)
+
+    @property
+    def total(self) -> int:
+        """Return how many holders there are by the shards that were read a moment ago; 0 before any was."""
+        sizes = [size for _, size in self._sizes.values()]
+        return holders_by_shards(sizes, self._bits) if sizes else 0
 
     def _key(self, shard: HolderShard) -> Key:
         return Key(f"run.{self._name.run}", shard.name(self._name.averager))
@@ -198,28 +222,57 @@ class DhtPresence:
             self._divide(bits_for(total, 0, self._flat_max))
         if self._bits:
             return await self._read_shard(timeout_s)
+        self._sizes[HolderShard()] = asyncio.get_running_loop().time(), len(records)
         return {peer: holder for peer, (holder, _) in records.items()}
 
     async def _read_shard(self, timeout_s: float) -> dict[PeerId, Holder]:
-        """Read the records of this peer's shard, and adapt the division to their number."""
+        """Read the records of this peer's shard, and adapt the division to the number of holders. Shards that
+        the estimate of that number needs are read, too.
+        """
         shard = self.shard
-        holders = await self._read_around(shard, timeout_s, latest=True)
-        self._divide(bits_for(len(holders) << shard.bits, shard.bits, self._flat_max))
+        self._forget_old_sizes()
+        needed = [one for one in shard.others(SHARDS_COUNTED - 1) if one not in self._sizes]
+        known = len(self._sizes.keys() - {shard})
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(_outcome(self._read_around(shard, timeout_s, latest=True)))
+            for other in needed[: max(SHARDS_COUNTED - 1 - known, 0)]:
+                tasks.create_task(_outcome(self._read_around(other, timeout_s)))
+        holders = reading.result()
+        if isinstance(holders, SwarmError):
+            raise holders
+        self._divide(bits_for(self.total, shard.bits, self._flat_max))
         return holders
+
+    def _forget_old_sizes(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for shard in [one for one, (read_s, _) in self._sizes.items() if now_s - read_s > _SIZE_AGE_S_MAX]:
+            del self._sizes[shard]
 
     async def _read_around(
         self, shard: HolderShard, timeout_s: float, *, latest: bool = False
     ) -> dict[PeerId, Holder]:
         """Read the dictionary of a shard, and those in which peers that assume another division stand."""
         async with asyncio.TaskGroup() as tasks:
-            own = tasks.create_task(self._records(shard, timeout_s, latest=latest))
-            rest = [tasks.create_task(self._records_if_any(one, timeout_s)) for one in shard.neighbours()]
-        return {
+            reads = [
+                tasks.create_task(_outcome(self._records(one, timeout_s, latest=latest and one == shard)))
+                for one in (*shard.neighbours(), shard)
+            ]
+        *others, own = [read.result() for read in reads]
+        if isinstance(own, SwarmError):
+            raise own
+        found = {
             peer: holder
-            for records in (*(task.result() for task in rest), own.result())
+            for records in (*others, own)
+            if not isinstance(records, SwarmError)
             for peer, (holder, _) in records.items()
             if shard.holds(place_of(peer.to_bytes()))
         }
+        if shard.bits == self._bits:
+            self._sizes.pop(shard, None)
+            self._sizes[shard] = asyncio.get_running_loop().time(), len(found)
+            while len(self._sizes) > _PLACES_MAX:
+                del self._sizes[next(iter(self._sizes))]
+        return found
 
     def _divide(self, bits: int) -> None:
         """Assume another division. This peer's last record is left to expire, so that peers that follow later
@@ -229,6 +282,7 @@ class DhtPresence:
             _log.info("the holders of %s are divided into %d shards now", self._key(HolderShard()), 1 << bits)
             self._bits = bits
             self._read_at.clear()
+            self._sizes.clear()
             self._keeper.renew_soon()
 
     async def read_at(self, place: str, timeout_s: float) -> dict[PeerId, Holder]:
@@ -240,13 +294,6 @@ class DhtPresence:
             while len(self._read_at) > _PLACES_MAX:
                 del self._read_at[next(iter(self._read_at))]
         return holders
-
-    async def _records_if_any(self, shard: HolderShard, timeout_s: float) -> dict[PeerId, tuple[Holder, int]]:
-        try:
-            return await self._records(shard, timeout_s)
-        except NetworkError as error:
-            _log.debug("the presence records of %s could not be read: %s", self._key(shard), error)
-            return {}
 
     async def _records(
         self, shard: HolderShard, timeout_s: float, *, latest: bool = False
@@ -267,6 +314,14 @@ class DhtPresence:
                 bits = entry.value.get("bits", 0)
                 records[entry.writer] = holder, bits if bits in range(BITS_MAX + 1) else 0
         return records
+
+
+async def _outcome(reading: Coroutine[Any, Any, _Read]) -> _Read | SwarmError:
+    """Return what was read, or the error: a group of tasks would wrap an error that is raised."""
+    try:
+        return await reading
+    except SwarmError as error:
+        return error
 
 
 def _holder(writer: PeerId, value: Any) -> Holder | None:
