@@ -115,15 +115,19 @@ def faults(machine: RoundMachine) -> dict[int, str]:
     """Return the members that stalled, stopped, or gave up what the others committed; by place.
 
     Only what this member has seen itself, and nothing where it was this member that failed: no other one is
-    to pass for the cause. A member that voted for another result may be the victim of a reducer that gave it
-    other averages; and so may one whose values are in none, unless most of those whose votes count reduce.
+    to pass for the cause. A member that gave up is no cause of a round that was not committed here and had
+    another one: its time was over a moment before this member's. A member that voted for another result may
+    be the victim of a reducer that gave it other averages; and so may one whose values are in none, unless
+    most of those whose votes count reduce.
     """
     setup, tally = machine.setup, machine.votes.tally
     if machine.excluded_reason:
         return {}
     found = machine.repairs.lost | machine.shard.left_out | machine.membership.failed
     certificate = machine.votes.certificate
-    if certificate is not None:
+    if certificate is None:
+        found = {place: why for place, why in found.items() if place not in machine.gave_up} or found
+    else:
         for place in setup.contributors:
             vote = tally.votes.get(setup.peer_id(place))
             if vote is not None and not vote.result:

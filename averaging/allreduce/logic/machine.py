@@ -43,6 +43,7 @@ class RoundMachine:
         self.votes = VoteExchange(setup)
         self.agreement = Agreement(setup, self.assembly, self.votes)
         self.excluded_reason = ""  # why this member's own values count no more
+        self.gave_up: set[int] = set()  # members that gave up, and had done their part until then
         self.finished: do.Finish | None = None
         self.voted_s: float | None = None  # when everything was in place
         self._own = setup.own
@@ -347,12 +348,14 @@ class RoundMachine:
             doing = f"reducing; {self.assembly.share(place)} of its shard had come back"
         else:
             doing = self.shard.doing(place) or "committing"
+        if failure.gave_up and place not in self.left_out and place not in self.repairs.lost:
+            self.gave_up.add(place)
         reason = self.membership.mark_failed(failure, doing)
         if failure.gave_up and self.setup.audited:  # it may have found a liar
             return self._fail(reason)
         effects: list[Effect] = [] if self.agreement.adopting else [do.CancelCalls(place)]
         self.agreement.on_member_failed(place)
-        effects += [*self._leave_out(place, reason), *self.repairs.mark_failed(place, self.contributes)]
+        effects += [*self._leave_out(place, reason), *self.repairs.give_up(place, self.contributes)]
         effects += self._lose(place, reason)
         if self.membership.live == {self._own} and not self._complete and not self.agreement.adopting:
             effects += self._fail(f"nobody else is left: {'; '.join(self.membership.failed.values())}")
@@ -389,26 +392,25 @@ class RoundMachine:
         lacks = self.reducers.outstanding(reducer) or self.setup.own_auxiliary
         if not lacks and self.setup.can_dial(self._own):
             return [*self.reducers.close(reducer)]
-        self.repairs.lose(
-            reducer, reason, trusted=trusted, failed=self.membership.failed.keys(), now_s=self._now_s
-        )
+        self.repairs.lose(reducer, reason, trusted=trusted, now_s=self._now_s)
         return [*self.reducers.close(reducer)]
 
     def _heed_loss(self, reducer: int, place: int) -> list[Effect]:
         """A member has lost this reducer: does it live in this member's view?"""
         if reducer == self._own or reducer not in self.setup.plan.reducers or self.repairs.knows(reducer):
             return []
-        failed = self.membership.failed.keys()
         effects = self._suspect(reducer, Suspicion(f"{self.setup.name(place)} has lost it"))
         # an auxiliary member takes no averages, and so cannot miss any: it may still have to take over
         if self.setup.own_auxiliary:
-            self.repairs.help(reducer, trusted=reducer not in failed, failed=failed, now_s=self._now_s)
+            self.repairs.help(reducer, trusted=reducer not in self.membership.failed, now_s=self._now_s)
         return effects
 
     def _pace(self) -> list[Effect]:
         """Go on without members that live and hold the others up."""
         effects: list[Effect] = [*self.shard.pace(self.contributes, self._now_s)]
-        for place, why in self.reducers.pace(self._now_s):
+        for place, why in self.reducers.stalled(self._now_s):
+            effects += [*self.repairs.give_up(place, self.contributes, why), *self._lose(place, why)]
+        for place, why in self.reducers.slow(self._now_s):
             effects += self._lose(place, why)
         return effects + self.repairs.pace(self.contributes, self._now_s)
 
@@ -435,7 +437,7 @@ class RoundMachine:
         if self.finished is None:
             effects += self._decide()
         if self.finished is None:
-            effects += self.repairs.poll(self.membership.failed.keys(), self.contributes, self._now_s)
+            effects += self.repairs.poll(self.contributes, self._now_s)
             effects += self.votes.endorsements(self.membership.live, self._now_s)
             votes = self._own in self.setup.contributors
             speaks = self.agreement.speaks or (self._complete and (self.votes.has_spoken or not votes))

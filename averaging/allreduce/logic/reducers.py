@@ -83,22 +83,27 @@ class ReducerStreams:
         """End all streams."""
         return [effect for reducer in sorted(self._open) for effect in self.close(reducer)]
 
-    def pace(self, now_s: float) -> list[tuple[int, str]]:
-        """Return the reducers to go on without, and why."""
-        waited_for = [place for place in self._open if self.outstanding(place)]
-        found = [
+    def stalled(self, now_s: float) -> list[tuple[int, str]]:
+        """Return the reducers that take and give nothing, and say so in a sentence."""
+        return [
             (
                 place,
                 f"it took and gave nothing for {idle_s:.1f} s, with {self._assembly.share(place)} given",
             )
-            for place, idle_s in self._stragglers.tick(waited_for, now_s)
+            for place, idle_s in self._stragglers.tick(self._waited_for(), now_s)
         ]
+
+    def slow(self, now_s: float) -> list[tuple[int, str]]:
+        """Return the reducers that work, and too slowly for the time of the round, and why."""
         self._eta.due_s = self._setup.due_s(REDUCER_SHARE)
-        lost = {place for place, _ in found}
-        for place, more_s in self._eta.late([one for one in waited_for if one not in lost], now_s):
-            why = (
-                f"at its pace its averages would take {more_s:.0f} s more; the round has "
-                f"{self._setup.deadline_s - now_s:.0f} s"
+        left_s = self._setup.deadline_s - now_s
+        return [
+            (
+                place,
+                f"at its pace its averages would take {more_s:.0f} s more; the round has {left_s:.0f} s",
             )
-            found.append((place, why))
-        return found
+            for place, more_s in self._eta.late(self._waited_for(), now_s)
+        ]
+
+    def _waited_for(self) -> list[int]:
+        return [place for place in self._open if self.outstanding(place)]

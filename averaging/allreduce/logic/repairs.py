@@ -6,7 +6,7 @@ None of it happens in a round in which nothing fails. `Repair` decides for one s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from averaging.allreduce.logic.assembly import Assembly
@@ -57,6 +57,7 @@ class Repairs:
         self._retries: list[tuple[float, int, int]] = []  # (when, reducer, place)
         self._offered: set[tuple[int, int]] = set()  # (owner, chunk): what this member has offered
         self.lost: dict[int, str] = {}  # reducers, and why
+        self._gone: set[int] = set()  # members that failed or stall: nothing is expected of them
         self.left_out: dict[int, str] = {}  # members that did not give their values again, and why
         # members that wait for an answer, and until when
         self._questions: dict[int, tuple[int, InventoryQuestion, float]] = {}
@@ -74,16 +75,16 @@ class Repairs:
 
     # ---- what has happened
 
-    def lose(self, reducer: int, reason: str, *, trusted: bool, failed: Set[int], now_s: float) -> None:
+    def lose(self, reducer: int, reason: str, *, trusted: bool, now_s: float) -> None:
         """Nothing more comes on this reducer's stream. `trusted`: it may be asked for what it has."""
         if reducer not in self.lost:
             self.lost[reducer] = f"{self._setup.name(reducer)} was lost as a reducer: {reason}"
         if reducer not in self._repairs:
-            self.help(reducer, trusted=trusted, failed=failed, now_s=now_s)
+            self.help(reducer, trusted=trusted, now_s=now_s)
         elif not trusted:
             self._repairs[reducer].distrust()
 
-    def help(self, reducer: int, *, trusted: bool, failed: Set[int], now_s: float) -> None:
+    def help(self, reducer: int, *, trusted: bool, now_s: float) -> None:
         """Another member has lost this reducer: this one may have to take over."""
         if reducer in self._repairs:
             return
@@ -94,7 +95,7 @@ class Repairs:
             members=len(self._setup.members),
             trusted=trusted,
         )
-        for place in failed:
+        for place in self._gone:
             repair.mark_failed(place)
         self._repairs[reducer] = repair
         self._lost_s[reducer] = now_s
@@ -104,13 +105,16 @@ class Repairs:
         """Return whether the shard of this reducer is being repaired."""
         return reducer in self._repairs
 
-    def mark_failed(self, place: int, own: bool) -> list[Effect]:
-        """A member failed."""
+    def give_up(self, place: int, own: bool, why: str = "it failed") -> list[Effect]:
+        """Expect nothing more of a member, neither its own values nor chunks of others: it failed, or it
+        lives and stalls. Of two that stall each would otherwise be waited for as the other's successor.
+        """
+        self._gone.add(place)
         for repair in self._repairs.values():
             repair.mark_failed(place)
         found: list[Effect] = []
         for chunk in list(self._takeovers):
-            found += self._missed(chunk, place, "it failed", own=own)
+            found += self._missed(chunk, place, why, own=own)
         return found
 
     def on_inventory(
@@ -218,7 +222,7 @@ class Repairs:
 
     # ---- what to do now
 
-    def poll(self, failed: Set[int], own: bool, now_s: float) -> list[Effect]:
+    def poll(self, own: bool, now_s: float) -> list[Effect]:
         """Return what is to be done now, each thing once until it is answered for. `own`: this member
         contributes.
         """
@@ -242,7 +246,7 @@ class Repairs:
                 elif isinstance(action, Take):
                     found.append(FetchChunk(action.place, action.chunk, action.version))
                 else:
-                    found += self._take_over(action.chunk, failed, own, now_s)
+                    found += self._take_over(action.chunk, own, now_s)
         return found
 
     def pace(self, own: bool, now_s: float) -> list[Effect]:
@@ -293,11 +297,11 @@ class Repairs:
 
     # ---- within
 
-    def _take_over(self, chunk: int, failed: Set[int], own: bool, now_s: float) -> list[Effect]:
+    def _take_over(self, chunk: int, own: bool, now_s: float) -> list[Effect]:
         senders = [
             place
             for place in self._setup.contributors
-            if place != self._setup.own and place not in failed and place not in self.left_out
+            if place != self._setup.own and place not in self._gone and place not in self.left_out
         ]
         takeover = self._takeovers[chunk] = _Takeover(set(senders), now_s)
         timeout_s = self._fetch_timeout_s(now_s)
