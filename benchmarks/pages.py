@@ -33,6 +33,10 @@ TITLES = {
     "state": ("State transfer", "Downloading the training state from donors."),
     "cuts": ("Network cuts", "One history again after a swarm was cut in two."),
     "joining": ("Joining", "Many newcomers that join a run at the same moment."),
+    "reach": (
+        "Peers behind routers",
+        "How soon they are reached, what calls through relays cost, and what a lost relay does; namespaces.",
+    ),
     "dht": ("DHT", "Stores and reads of real nodes."),
     "experts": ("Experts", "Calls, mixtures and callers side by side, beside hivemind."),
     "slowdown": (

@@ -117,6 +117,7 @@ ORDER = (
         "state",
         "joining",
         "cuts",
+        "reach",
         "dht",
     ),
     *(

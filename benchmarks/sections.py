@@ -27,6 +27,7 @@ from benchmarks import (
     membership_costs,
     mixtures,
     peer_failures,
+    reach,
     round_costs,
     simulated_attacks,
     simulated_dht,
@@ -119,6 +120,7 @@ SECTIONS = {
     "state": Section(rows=_once(lambda request: states.rows(request.setting)), compared=True),
     "cuts": Section(rows=_once(lambda request: cuts.rows(request.setting.say))),
     "joining": Section(rows=lambda request: joining.rows(request.setting.say)),
+    "reach": Section(rows=lambda request: reach.rows(request.setting.say), check=reach.check),
     "dht": Section(rows=_dht, compared=True),
     "experts": Section(
         rows=_once(lambda request: [*experts.rows(request.setting), *mixtures.rows(request.setting)]),

@@ -48,7 +48,8 @@ def _rows(figures: TrainingFigures) -> list[Row]:
         f"{figures.rounds} rounds an epoch, then one of {figures.electors} electors; the distance before the "
         f"state rounds: {before}",
         f"the busiest peer sends {max(figures.messages_most)} messages in an epoch; rounds that went on "
-        f"without a peer of their cell: {figures.rounds_missed}",
+        f"without a peer of their cell: {figures.rounds_missed}; downloads of peers that missed the first "
+        f"round of an epoch: {figures.downloads}",
     )
 
     def row(identifier: str, quantity: str, series: Series, notes: tuple[str, ...] = ()) -> Row:

@@ -13,6 +13,8 @@ from averaging.history.certificate import RoundKind
 from averaging.optim.catchup import CatchUp
 from averaging.optim.epoch_averager import OBSOLETE_ROUND_GRACE_S, EpochAverager, StateRound
 from averaging.optim.modes import Mode
+from averaging.optim.progress.logic.newcomers import NewcomerWait
+from averaging.optim.progress.logic.punctuality import SLOW
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.state.donor import Donor
 from averaging.result import RoundResult
@@ -80,6 +82,7 @@ class EpochCloser:
         self._said_waits = -1  # the epoch of which it was said that it waits for a quorum
         self.round_is_break = False  # the latest attempt began after the grace
         self._epoch_s = 0.0  # running estimate of how long an epoch takes
+        self._newcomers = NewcomerWait(self._epoch_began_s)
 
     def is_behind(self) -> bool:
         """Return whether the swarm went on without this peer. In modes where peers proceed alone, a few
@@ -117,6 +120,23 @@ class EpochCloser:
             self._sought_s = now_s
             found = history.seek_quorum(self._tracker.voters(), now_s, self._epoch_s)
             self._lacks_quorum = not found or history.is_break
+
+    def waits_for_newcomers(self) -> bool:
+        """Return whether this peer, which nobody else is in its epoch with, should train on in it although it
+        is full: newcomers are about to have its state, and would come too late for a shorter epoch.
+        """
+        history = self._history
+        if history is None:
+            return False
+        mine, is_alone = self._tracker.view().peers[self._tracker.own], not self._has_peers_in_epoch()
+        newcomers = is_alone and any(
+            history.knows(other.head)
+            and (other.joining or not history.ledger.has_standing(peer))
+            # a peer that is known to be slow sends its samples late
+            and not 0.0 < other.rate < SLOW * mine.samples_per_s
+            for peer, other in self._tracker.others().items()
+        )
+        return self._newcomers.waits(self._clock.monotonic_s(), newcomers=newcomers)
 
     def run_rounds(self, *, again: bool) -> CloseOutcome:
         """Run rounds until one is committed, this peer turns out to be alone, the swarm is ahead, or

@@ -230,6 +230,8 @@ class EpochLoop:
         """
         if not self._tracker.update_own(self._learner.samples, self._rate):
             return False
+        if self._closer.waits_for_newcomers():
+            return False
         return (
             self._learner.samples >= self._retry_at_samples
             or self._tracker.full_announcements > self._announcements_at_failure

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from swarm.core.errors import SwarmError, UsageError
-from swarm.monitor.logic.view import MonitorView, PeerView
+from swarm.monitor.logic.view import MonitorView, PeerView, RelayReport
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -53,6 +53,7 @@ class RunCollector:
         if view.live:
             yield from _run(view)
             yield from _peers([peer for peer in view.peers if peer.fresh][:_PEERS_MAX], view.at_s)
+            yield from _relays(view.relays)
 
 
 class MetricsServer:
@@ -220,3 +221,24 @@ def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
     yield from (gauge for gauge, _ in gauges.values())
     yield from (counter for counter, _ in counters.values())
     yield rounds
+
+
+def _relays(relays: Iterable[RelayReport]) -> Iterator[Metric]:
+    gauges: tuple[tuple[str, str, Callable[[RelayReport], int]], ...] = (
+        ("reservations", "Peers that can be called through the relay now", lambda relay: relay.reservations),
+        ("circuits", "Connections that the relay carries now", lambda relay: relay.circuits),
+    )
+    counters: tuple[tuple[str, str, Callable[[RelayReport], int]], ...] = (
+        (
+            "carried_bytes",
+            "Carried since it began, both directions together",
+            lambda relay: relay.carried_bytes,
+        ),
+        ("refused_requests", "Requests that it refused since it began", lambda relay: relay.refused),
+    )
+    for kind, described in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, text, value in described:
+            family = kind(f"swarm_relay_{name}", text, labels=["relay"])
+            for relay in relays:
+                family.add_metric([relay.short], float(value(relay)))
+            yield family

@@ -62,7 +62,8 @@ class Announcing:
         # addresses of this machine's interfaces, or the one that the node listens on
         self._of_machine = machine_addresses(*own.listening) if own.listening is not None else ()
         port = own.listening[1] if own.listening is not None else 0
-        self._mapping = PortMapping(port)
+        self._changed = ChangeEvent()
+        self._mapping = PortMapping(port, on_found=self._changed.notify)
         self._relay_mapping: PortMapping | None = None  # of the port at which this peer relays
         hosts = [address.host for one in own.named for address in one.addresses]
         # names that the user gave may turn out to be in the internet
@@ -74,7 +75,6 @@ class Announcing:
             surroundings.widen(address.host for address in self._of_machine)
             presumed = self._public()
         self._machine = Reachability(port, asyncio.get_running_loop().time(), presumed)
-        self._changed = ChangeEvent()
         self._is_seen = False  # a peer of the internet has answered a Hello
         self._has_waited = False  # for that, in vain
         self._was_asked = False  # others were asked, or it has waited again
@@ -171,6 +171,8 @@ class Announcing:
         while True:
             self._changed.clear()
             self._look_at_interfaces()
+            if self._mapping.has_found_late:
+                self._machine.on_router(loop.time())
             candidates = self._candidates() if self._asks() else []
             if candidates and self._machine.due_s <= loop.time():
                 await self._check(candidates)
@@ -198,7 +200,7 @@ class Announcing:
             await self._relay_mapping.open()
             port = self._relay_mapping.port
             if not port:
-                return False
+                return None if self._relay_mapping.is_searching else False
         candidates = self._candidates()
         if not candidates:
             return True

@@ -19,7 +19,9 @@ _logger = logging.getLogger(__name__)
 
 LEASE_S: Final = 1800  # a check of the verdict, every 600 s at most, renews it
 _PORTS_MAX = 4  # that are tried, where other machines have the first ones
-_DISCOVER_MS = 2000  # to wait for routers that answer: they may take as long as that
+# for routers to answer, of each of the four kinds that the library asks for one after another: it tells them
+_DISCOVER_MS = 1000
+_FOUND_S = 1.5  # that a node waits for the search; where no router forwards ports it takes all four seconds
 _CALL_S = 4.0
 _CLOSE_S = 0.5  # a node closes in under two seconds
 _SEARCH_S = 600.0  # between two searches for a router
@@ -43,11 +45,19 @@ class PortMapping:
     to the router run on another one.
     """
 
-    def __init__(self, port: int, find: Callable[[], Any] = find_router) -> None:
-        """`port` is the one that the node listens on. `find` finds the router, and blocks."""
-        self._port, self._find = port, find
+    def __init__(
+        self,
+        port: int,
+        find: Callable[[], Any] = find_router,
+        on_found: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`port` is the one that the node listens on. `find` finds the router, and blocks. `on_found` is
+        called when it has found one after `open` had stopped waiting for it: `open` is to be called again.
+        """
+        self._port, self._find, self._on_found = port, find, on_found
         self._router: Any = None
         self._searched_s: float | None = None
+        self._searching: asyncio.Future[Any] | None = None
         self._outer: int | None = None  # the router's port, from the moment when it is asked for it
         self._is_open = self._is_closed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="asks-the-router")
@@ -58,6 +68,17 @@ class PortMapping:
         return self._is_open
 
     @property
+    def is_searching(self) -> bool:
+        """Return whether a router is still searched, or was found and asked for nothing yet."""
+        return self._searching is not None
+
+    @property
+    def has_found_late(self) -> bool:
+        """Return whether there is a router that no `open` has asked yet, because it had stopped waiting."""
+        searching = self._searching
+        return searching is not None and searching.done() and not _refusal(searching)
+
+    @property
     def port(self) -> int:
         """Return the router's port that it forwards here; 0: none, as far as it has said."""
         return self._outer or 0 if self._is_open else 0
@@ -66,7 +87,7 @@ class PortMapping:
         """Take that the addresses of this machine have changed: the next `open` searches the router again,
         since it may be another one, and forwards to the old address.
         """
-        self._router = self._searched_s = None
+        self._router = self._searched_s = self._searching = None
 
     async def open(self) -> int:
         """Open the port of the router, or renew that. Return the port at which others may get through: this
@@ -100,11 +121,26 @@ class PortMapping:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def _search(self) -> Any:
-        now_s = asyncio.get_running_loop().time()
-        if self._searched_s is not None and now_s - self._searched_s < _SEARCH_S:
+        """Return the router; None while none has answered."""
+        loop = asyncio.get_running_loop()
+        if self._searching is None:
+            recently = self._searched_s is not None and loop.time() - self._searched_s < _SEARCH_S
+            if recently or self._is_closed:
+                return None
+            self._searched_s = loop.time()
+            self._searching = loop.run_in_executor(self._worker, self._find)
+        searching = self._searching
+        await asyncio.wait([searching], timeout=_FOUND_S)
+        if not searching.done():
+            searching.add_done_callback(self._found_late)
             return None
-        self._searched_s = now_s
-        return await self._ask(_CALL_S + _DISCOVER_MS / 1000.0, self._find)
+        if searching is self._searching:
+            self._searching = None
+        return None if _refusal(searching) else searching.result()
+
+    def _found_late(self, _: object) -> None:
+        if self.has_found_late:
+            self._on_found()
 
     async def _forward(self, router: Any, outer: int) -> bool:
         """Return whether the router forwards this port here now. It takes no other machine's port away."""
@@ -130,8 +166,14 @@ class PortMapping:
             asked.cancel()
             self._router = None  # it does not answer; the others would wait behind this call
             return None
-        error = asked.exception()
-        if error is not None:
-            _logger.debug("the router refuses, or there is none: %s", error)
-            return None
-        return asked.result()
+        return None if _refusal(asked) else asked.result()
+
+
+def _refusal(asked: asyncio.Future[Any]) -> bool:
+    """Return whether a call to the router has failed."""
+    if asked.cancelled():
+        return True
+    error = asked.exception()
+    if error is not None:
+        _logger.debug("the router refuses, or there is none: %s", error)
+    return error is not None

@@ -59,6 +59,7 @@ class TrainingFigures:
     after: tuple[float, ...]
     left: float  # distance to the optimum at the end, as a share of that at the beginning
     rounds_missed: int  # rounds of a peer's cell that went on without it
+    downloads: int  # peers that missed the first round of an epoch, and took the electors' model after it
 
 
 @dataclass
@@ -82,7 +83,7 @@ class GridTraining:
     def __init__(self, peers: int, group_size: int, seed: int, link: LinkConfig | None = None) -> None:
         self.swarm = Swarm(seed, link)
         self.rng = random.Random(seed)
-        self.group_size, self.rounds_missed = group_size, 0
+        self.group_size, self.rounds_missed, self.downloads = group_size, 0, 0
         self.head = Chain(head=genesis("r"), electors=(), certificates=())
         self.start = tuple(self.rng.gauss(0.0, 1.0) for _ in range(_NUMBERS))
         self.trainers = [self._add() for _ in range(peers)]
@@ -115,8 +116,10 @@ class GridTraining:
         """Return how many rounds an epoch has."""
         return self.trainers[0].size.rounds(self.head)
 
-    async def average(self, name: str, values: Sequence[tuple[Values, float]]) -> list[Values]:
-        """Average weighted values through the cells, then among the electors. Return what each peer has."""
+    async def average(self, name: str, values: Sequence[tuple[Values, float]]) -> list[Values | None]:
+        """Average weighted values through the cells, then among the electors. Return what each peer has; None
+        for one that missed the first round.
+        """
         for one in self.trainers:
             one.certificate = None
             one.met.clear()
@@ -135,12 +138,15 @@ class GridTraining:
         )
         return [one.result() for one in running]
 
-    async def _average(self, trainer: _Trainer, name: str, value: Values, weight: float) -> Values:
+    async def _average(self, trainer: _Trainer, name: str, value: Values, weight: float) -> Values | None:
         await asyncio.sleep(0.02 * self.rng.random())
         for number in range(1, self.rounds + 1):
             group = await self._meet(trainer, f"{name} {number}/{self.rounds}", value, weight)
             if group is None:
                 self.rounds_missed += 1
+                if number == 1:  # as in `GridRound`: nothing of it is averaged, and it applies nothing
+                    await self._ask(trainer)
+                    return None
             else:
                 value, weight = self._mean(group, holders=len(group.members))
                 trainer.met |= {one.peer_id: one.contact for one in group.members}
@@ -230,12 +236,26 @@ class GridTraining:
             proposal=proposal, result=blake3(proposal.digest()).digest(), votes=votes, goodbyes={}
         )
 
+    def set_models(self, models: Sequence[Values | None]) -> None:
+        """Give each peer its next model. One without any downloads that of an elector."""
+        for one, model in zip(self.trainers, models, strict=True):
+            one.model = model or one.model
+        canonical = self._by_id[self.head.electors[0]]
+        for one, model in zip(self.trainers, models, strict=True):
+            if model is None:
+                one.model = canonical.model
+                self.downloads += 1
+
     def deviation(self) -> float:
         """Return the largest distance of a model from that of the first elector, relative to the distance
         between the start and the optimum.
         """
         canonical = self._by_id[self.head.electors[0]].model
         return max(math.dist(one.model, canonical) for one in self.trainers) / math.hypot(*self.start)
+
+
+def _step(model: Values, gradient: Values) -> Values:
+    return tuple(x - _RATE * g for x, g in zip(model, gradient, strict=True))
 
 
 def train(
@@ -265,16 +285,19 @@ def train(
                 for one in training.trainers
             ]
             averages = await training.average(f"epoch {epoch}", gradients)
-            for one, gradient in zip(training.trainers, averages, strict=True):
-                one.model = tuple(x - _RATE * g for x, g in zip(one.model, gradient, strict=True))
+            models = [
+                None if gradient is None else _step(one.model, gradient)
+                for one, gradient in zip(training.trainers, averages, strict=True)
+            ]
+            training.set_models(models)
             messages = [one.messages_sent - was for one, (was, _) in zip(members, sent, strict=True)]
             size = sum(one.bytes_sent - was for one, (_, was) in zip(members, sent, strict=True))
             costs.append((statistics.fmean(messages), max(messages), size / peers, loop.time() - began_s))
             if epoch % state_every == 0:
                 before.append(training.deviation())
-                models = await training.average(f"state {epoch}", [(o.model, 1.0) for o in training.trainers])
-                for one, model in zip(training.trainers, models, strict=True):
-                    one.model = model
+                training.set_models(
+                    await training.average(f"state {epoch}", [(o.model, 1.0) for o in training.trainers])
+                )
                 after.append(training.deviation())
             await asyncio.sleep(1.0)  # the peers compute
         await training.swarm.close()
@@ -293,6 +316,7 @@ def train(
             after=tuple(after),
             left=math.hypot(*mean) / math.hypot(*training.start),
             rounds_missed=training.rounds_missed,
+            downloads=training.downloads,
         )
 
     return run_virtual(scenario())

@@ -186,6 +186,7 @@ class SimulatedNetwork:
         for task in peer.handling:
             task.cancel()
         await peer.supervisor.close()
+        peer.handlers = Handlers()  # they hold all services of the process
 
     def restart(self, peer: SimulatedPeer) -> None:
         """Start the peer again with the same identity and address, and no memory but the peer book on `disk`.

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from averaging.history.certificate import Certificate, RoundKind, genesis
 from averaging.history.chain import Chain, after, beginning
@@ -45,7 +46,8 @@ class HistoryLedger:
         self.certificates: dict[bytes, Certificate] = {}  # by the head after it
         self.committed_s: dict[bytes, float] = {}  # when the first peer held it
         self._following: dict[bytes, dict[bytes, Certificate]] = {}  # by the head that it extends
-        self._seen: dict[TrainingPeer, bytes] = {}  # the last head that was read of each process
+        # the last head that was read of each process; what is kept of one must not keep it in memory
+        self._seen: WeakKeyDictionary[TrainingPeer, bytes] = WeakKeyDictionary()
 
     def read(self, one: TrainingPeer, now_s: float) -> None:
         """Read what a peer has committed, as another peer would."""
@@ -135,10 +137,10 @@ class TrainingChecks:
         self.misled = 0  # states of liars that honest peers took
         self.liars: set[PeerId] = set()
         self.faults_s = -math.inf  # when the last fault ended
-        self._misled: set[TrainingPeer] = set()  # who took a liar's state last
+        self._misled: WeakSet[TrainingPeer] = WeakSet()  # who took a liar's state last
         self._digests: dict[str, set[str]] = {}  # by head: of the states that honest peers made
         self._contacts = _Contacts()
-        self._carried: dict[TrainingPeer, int] = {}
+        self._carried: WeakKeyDictionary[TrainingPeer, int] = WeakKeyDictionary()
         self._states: dict[str, tuple[bytes, int]] = {}  # by head: the parameters, and who had them first
 
     def on_step(self, one: TrainingPeer, report: StepReport, seconds: float) -> None:
@@ -305,8 +307,11 @@ class _Contacts:
     """Which peers have a certificate, and which could not reach one another."""
 
     def __init__(self) -> None:
-        self._certificate_s: dict[TrainingPeer, float] = {}  # since when each process has one
-        self._apart_s: dict[frozenset[TrainingPeer], float] = {}  # when two were apart last
+        # since when each process has one
+        self._certificate_s: WeakKeyDictionary[TrainingPeer, float] = WeakKeyDictionary()
+        # when messages from one to another were lost last
+        self._lost_s: WeakKeyDictionary[TrainingPeer, WeakKeyDictionary[TrainingPeer, float]]
+        self._lost_s = WeakKeyDictionary()
 
     def watch(self, live: Collection[TrainingPeer], ledger: HistoryLedger, now_s: float) -> None:
         """Record the present moment."""
@@ -317,7 +322,7 @@ class _Contacts:
                 self._certificate_s.pop(one, None)
             for other in live:
                 if one is not other and one.peer.network.silent_between(one.peer, other.peer):
-                    self._apart_s[frozenset((one, other))] = now_s
+                    self._lost_s.setdefault(one, WeakKeyDictionary())[other] = now_s
 
     def has_certificate_s(self, one: TrainingPeer) -> float | None:
         """Return since when a process has a certificate; None when it has none."""
@@ -325,7 +330,11 @@ class _Contacts:
 
     def apart_s(self, one: TrainingPeer, other: TrainingPeer) -> float:
         """Return when messages between two peers were lost last, in one direction or both."""
-        return self._apart_s.get(frozenset((one, other)), -math.inf)
+        both = ((one, other), (other, one))
+        return max(
+            self._lost_s[source].get(target, -math.inf) if source in self._lost_s else -math.inf
+            for source, target in both
+        )
 
 
 def _at_once(work: Awaitable[Any]) -> Any:

@@ -122,7 +122,7 @@ class TrainingConfig:
     group_size_max: int = 64  # a larger swarm averages through the grid
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class TrainingPeer:
     """One process that trains; a restart makes another one for the same simulated peer."""
 

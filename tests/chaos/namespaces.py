@@ -42,6 +42,14 @@ table ip strangers {
   chain input { type filter hook input priority 0; iifname "out" ct state new drop; }
 }
 """
+_FIREWALL = """
+table ip6 strangers {
+  chain input {
+    type filter hook input priority 0;
+    iifname "out" meta l4proto tcp ct state new drop
+  }
+}
+"""
 _SYMMETRIC = _MASQUERADE.replace("masquerade", "masquerade fully-random")
 _CONE = _MASQUERADE.replace(
     "  chain postrouting",
@@ -159,6 +167,15 @@ class Internet:
         _run("ip", "-n", namespace, "-6", "route", "add", "default", "via", f"2600:{number}::1")
         return f"2600:{number}::2"
 
+    def behind_firewall(self, name: str) -> str:
+        """Add a host that has a public IPv6 address and lets in answers alone, as most routers do with IPv6,
+        and return the address.
+        """
+        address = self.public_ipv6(name)
+        command = [*self.inside(name), "nft", "-f", "-"]
+        subprocess.run(command, input=_FIREWALL.encode(), check=True)
+        return address
+
     def behind_router(self, name: str, kind: RouterKind = "preserving") -> str:
         """Add a host with a private address behind a router that translates it. Return the router's public
         address. All such hosts have the same private address, as those of many homes do.
@@ -266,6 +283,11 @@ class Internet:
         for namespace, device in ((f"{self._prefix}{name}", "out"), (self._core, self._links[name])):
             rate = ("rate", f"{mbit}mbit", "burst", "32kbit", "latency", "100ms")
             _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+    def unplug(self, name: str) -> None:
+        """Cut the cable of a host with a public address: what is sent to it is lost without a word."""
+        _run("ip", "-n", self._core, "link", "set", self._links[name], "down")
+        _run("ip", "-n", self._core, "route", "add", "blackhole", f"44.{self._links[name][2:]}.0.0/24")
 
     def cut(self) -> None:
         """Let no host reach another one, until `restore`: each learns that the network is unreachable."""

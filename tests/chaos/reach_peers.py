@@ -38,6 +38,48 @@ with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
 """
 
 
+# Libp2p hosts that keep reservations at one relay, and call each other through it.
+CROWD = """
+import asyncio, json, os, sys, time
+from swarm.core.clock import SystemClock
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.libp2p.circuits import Circuits
+from tests.wire.libp2p_hosts import Scene
+def show(**event): sys.stdout.write(json.dumps(event) + "\\n")
+async def exchange(circuits, target, relay, size):
+    started_s = time.monotonic()
+    stream = await (await circuits.connect(target, [relay], timeout_s=60.0)).open("/echo")
+    data, back = os.urandom(size), bytearray()
+    async def read():
+        while part := await stream.read():
+            back.extend(part)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(read())
+        await stream.write(data)
+        stream.finish()
+    assert bytes(back) == data
+    return time.monotonic() - started_s
+async def main(relay_id, host, peers, size):
+    scene, relay = Scene(), Contact(PeerId.parse(relay_id), (Address(host, 4001),))
+    crowd = [Circuits(await scene.host(listens=False), SystemClock()) for _ in range(peers)]
+    for circuits in crowd:
+        scene.hosts[crowd.index(circuits)].supervisor.spawn("reservations", circuits.run)
+        circuits.offer([relay])
+    while not all(circuits.held for circuits in crowd):
+        await asyncio.sleep(0.05)
+    show(event="reserved")
+    started_s = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(exchange(one, scene.hosts[(number + 1) % peers].peer_id, relay, size))
+            for number, one in enumerate(crowd)
+        ]
+    show(event="exchanged", seconds=time.monotonic() - started_s, each=[one.result() for one in running],
+         held=sum(bool(circuits.held) for circuits in crowd))
+asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+"""
+
+
 def entry_point(internet: Internet, name: str = "r", *bootstrap: str) -> tuple[Process, str]:
     """Start a relay, and return it and its address; empty while it waits for somebody to call it there."""
     internet.public(name)

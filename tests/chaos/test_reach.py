@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.namespaces import Internet, Process, missing
-from tests.chaos.reach_peers import PEER
+from tests.chaos.reach_peers import PEER, call, contact_of
 from tests.chaos.small_run import write_small_run
 
 pytestmark = [pytest.mark.network_namespaces, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -181,6 +181,27 @@ def test_peers_with_ipv6_alone_announce_the_address_that_others_called(internet:
     (announced,) = peer.wait("verdict", lambda event: event["event"] == "reach")["addresses"]
     assert announced.startswith(f"/ip6/{hosts['peer']}/tcp/4000/")
     wait_until_known(first, announced.rpartition("/")[2], hosts["peer"])
+
+
+def test_peers_behind_firewalls_with_ipv6_alone_call_each_other_through_a_relay_and_then_directly(
+    internet: Internet,
+) -> None:
+    host = internet.public_ipv6("r")
+    entry = command(internet, "r", "bootstrap", "--listen", "[::]:4000")
+    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+    peers, contacts = {}, {}
+    for name in ("a", "b"):
+        internet.behind_firewall(name)
+        peers[name] = internet.start(name, "-c", PEER, "[::]:4000", address)
+    for name, peer in peers.items():
+        contacts[name] = contact_of(peer)
+        assert contacts[name][1].startswith(f"/ip6/{host}/tcp/4001/p2p/")
+    assert call(peers["a"], contacts["b"])["why"] == ""
+    peers["a"].wait(
+        "hole", lambda event: event["event"] == "log" and "is called directly" in event["text"], 30.0
+    )
+    entry.kill()
+    assert call(peers["a"], contacts["b"])["why"] == ""
 
 
 def test_a_peer_whose_address_changes_announces_the_new_one(internet: Internet) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from swarm.monitor.logic.view import MonitorView
+from swarm.monitor.logic.view import MonitorView, RelayReport
 from swarm.monitor.prometheus import RunCollector
 from tests.monitor.watched_run import WatchedRun, peer, round_report
 
@@ -43,7 +43,16 @@ def busy() -> WatchedRun:
         "rounds_failed": 2,
         "bytes_up": 500,
     }
-    watched.poll(2.0)
+    relay = RelayReport(
+        peer_id=str(peer(9)),
+        short=peer(9).short,
+        age_s=4.0,
+        reservations=3,
+        circuits=2,
+        carried_bytes=9_000,
+        refused=5,
+    )
+    watched.poll(2.0, relays=(relay,))
     watched.model.on_dialed(peer(1), True)
     return watched
 
@@ -56,9 +65,14 @@ def test_a_live_run_is_exported_in_base_units() -> None:
     assert found["swarm_run_reported"] == {("accuracy",): 0.5}
     assert found["swarm_peer_rounds_total"][('eve "x"', peer(1).short, "failed")] == 2.0
     assert found["swarm_peer_sent_bytes_total"][('eve "x"', peer(1).short)] == 500.0
+    relay = (peer(9).short,)
+    assert found["swarm_relay_reservations"] == {relay: 3.0}
+    assert found["swarm_relay_circuits"] == {relay: 2.0}
+    assert found["swarm_relay_carried_bytes_total"] == {relay: 9_000.0}
+    assert found["swarm_relay_refused_requests_total"] == {relay: 5.0}
     unit = re.compile(
         r".*_(total|seconds|bytes|ratio|info|per_second|loss|epoch|samples|up|peers|refused|members"
-        r"|reported|by|answers|histories)$"
+        r"|reported|by|answers|histories|reservations|circuits)$"
     )
     assert all(unit.fullmatch(name) for name in found), sorted(
         name for name in found if not unit.fullmatch(name)

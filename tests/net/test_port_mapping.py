@@ -124,9 +124,34 @@ def test_where_no_router_forwards_ports_the_own_one_is_tried() -> None:
     run(steps)
 
 
+def test_a_router_that_is_found_late_is_told_and_forwards_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swarm.net.port_mapping._FOUND_S", 0.01)
+    router, answers = Router(), threading.Event()
+
+    def find() -> Router:
+        answers.wait(30.0)
+        return router
+
+    async def steps() -> None:
+        found = asyncio.Event()
+        mapping = PortMapping(PORT, find, found.set)
+        assert await mapping.open() == PORT
+        assert (mapping.is_open, router.ports, found.is_set()) == (False, {}, False)
+        answers.set()
+        await found.wait()
+        assert mapping.has_found_late
+        assert mapping.is_searching
+        assert await mapping.open() == PORT
+        assert router.ports == {PORT: (OWN, PORT, LEASE_S)}
+        assert (mapping.is_open, mapping.is_searching, mapping.has_found_late) == (True, False, False)
+
+    run(steps)
+
+
 def test_a_router_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.net.port_mapping._CALL_S", 0.05)
-    monkeypatch.setattr("swarm.net.port_mapping._DISCOVER_MS", 0)
+    monkeypatch.setattr("swarm.net.port_mapping._FOUND_S", 0.05)
     answered = threading.Event()
 
     def find() -> None:

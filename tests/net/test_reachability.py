@@ -164,6 +164,17 @@ def test_a_peer_behind_a_router_keeps_its_verdict_and_asks_when_its_machine_move
     assert (machine.reach.verdict, machine.due_s) == ("hidden", 100.0)
 
 
+def test_a_router_that_may_forward_the_port_is_a_reason_to_ask_again_unless_others_get_through() -> None:
+    machine = Reachability(PORT, 0.0)
+    machine.on_answers([failed(PEERS[0])], 1, 5.0)
+    assert (machine.reach.verdict, machine.due_s) == ("hidden", 5.0 + CHECK_S)
+    machine.on_router(6.0)
+    assert machine.due_s == 5.0 + RETRY_S
+    machine = direct()
+    machine.on_router(6.0)
+    assert machine.due_s == 1.0 + CHECK_S
+
+
 def test_failures_in_another_network_do_not_count() -> None:
     machine = direct()
     machine.on_answers([failed(PEERS[0]), failed(PEERS[1])], 5, 601.0)

@@ -31,3 +31,13 @@ def test_messages_of_a_peer_grow_with_the_rounds_and_not_with_the_swarm() -> Non
     few, many = train(16, 4, epochs=2), train(64, 4, epochs=2)
     assert (few.rounds, many.rounds) == (2, 3)
     assert many.messages[1] / many.rounds < 1.5 * few.messages[1] / few.rounds
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_group_waits_for_nobody_that_is_on_its_way_to_another_cell(seed: int) -> None:
+    """Peers of other rounds are known to the cell that they leave, or were in before. A group that waits for
+    them begins late, so that its members miss the next round.
+    """
+    found = train(120, 4, epochs=1, state_every=1, seed=seed)
+    assert (found.rounds, found.rounds_missed) == (4, 0)
+    assert max(found.before) < 0.05

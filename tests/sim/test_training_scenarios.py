@@ -5,9 +5,12 @@ form. A failure names the command that replays it.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import logging
 import os
+import weakref
+from collections.abc import Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 
 from averaging.optim.modes.gradients import GradientsMode
+from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_scenarios import (
     SEEDS_PER_PROCESS,
     ScenarioFigures,
@@ -23,6 +27,7 @@ from swarm.testing.training_scenarios import (
     run_training,
     run_trainings,
 )
+from swarm.testing.training_swarm import TrainingPeer, TrainingSwarm
 
 SEEDS_SHORT = (1, 2, 3, 4)  # about ten seconds of processor time each
 
@@ -85,6 +90,34 @@ def test_an_exception_of_one_seed_is_its_failure_and_the_others_go_on() -> None:
 def test_the_same_seed_repeats_the_training() -> None:
     scenario = TrainingScenario(seed=3, peers=3, hours=0.01, faults_s=30.0)
     assert run_training(scenario).digest == run_training(scenario).digest
+
+
+def test_what_a_killed_process_used_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two hours of faults take gigabytes, and each run of the garbage collector visits all of it."""
+    add, check = TrainingSwarm.add, TrainingChecks.check_sizes
+    begun: list[weakref.ref[TrainingPeer]] = []
+    ended: list[int] = []  # at the end of each time of faults: processes that have ended
+    kept: list[int] = []  # and those of them that are still in memory
+
+    async def counted(swarm: TrainingSwarm, **options: Any) -> TrainingPeer:
+        made = await add(swarm, **options)
+        begun.append(weakref.ref(made))
+        return made
+
+    def count(checks: TrainingChecks, live: Collection[TrainingPeer], now_s: float) -> None:
+        gc.collect()
+        ended.append(len(begun) - len(live))
+        kept.append(sum(one() is not None for one in begun) - len(live))
+        check(checks, live, now_s)
+
+    monkeypatch.setattr(TrainingSwarm, "add", counted)
+    monkeypatch.setattr(TrainingChecks, "check_sizes", count)
+    scenario = TrainingScenario(
+        seed=2, peers=4, hours=0.02, faults_s=60.0, kinds=("kill", "restart", "split")
+    )
+    run_training(scenario)
+    assert ended[-1] >= 2
+    assert kept == [0] * len(kept)
 
 
 def test_a_peer_with_other_parameters_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,7 @@ def test_the_page_shows_charts_and_peers_in_a_real_browser(
             _live(page)
             _charts(page)
             _table(page)
+            _relays(page)
             _phone_and_dark(page)
             kept = page.points()
             browser.refresh()
@@ -209,6 +210,19 @@ def _table(page: Page) -> None:
         "const find = document.getElementById('filter'); find.value = ''; "
         "find.dispatchEvent(new Event('input'))"
     )
+
+
+def _relays(page: Page) -> None:
+    assert page.js("return document.getElementById('relays-card').hidden")
+    shown = page.js(
+        "const relay = {peer_id: '12D3KooWrelay', short: 'relay', age_s: 4, reservations: 3, circuits: 2,"
+        " carried_bytes: 9000, refused: 1234};"
+        "return import('./tables.js').then((tables) => {"
+        " const card = document.createElement('div'), body = document.createElement('tbody');"
+        " card.hidden = true; tables.showRelays(card, body, [relay]);"
+        " return [card.hidden, [...body.rows[0].cells].map((cell) => cell.textContent)]; })"
+    )
+    assert shown == [False, ["relay", "3", "2", "9.0 kB", "1,234", "4 s ago"]]
 
 
 def _phone_and_dark(page: Page) -> None:

@@ -7,7 +7,8 @@ this process itself runs; and timeouts grow with recent observations: pauses of 
 delays of this process, and what is usual among the members: where half of them pause, one more that pauses is
 not dead. Members that answer promptly get fewer heartbeats, which keeps long rounds cheap; a failure is then
 noticed up to `REST_S` later, in groups of more than `_CROWD` members (of distant ones `_DISTANT_CROWD`) in
-proportion, and later by this process's own delay. A process that is late sends fewer, too: where many peers
+proportion, because the members of a large group take longer to answer, too, and later by this process's own
+delay. A process that is late sends fewer, too: where many peers
 share a processor, their heartbeats would otherwise be what makes them late. A peer that only receives must
 still send heartbeats: otherwise the reducer that serves it, and cannot call back, would declare it failed.
 """
@@ -34,6 +35,11 @@ REST_S = 0.3
 # one member cost as much in a group of any size. Smaller: failures in large groups are noticed later
 _CROWD = 16
 _DISTANT_CROWD = 8  # the same for members that exchange no values with this one
+# This multiple of `PROBE_S`, per member of a crowd, is the time in which a member that exchanges values with
+# this one has to answer, at most `FIRST_S`: a reducer answers between the streams of all others. Smaller: a
+# busy reducer is marked failed, all others repair its shard, and that makes the next one late; larger:
+# failures are noticed later
+_CROWD_ANSWER = 1 / 8
 _MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
 PROBE_S = 0.6  # for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
 # for a member that was never heard, which may still have to connect and to begin, and for one whose first
@@ -83,6 +89,9 @@ class FailureDetector:
             place: _Peer(0.0, False, place in distant) for place in theirs
         }
         self._is_crowd = len(self._peers) > _CROWD
+        self._crowd_answer_s = (
+            min(_CROWD_ANSWER * len(self._peers) * PROBE_S, FIRST_S) if self._is_crowd else 0.0
+        )
         self._near_rest_s, self._distant_rest_s = (
             REST_S * max(1.0, len(self._peers) / crowd) - HEARTBEAT_INTERVAL_S
             for crowd in (_CROWD, _DISTANT_CROWD)
@@ -195,6 +204,8 @@ class FailureDetector:
         peer = self._peers.get(place)
         pause_s = max(peer.pause_s if peer is not None else 0.0, self._usual_pause_s)
         slack_s = max(_SLACK * pause_s, _OWN_DELAY_FACTOR * self._late_s)
+        if peer is not None and not peer.distant:
+            slack_s = max(slack_s, self._crowd_answer_s)
         return min(max(PROBE_S, slack_s), TIMEOUT_S_MAX)
 
     def timeout_s(self, place: int) -> float:

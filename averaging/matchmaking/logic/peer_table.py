@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from averaging.matchmaking.logic.asking import FIRST_MAX, asked_again_s
 from averaging.matchmaking.logic.grace_period import GracePeriod
+from averaging.matchmaking.logic.grid import shape_of, split_key
 from averaging.matchmaking.logic.messages import (
     NO_PRECEDENCE,
     Answer,
@@ -87,9 +88,9 @@ class PeerTable:
     ) -> None:
         self.query = query
         self._precedence, self._is_member = precedence, precedence.is_member
-        self._order = functools.partial(
-            asking_order, round_key=query.round_key, is_member=precedence.is_member
-        )
+        self._order = functools.partial(asking_order, round_key=query.round_key, is_member=self._is_member)
+        # a peer that looks for another round in this cell is past this one, or goes on to another cell first
+        self._in_cell = shape_of(split_key(query.round_key)[1]) is not None
         self.started_s = started_s
         self.free_since_s = started_s  # since when this peer follows nobody, and could lead
         self.peers: dict[PeerId, PeerState] = {}
@@ -295,6 +296,9 @@ class PeerTable:
 
     def may_come(self, peer: PeerState) -> bool:
         """Return whether this peer can still be in a group with this one."""
+        searches = peer.status in (PeerStatus.SEARCHING, PeerStatus.FOLLOWING)
+        if self._in_cell and searches and peer.round_key != self.query.round_key:
+            return False
         return self._may_answer(peer) and not self.passes_over(peer.contact.peer_id)
 
     def _may_answer(self, peer: PeerState) -> bool:

@@ -308,6 +308,10 @@ class GroupService:
             return self._answer_elsewhere(query)
         answer = self.machine.on_query(query, now_s)
         self._changed.notify()
+        coming, place = self.cells.grid.next, split_key(query.round_key)[1]
+        moves_on = coming is not None and place not in ("", coming.text)
+        if moves_on and answer.status is PeerStatus.BUSY and answer.round_key != query.round_key:
+            return self._answer_elsewhere(query)  # its next round is in another cell than the present one
         return answer
 
     def on_cell_lookup(self, lookup: CellLookup) -> CellLookupReply:

@@ -1,7 +1,7 @@
 // The page: loads the history once, then receives updates. Values that are not fresh are never shown as if they were.
 import { Charts } from "./charts.js";
 import { ago, bytes, loss, number, rate, small, whole } from "./format.js";
-import { addEvents, PeerTable, showExperts, showRounds } from "./tables.js";
+import { addEvents, PeerTable, showExperts, showRelays, showRounds } from "./tables.js";
 
 const SPANS = [["10 min", 600], ["1 h", 3600], ["6 h", 21600], ["1 d", 86400], ["7 d", 604800], ["all", 0]];
 const SILENT_MS = 9000; // without a message from the monitor
@@ -94,6 +94,7 @@ function onMessage(message) {
   if (!charts.zoom) drawCharts();
   showRounds($("rounds").tBodies[0], view.rounds);
   showExperts($("experts-card"), $("experts").tBodies[0], view.experts);
+  showRelays($("relays-card"), $("relays").tBodies[0], view.relays);
 }
 
 function draw() {

@@ -13,7 +13,7 @@ const COLUMNS = [
   { key: "up", title: "Sent", number: true, down: true, aside: true, sort: (peer) => peer.up_bytes, text: (peer) => bytes(peer.up_bytes) },
   { key: "down", title: "Received", number: true, down: true, aside: true, sort: (peer) => peer.down_bytes, text: (peer) => bytes(peer.down_bytes) },
   { key: "drift", title: "Drift", number: true, down: true, aside: true, sort: (peer) => peer.drift ?? -1, text: (peer) => small(peer.drift) },
-  { key: "reach", title: "Reachable", aside: true, sort: (peer) => String(peer.reached), text: (peer) => (peer.reached === null ? peer.reach || "–" : peer.reached ? "answers" : peer.reach === "none" ? "no port" : "no answer") },
+  { key: "reach", title: "Reachable", aside: true, sort: (peer) => String(peer.reached), text: (peer) => (peer.reach.startsWith("relay") ? "relay" : peer.reached === null ? peer.reach || "–" : peer.reached ? "answers" : peer.reach === "none" ? "no port" : "no answer") },
 ];
 
 const make = (tag, className, text) => {
@@ -190,6 +190,16 @@ export function showExperts(card, body, experts) {
   body.replaceChildren(...experts.slice(0, 500).map((expert) => {
     const row = make("tr");
     row.append(make("td", "", expert.uid), make("td", "number", whole(expert.servers)), make("td", "number", expert.load === null ? "–" : `${number(expert.load)} s`), make("td", "", expert.text));
+    return row;
+  }));
+}
+
+export function showRelays(card, body, relays) {
+  card.hidden = !relays.length;
+  body.replaceChildren(...relays.map((relay) => {
+    const row = make("tr");
+    row.title = relay.peer_id;
+    row.append(make("td", "", relay.short), ...[whole(relay.reservations), whole(relay.circuits), bytes(relay.carried_bytes), whole(relay.refused), `${ago(relay.age_s)} ago`].map((text) => make("td", "number", text)));
     return row;
   }));
 }

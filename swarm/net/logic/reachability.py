@@ -129,6 +129,11 @@ class Reachability:
         self._failures = 0
         self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
 
+    def on_router(self, now_s: float) -> None:
+        """Take that a router may forward the port, so that others may get through where they have failed."""
+        if self.reach.verdict != "direct":
+            self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
+
     def on_observed(self, peer: PeerId, host: str, now_s: float) -> None:
         """Take the address from which a peer sees this one call. Another one than before is a reason to
         check, and seen by two peers the end of a verdict.

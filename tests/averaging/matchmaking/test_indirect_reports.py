@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from averaging.matchmaking.logic.grid import key_at
 from averaging.matchmaking.logic.group import Group
 from averaging.matchmaking.logic.messages import Answer, PeerStatus
 from tests.averaging.matchmaking.bench import (
@@ -50,3 +51,16 @@ def test_a_peer_reported_to_be_in_this_round_with_others_is_not_waited_for() -> 
     )
     bench.machine.on_join(join_of(6, 12.0, key="270"), 0.03)
     assert isinstance(outcome(bench.machine.poll(0.03)), Group)
+
+
+def test_a_peer_of_another_round_is_waited_for_by_a_whole_swarm_and_not_by_a_cell() -> None:
+    """A peer of a cell that looks for another round goes to another cell before it comes to this round, or
+    has passed it. Where there is one cell it may be one round behind.
+    """
+    for place, waits in (("4.32.30", False), ("", True)):
+        bench = MatchmakerBench.make(target_group_size=8)
+        bench.start(holder(6), holder(7), key=key_at("270", place))
+        other = replace(query_of(7, 11.0, key=key_at("271", place)), turn=1)
+        bench.machine.on_query(other, 0.01)
+        bench.machine.on_join(join_of(6, 12.0, key=key_at("270", place)), 0.02)
+        assert (outcome(bench.machine.poll(0.02)) is None) == waits

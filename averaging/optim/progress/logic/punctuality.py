@@ -17,7 +17,7 @@ from swarm.core.ids import PeerId
 STEP_SHARE_MAX = 0.25  # of the epoch that one step should take
 # a step that takes at most this share of the epoch makes nobody wait for long
 _STEP_SHARE_UNNOTICED = 0.1
-_SLOW = 0.5  # a peer is slow below this part of the others' median speed
+SLOW = 0.5  # a peer is slow below this part of the others' median speed
 # the epoch may be full this much later than expected. Too small: late samples miss the round; too large: a
 # slow peer is idle more often
 _MARGIN = 1.25
@@ -76,7 +76,7 @@ def _is_slow(view: ProgressView, own: PeerId) -> bool:
         for peer_id, peer in view.peers.items()
         if peer_id != own and peer.samples_per_s > 0.0 and peer.has_standing
     ]
-    return bool(speeds) and view.peers[own].samples_per_s < _SLOW * statistics.median(speeds)
+    return bool(speeds) and view.peers[own].samples_per_s < SLOW * statistics.median(speeds)
 
 
 def _samples_by_now(view: ProgressView, own: PeerId) -> float:

@@ -1,0 +1,33 @@
+"""How long a peer that trains alone keeps its epoch open for peers that load its state. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The part of the time in which epochs of a peer that is alone have more samples than the target. Too small:
+# newcomers come minutes later; too large: strangers that never come make the run's steps fewer
+_SHARE_MAX: Final = 0.2
+# of a full account. Too small: a newcomer on a slow link has not loaded the state when the epoch ends
+_FULL_S: Final = 20.0
+_BEGIN_S: Final = _FULL_S / 2  # what a wait begins with, at least: many short ones would bring nobody in
+
+
+class NewcomerWait:
+    """The account of waits for newcomers. Times are a monotonic clock's, in seconds.
+
+    Peers that are alone make epochs as short as their samples allow. A newcomer that needs longer than such
+    an epoch to load a state, or only to report that it has it, would be behind for ever.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._account_s, self._paid_s, self._waits = _FULL_S, now_s, False
+
+    def waits(self, now_s: float, *, newcomers: bool) -> bool:
+        """Return whether to keep the epoch, which is full, open at this time. `newcomers`: whether peers that
+        load a state, or have just done so, are known. Time since the last call is charged if that waited.
+        """
+        elapsed_s, self._paid_s = max(now_s - self._paid_s, 0.0), now_s
+        charged_s = elapsed_s if self._waits else 0.0
+        self._account_s = min(self._account_s + _SHARE_MAX * elapsed_s - charged_s, _FULL_S)
+        self._waits = newcomers and self._account_s > (0.0 if self._waits else _BEGIN_S)
+        return self._waits

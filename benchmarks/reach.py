@@ -1,0 +1,444 @@
+"""Peers that nobody can call, in network namespaces: until they are reached, what their calls cost, and what
+the loss of a relay does.
+
+The small internet is that of the tests (`tests/chaos/namespaces.py`): routers that translate addresses, made
+of namespaces and nftables, so it needs root. Its links have no delay, and all ends share this machine's
+cores: times leave out round trips, and rates are bounded by processor time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks import relayed_training
+from benchmarks.environments import NoEnvironment
+from benchmarks.results import Aim, Failures, Row
+from tests.chaos.namespaces import Internet, RouterKind, missing
+from tests.chaos.reach_peers import CROWD, entry_point
+
+Say = Callable[[str], None]
+
+_RELAY_MBIT = 100_000.0  # the processor is to be the limit
+_CALLS = 30  # on one connection
+_WAIT_S = 90.0
+_CROWD_S = 180.0
+CROWD_PEERS, CROWD_MBIT, CROWD_BYTES = 20, 50, 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One row of the section, without its samples."""
+
+    workload: str
+    quantity: str
+    unit: str = "s"
+    most: float | None = None  # the aim
+    least: float | None = None
+
+    @property
+    def aim(self) -> Aim | None:
+        if self.most is not None:
+            return Aim(of="ours", sense="at most", value=self.most)
+        return None if self.least is None else Aim(of="ours", sense="at least", value=self.least)
+
+
+_START = "a peer starts behind a router that gives each connection another port"
+_CALL = "a peer that others cannot call is called"
+_BULK = "{} MiB from one peer to another"
+_LOST = "one of two relays is lost; three peers that call each other through relays alone"
+_CROWD = f"{CROWD_PEERS} peers send 1 MB each and get it back, through a relay of {CROWD_MBIT} Mbit/s"
+FIGURES = {
+    "verdict": Figure(workload=_START, quantity="until it knows that others cannot call it", most=3.0),
+    "reservation": Figure(
+        workload=_START,
+        quantity="from then until it is announced with a relay, libp2p's import included",
+        most=2.0,
+    ),
+    "memory": Figure(
+        workload=_START,
+        quantity="memory, more than of a peer that is called directly",
+        unit="bytes",
+        most=60e6,
+    ),
+    "first-relayed": Figure(workload=_CALL, quantity="first call, through a relay", most=0.15),
+    "punched": Figure(
+        workload=_CALL,
+        quantity="from the first call until a direct connection stands; routers keep ports",
+        most=1.0,
+    ),
+    "call-relayed": Figure(workload=_CALL, quantity="a later call, through a relay"),
+    "call-punched": Figure(workload=_CALL, quantity="a later call, over the punched connection"),
+    "call-direct": Figure(workload="a peer with an open port is called", quantity="a later call"),
+    "rate-relayed": Figure(workload=_BULK, quantity="through a relay", unit="MB/s", least=20.0),
+    "rate-punched": Figure(workload=_BULK, quantity="over a punched connection", unit="MB/s", least=60.0),
+    "rate-direct": Figure(workload=_BULK, quantity="to an open port", unit="MB/s"),
+    "processor-relay": Figure(
+        workload=_BULK, quantity="processor time of the relay for a megabyte", unit="ms/MB", most=30.0
+    ),
+    "processor-ends-relayed": Figure(
+        workload=_BULK,
+        quantity="processor time of an end for a megabyte, through a relay, gRPC included",
+        unit="ms/MB",
+        most=15.0,
+    ),
+    "processor-ends-punched": Figure(
+        workload=_BULK,
+        quantity="processor time of an end for a megabyte, over a punched connection, gRPC included",
+        unit="ms/MB",
+        most=15.0,
+    ),
+    "killed": Figure(
+        workload=_LOST,
+        quantity="it is killed: until the next call is answered, the slowest of three",
+        most=1.0,
+    ),
+    "unplugged": Figure(
+        workload=_LOST,
+        quantity="its cable is cut: until the next call is answered, the slowest of three",
+        most=5.0,
+    ),
+    "crowd": Figure(
+        workload=_CROWD,
+        quantity="per cent of the relay's link",
+        unit="%",
+    ),
+    "crowd-evenness": Figure(
+        workload=_CROWD,
+        quantity="time of the first that has ended, of that of the last",
+        unit="%",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much is measured."""
+
+    relayed: int = 3  # peers behind routers that give each connection another port
+    punched: int = 3  # and behind routers that keep ports
+    mebibytes: int = 64
+    passes: int = 3
+    lost: bool = True
+    crowd: bool = True
+    training: bool = True
+
+
+QUICK = Plan(relayed=2, punched=0, mebibytes=8, passes=1, lost=False, crowd=False, training=False)
+
+
+class SceneFailed(Exception):
+    """A peer ended, or did not do in time what was waited for."""
+
+
+@dataclass(slots=True)
+class Samples(Failures):
+    """The samples of all figures, by their names."""
+
+    found: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, *values: float) -> None:
+        """Add samples of one figure."""
+        self.found.setdefault(name, []).extend(values)
+
+    def rows(self, plan: Plan) -> list[Row]:
+        """Return a row for each figure that has samples."""
+        return [
+            Row(
+                identifier=f"reach-{name}",
+                workload=figure.workload.format(plan.mebibytes),
+                quantity=figure.quantity,
+                ours=self.series_of(f"swarm: {name}", self.found[name], figure.unit),
+                peer=None,
+                aim=figure.aim,
+                limit="round trips are not in it, since links have no delay here"
+                if figure.unit == "s"
+                else "",
+            )
+            for name, figure in FIGURES.items()
+            if name in self.found
+        ]
+
+
+def check() -> None:
+    """Raise NoEnvironment where there can be no namespaces."""
+    problem = missing()
+    if problem:
+        raise NoEnvironment(f"reach: {problem}")
+
+
+def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
+    """Measure the section, and yield rows as they come."""
+    plan = plan or Plan()
+    samples = Samples()
+    measures: list[Callable[[Say, Plan, Samples], None]] = [_calls]
+    if plan.crowd:
+        measures.append(_crowd)
+    for measure in measures:
+        try:
+            measure(say, plan, samples)
+        except (AssertionError, SceneFailed) as failure:  # of the tests' helpers: what did not come in time
+            samples.launches_failed += 1
+            samples.fail(str(failure).partition("; last events")[0])
+            say(f"reach: {failure}")
+    yield samples.rows(plan)
+    if plan.training:
+        yield relayed_training.rows(say)
+
+
+def short(say: Say) -> list[Row]:
+    """Measure the short form, or say why it is left out."""
+    try:
+        check()
+    except NoEnvironment as problem:
+        say(f"left out: {problem}")
+        return []
+    say("reach: two peers that call each other through a relay")
+    return [row for found in rows(say, QUICK) for row in found]
+
+
+class Peer:
+    """A node of `benchmarks.workers.reach_peer`."""
+
+    def __init__(
+        self,
+        internet: Internet,
+        name: str,
+        kind: RouterKind | None,
+        bootstrap: Sequence[str],
+        *,
+        relay_mbit: float = 0.0,
+    ) -> None:
+        """Start it behind a router of this kind; None: behind none."""
+        if kind is None:
+            internet.public(name)
+        else:
+            internet.behind_router(name, kind)
+        told = {"listen": "0.0.0.0:4000", "bootstrap": list(bootstrap), "relay_mbit": relay_mbit}
+        self.name = name
+        self.process = internet.start(name, "-m", "benchmarks.workers.reach_peer", json.dumps(told))
+
+    def reached(self, how: str, ways: int = 1) -> dict[str, Any]:
+        """Wait until it is reached like this, and return the event that said so."""
+        return self.process.wait(
+            f"{how} {self.name}",
+            lambda event: (
+                event["event"] == "reach" and event["reach"] == how and len(event["contact"]) > ways
+            ),
+            _WAIT_S,
+        )
+
+    def contact(self, how: str, ways: int = 1) -> list[str]:
+        """Wait until it can be called in this many ways, and return how."""
+        found: list[str] = self.reached(how, ways)["contact"]
+        return found
+
+    def order(self, answer: str, **order: Any) -> dict[str, Any]:
+        """Let it do something, and return how that has ended. Raises SceneFailed when it went wrong."""
+        self.tell(**order)
+        return self.answer(answer)
+
+    def tell(self, **order: Any) -> None:
+        """Let it do something."""
+        self.process.tell(json.dumps(order))
+
+    def answer(self, answer: str) -> dict[str, Any]:
+        """Return how that has ended. Raises SceneFailed when it went wrong."""
+        event = self.process.wait(
+            answer, lambda event: event["event"] == answer and not event.get("seen"), 2 * _WAIT_S
+        )
+        event["seen"] = True
+        if event.get("why"):
+            raise SceneFailed(f"{self.name}: {answer}: {event['why']}")
+        return event
+
+    def call(self, contact: Sequence[str], count: int = 1) -> list[float]:
+        """Let it call a peer, and return the seconds of each call."""
+        seconds: list[float] = self.order("called", do="call", contact=contact, count=count)["seconds"]
+        return seconds
+
+    def processor_s(self) -> float:
+        """Return the processor time that it has taken so far."""
+        return float(self.order("usage", do="usage")["processor_s"])
+
+    def memory_bytes(self) -> float:
+        """Return the memory that it takes."""
+        return float(self.order("usage", do="usage")["memory_bytes"])
+
+
+def _calls(say: Say, plan: Plan, samples: Samples) -> None:
+    """Measure peers behind routers: their start, calls, bulk, and the loss of relays."""
+    with Internet() as internet:
+        relays = {"r": Peer(internet, "r", None, (), relay_mbit=_RELAY_MBIT)}
+        entry = [_line(relays["r"].contact("direct"))]
+        if plan.lost:
+            relays["s"] = Peer(internet, "s", None, entry, relay_mbit=_RELAY_MBIT)
+        _relaying(relays.values())
+        relayed = _start(internet, samples, entry, "symmetric", plan.relayed, ways=len(relays))
+        punched = _start(internet, samples, entry, "preserving", plan.punched, ways=len(relays))
+        say(f"reach: {len(relayed) + len(punched)} peers are reached through relays")
+        if plan.lost:  # until others have called its second port, it takes a quarter of a minute
+            relays["t"] = Peer(internet, "t", None, entry, relay_mbit=_RELAY_MBIT)
+        opened = Peer(internet, "o", None, entry)
+        opened.contact("direct")
+        opened.call(relays["r"].contact("direct"))
+        samples.add(
+            "memory",
+            *(max(one.memory_bytes() - opened.memory_bytes(), 0.0) for one in relayed),
+        )
+        _first_calls(samples, relayed, punched)
+        pairs = {"relayed": (relayed[0], _now(relayed[1]))}
+        if punched:
+            pairs["punched"] = (punched[0], _now(punched[1]))
+        pairs["direct"] = (relayed[0], opened.contact("direct"))
+        for way, (caller, contact) in pairs.items():
+            samples.add(f"call-{way}", *caller.call(contact, _CALLS))
+        ends = {"relayed": relayed[1], "direct": opened} | ({"punched": punched[1]} if punched else {})
+        for number in range(plan.passes):
+            for way, (caller, contact) in pairs.items():
+                rate = _bulk(samples, way, caller, ends[way], contact, plan.mebibytes, list(relays.values()))
+                say(f"reach: pass {number + 1}: {way} {rate:.1f} MB/s")
+        if plan.lost:
+            _lose(say, internet, samples, relays, relayed)
+
+
+def _start(
+    internet: Internet, samples: Samples, entry: Sequence[str], kind: RouterKind, count: int, *, ways: int
+) -> list[Peer]:
+    """Start peers one after another, and wait until each is announced with this many relays."""
+    found = []
+    for number in range(count):
+        peer = Peer(internet, f"{kind[0]}{number}", kind, entry)
+        peer.reached("relayed", ways)
+        reach = [event for event in peer.process.events if event["event"] == "reach"]
+        verdict = next(event for event in reach if event["reach"] in ("hidden", "relayed"))
+        announced = next(
+            event for event in reach if event["reach"] == "relayed" and len(event["contact"]) > 1
+        )
+        samples.add("verdict", verdict["seconds"])
+        samples.add("reservation", announced["seconds"] - verdict["seconds"])
+        found.append(peer)
+    return found
+
+
+def _ring(peers: Sequence[Peer]) -> list[tuple[Peer, Peer]]:
+    return list(zip(peers, [*peers[1:], *peers[:1]], strict=True))
+
+
+def _first_calls(samples: Samples, relayed: Sequence[Peer], punched: Sequence[Peer]) -> None:
+    """Let every peer call the next one for the first time, and wait until holes are punched."""
+    for caller, callee in _ring(relayed)[: max(len(relayed) - 1, 1)]:
+        samples.add("first-relayed", *caller.call(_now(callee)))
+    for caller, callee in _ring(punched)[: max(len(punched) - 1, 1)] if punched else ():
+        contact = _now(callee)
+        called = caller.order("called", do="call", contact=contact, count=1)
+        direct = _punched(caller, contact[0])
+        samples.add("punched", direct["at_s"] - (called["at_s"] - sum(called["seconds"])))
+
+
+def _punched(caller: Peer, peer_id: str) -> dict[str, Any]:
+    """Wait until a peer has a direct connection to another one, and return the event that said so."""
+    return caller.process.wait(
+        "hole", lambda event: event["event"] == "punched" and peer_id.endswith(event["peer"]), _WAIT_S
+    )
+
+
+def _bulk(
+    samples: Samples,
+    way: str,
+    caller: Peer,
+    callee: Peer,
+    contact: Sequence[str],
+    mebibytes: int,
+    relays: Sequence[Peer],
+) -> float:
+    """Let one peer fetch bytes of another, and return the megabytes per second."""
+    before = [peer.processor_s() for peer in (caller, callee, *relays)]
+    fetched = caller.order("fetched", do="fetch", contact=contact, mebibytes=mebibytes)
+    after = [peer.processor_s() for peer in (caller, callee, *relays)]
+    spent_ms = [1e3 * (end - begin) / fetched["megabytes"] for begin, end in zip(before, after, strict=True)]
+    rate = float(fetched["megabytes"] / fetched["seconds"])
+    samples.add(f"rate-{way}", rate)
+    if way != "direct":
+        samples.add(f"processor-ends-{way}", *spent_ms[:2])
+    if way == "relayed":
+        samples.add("processor-relay", sum(spent_ms[2:]))
+    return rate
+
+
+def _lose(
+    say: Say, internet: Internet, samples: Samples, relays: Mapping[str, Peer], peers: Sequence[Peer]
+) -> None:
+    """Kill a relay, put another in its place, and cut the cable of the older one."""
+    _relaying(relays.values())
+    _talk(peers)
+    relays["r"].process.kill()
+    samples.add("killed", _recovered_s(say, "killed", peers))
+    for peer in peers:
+        _until_two_relays(peer)
+    _talk(peers)
+    internet.unplug("s")
+    samples.add("unplugged", _recovered_s(say, "unplugged", peers))
+
+
+def _line(contact: Sequence[str]) -> str:
+    """Return the address to enter by of a peer that is called directly."""
+    return contact[1] if "/p2p/" in contact[1] else f"{contact[1]}/p2p/{contact[0]}"
+
+
+def _relaying(relays: Iterable[Peer]) -> None:
+    """Wait until these peers relay."""
+    for relay in relays:
+        relay.process.wait(f"relay {relay.name}", lambda event: event["event"] == "relaying", _WAIT_S)
+
+
+def _talk(peers: Sequence[Peer]) -> None:
+    for caller, callee in _ring(peers):
+        caller.call(_now(callee))
+
+
+def _recovered_s(say: Say, what: str, peers: Sequence[Peer]) -> float:
+    """Let all call each other until they are answered, and return how long that took the slowest."""
+    for caller, callee in _ring(peers):
+        caller.tell(do="recover", contact=_now(callee))
+    answers = [peer.answer("recovered") for peer in peers]
+    say(
+        f"reach: a relay is {what}: the next calls after "
+        + ", ".join(f"{answer['seconds']:.2f} s ({answer['failures']} failed)" for answer in answers)
+    )
+    return max(float(answer["seconds"]) for answer in answers)
+
+
+def _now(peer: Peer) -> list[str]:
+    """Return how a peer said last that it is reached."""
+    last = [event for event in peer.process.events if event["event"] == "reach"][-1]
+    return list(last["contact"])
+
+
+def _until_two_relays(peer: Peer) -> None:
+    """Wait until a peer that has lost a relay has another one."""
+    peer.process.wait(
+        f"one relay of {peer.name}",
+        lambda event: event["event"] == "reach" and len(event["contact"]) == 2 and event["seconds"] > 0,
+        _WAIT_S,
+    )
+    peer.process.wait(f"another relay of {peer.name}", lambda _: len(_now(peer)) == 3, _WAIT_S)
+
+
+def _crowd(say: Say, plan: Plan, samples: Samples) -> None:
+    """Let peers behind one router call each other through a relay whose link is narrow."""
+    with Internet() as internet:
+        _, address = entry_point(internet)
+        internet.limit("r", CROWD_MBIT)
+        internet.behind_router("crowd", "symmetric")
+        host, peer_id = address.split("/")[2], address.rpartition("/")[2]
+        crowd = internet.start("crowd", "-c", CROWD, peer_id, host, str(CROWD_PEERS), str(CROWD_BYTES))
+        done = crowd.wait("exchange", lambda event: event["event"] == "exchanged", _CROWD_S)
+    least_s = 2 * CROWD_PEERS * CROWD_BYTES / (CROWD_MBIT * 125_000)
+    samples.add("crowd", 100.0 * least_s / done["seconds"])
+    samples.add("crowd-evenness", 100.0 * min(done["each"]) / max(done["each"]))
+    say(f"reach: {CROWD_PEERS} peers at one relay: {done['seconds']:.1f} s, at line rate {least_s:.1f} s")
+    if done["held"] < CROWD_PEERS:
+        raise SceneFailed(f"{CROWD_PEERS - done['held']} of {CROWD_PEERS} peers lost their reservations")

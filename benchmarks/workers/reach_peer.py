@@ -1,0 +1,155 @@
+"""A node in a network namespace that says how it is reached, and calls others when it is told to.
+
+Its only argument is JSON: `listen`, `bootstrap` (addresses), and `relay_mbit`, how much it relays for others.
+It prints events as JSON lines, and takes orders as such from its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+import psutil
+
+import swarm
+from swarm.core.errors import NetworkError
+from swarm.core.ids import Contact, PeerId
+from swarm.net.hello import HELLO
+from swarm.net.rpc import Stream, StreamMethod
+from swarm.wire.peer_pb2 import Hello
+
+FETCH = StreamMethod(name="/swarm.Benchmark/Fetch")
+_MESSAGE = bytes(1 << 20)
+_CALL_S_MAX, _FETCH_S_MAX = 30.0, 120.0
+_LOOK_S = 0.005
+_AGAIN_S = 0.02
+# what a node says in its log, and the event that is made of it
+_SAID = {"is called directly from now on": "punched", "relaying for others": "relaying"}
+
+
+def show(**event: Any) -> None:
+    """Print an event, in one write: two threads do."""
+    sys.stdout.write(json.dumps({"at_s": time.monotonic(), **event}) + "\n")
+    sys.stdout.flush()
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        for text, event in _SAID.items():
+            if text in record.getMessage():
+                show(event=event, peer=record.getMessage().partition(" ")[0])
+
+
+async def _serve(stream: Stream) -> None:
+    """Send as many messages as the caller asks for."""
+    asked = await stream.receive()
+    for _ in range(int(asked or b"0")):
+        await stream.send(_MESSAGE)
+
+
+def _watch(node: swarm.Node, began_s: float) -> None:
+    """Print how the node is reached at every change, with the seconds since its start."""
+    last: tuple[str, int] | None = None
+    while not node.closed:
+        now = (node.reach, len(node.contact.published))
+        if now != last:
+            last = now
+            contact = [str(node.peer_id), *node.contact.published]
+            show(event="reach", reach=now[0], contact=contact, seconds=time.monotonic() - began_s)
+        time.sleep(_LOOK_S)
+
+
+class _Caller:
+    """The caller's part of the orders."""
+
+    def __init__(self, node: swarm.Node) -> None:
+        self._node = node
+
+    def call(self, contact: Contact, count: int) -> None:
+        """Call a peer this many times, one call after another."""
+        seconds, why = [], ""
+        for _ in range(count):
+            began_s = time.monotonic()
+            why = self._failure(contact)
+            if why:
+                break
+            seconds.append(time.monotonic() - began_s)
+        show(event="called", seconds=seconds, why=why)
+
+    def recover(self, contact: Contact) -> None:
+        """Call a peer until it answers."""
+        began_s, tries = time.monotonic(), 0
+        while why := self._failure(contact):
+            tries += 1
+            if time.monotonic() - began_s > _CALL_S_MAX:
+                break
+            time.sleep(_AGAIN_S)
+        show(event="recovered", seconds=time.monotonic() - began_s, failures=tries, why=why)
+
+    def fetch(self, contact: Contact, mebibytes: int) -> None:
+        """Let a peer send this much."""
+        began_s = time.monotonic()
+        try:
+            received = self._node.network.run(self._fetch(contact, mebibytes), _FETCH_S_MAX)
+        except NetworkError as error:
+            show(event="fetched", why=str(error))
+            return
+        show(event="fetched", seconds=time.monotonic() - began_s, megabytes=received / 1e6, why="")
+
+    async def _fetch(self, contact: Contact, mebibytes: int) -> int:
+        received = 0
+        async with self._node.channels.open_stream(contact, FETCH, timeout_s=_FETCH_S_MAX) as stream:
+            await stream.send(str(mebibytes).encode())
+            await stream.finish()
+            while (message := await stream.receive()) is not None:
+                received += len(message)
+        return received
+
+    def _failure(self, contact: Contact) -> str:
+        request = Hello(contact={"peer_id": self._node.peer_id.to_bytes()})
+        call = self._node.channels.call(contact, HELLO, request, timeout_s=_CALL_S_MAX)
+        try:
+            self._node.network.run(call)
+        except NetworkError as error:
+            return str(error)
+        return ""
+
+
+def usage() -> None:
+    """Print the memory and the processor time of this process."""
+    process = psutil.Process()
+    show(event="usage", processor_s=time.process_time(), memory_bytes=process.memory_info().rss)
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    for name in ("swarm.libp2p.punching", "swarm.reach.reaching"):
+        logging.getLogger(name).addHandler(_Said())
+        logging.getLogger(name).setLevel(logging.INFO)
+    began_s = time.monotonic()
+    config = swarm.NodeConfig(relay_mbit=told["relay_mbit"])
+    with swarm.Node(bootstrap=told["bootstrap"], listen=told["listen"], config=config) as node:
+        node.handlers.stream(FETCH, _serve)
+        threading.Thread(target=_watch, args=(node, began_s), daemon=True).start()
+        caller = _Caller(node)
+        for line in sys.stdin:
+            order = json.loads(line)
+            if order["do"] == "usage":
+                usage()
+                continue
+            peer_id, *published = order["contact"]
+            contact = Contact.of_published(PeerId.parse(peer_id), published)
+            if order["do"] == "call":
+                caller.call(contact, order["count"])
+            elif order["do"] == "recover":
+                caller.recover(contact)
+            else:
+                caller.fetch(contact, order["mebibytes"])
+
+
+if __name__ == "__main__":
+    main()
