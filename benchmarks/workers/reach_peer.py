@@ -64,7 +64,7 @@ def _watch(node: swarm.Node, began_s: float) -> None:
 
 
 class _Caller:
-    """What the orders do."""
+    """The caller's part of the orders."""
 
     def __init__(self, node: swarm.Node) -> None:
         self._node = node

@@ -35,10 +35,10 @@ REST_S = 0.3
 # one member cost as much in a group of any size. Smaller: failures in large groups are noticed later
 _CROWD = 16
 _DISTANT_CROWD = 8  # the same for members that exchange no values with this one
-# A member of a crowd that exchanges values with this one has so many times `PROBE_S` to answer, per
-# member, at most `FIRST_S`: a reducer answers between the streams of all others. Smaller: a busy reducer is
-# marked failed, all others repair its shard, and that makes the next one late; larger: failures are noticed
-# later
+# This multiple of `PROBE_S`, per member of a crowd, is the time in which a member that exchanges values with
+# this one has to answer, at most `FIRST_S`: a reducer answers between the streams of all others. Smaller: a
+# busy reducer is marked failed, all others repair its shard, and that makes the next one late; larger:
+# failures are noticed later
 _CROWD_ANSWER = 1 / 8
 _MISSED_MAX = 3  # heartbeats without an answer until a member is suspected, and probed
 PROBE_S = 0.6  # for a suspect to answer; shorter: busy peers are marked failed, longer: the round stalls
