@@ -31,7 +31,7 @@ WORDS = {
     "relayed": "routers that give each connection another port: a relay of 50 Mbit/s carries all",
 }
 PASSES = 2
-EPOCHS, SETTLING = 10, 4  # that are measured, and that come before
+EPOCHS, SETTLING = 8, 3  # that are measured, and that come before
 _READY_S, _EPOCHS_S = 90.0, 60.0
 _RUN = """
 name = "relayed"

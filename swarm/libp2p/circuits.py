@@ -32,8 +32,8 @@ from swarm.libp2p.racing import Races
 
 ANSWER_S = 15.0  # for a relay's answer; it gives the target of a circuit 10 s of these
 CONNECT_S = 20.0
-# A relay that sends nothing for 3 s after a ping is dead, so another one is asked after 5 s at most.
-RELAY_PING_S, RELAY_SILENT_S = 2.0, 3.0
+# A relay that sends nothing for 3 s after a ping is dead, so another one is asked after 4 s at most.
+RELAY_PING_S, RELAY_SILENT_S = 1.0, 3.0
 
 
 class Circuits:
