@@ -136,6 +136,8 @@ class EpochCloser:
             and not 0.0 < other.rate < SLOW * mine.samples_per_s
             for peer, other in self._tracker.others().items()
         )
+        if self.round_is_break or history.is_break:
+            self._newcomers.empty()  # this peer has waited for others long enough
         return self._newcomers.waits(self._clock.monotonic_s(), newcomers=newcomers)
 
     def run_rounds(self, *, again: bool) -> CloseOutcome:

@@ -51,3 +51,12 @@ def test_whatever_newcomers_do_they_take_a_fifth_of_the_time_and_one_account(see
         waits, elapsed_s = wait.waits(now_s, newcomers=chance.random() < 0.7), chance.uniform(0.01, 1.0)
         waited, now_s = waited + waits * elapsed_s, now_s + elapsed_s
         assert waited <= FULL_S + SHARE_MAX * now_s + 1.0
+
+
+def test_a_wait_that_is_given_up_begins_again_when_half_is_paid() -> None:
+    wait = NewcomerWait(0.0)
+    assert wait.waits(1.0, newcomers=True)
+    wait.empty()
+    half_s = BEGIN_S / SHARE_MAX
+    assert waited_s(wait, 1.0, half_s - 1.0) == 0.0
+    assert wait.waits(half_s + 2.0, newcomers=True)

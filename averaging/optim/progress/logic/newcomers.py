@@ -22,6 +22,10 @@ class NewcomerWait:
     def __init__(self, now_s: float) -> None:
         self._account_s, self._paid_s, self._waits = _FULL_S, now_s, False
 
+    def empty(self) -> None:
+        """Empty the account: no wait goes on or begins until half of it is paid again."""
+        self._account_s, self._waits = 0.0, False
+
     def waits(self, now_s: float, *, newcomers: bool) -> bool:
         """Return whether to keep the epoch, which is full, open at this time. `newcomers`: whether peers that
         load a state, or have just done so, are known. Time since the last call is charged if that waited.
