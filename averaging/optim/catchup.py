@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from averaging.blocklist import EXCLUDED, PeerBlocklist
+from averaging.optim.capturing import RoundCapture
 from averaging.optim.epoch_averager import EpochAverager
 from averaging.optim.history import RunHistory
 from averaging.optim.modes import CapturedRound, Mode
@@ -41,17 +42,8 @@ _log = logging.getLogger(__name__)
 
 # longest wait in the first step for the first read of the others' progress
 FIRST_REFRESH_TIMEOUT_S = 5.0
-# epochs captured while the state is downloaded, one copy of the gradients each; beyond it the download
-# restarts
-REPLAY_ROUNDS_MAX = 64
-# a download that ends sooner takes no part in rounds; this is the longest that others wait for this peer
-CAPTURE_AFTER_S = 0.5
-# how long to search for a group when the download has ended; a round that a group has begun is not left. Too
-# small: others have just reckoned with this peer
-CAPTURE_GRACE_S = 3.0
 
 _REFRESH_AGE_S_MAX = 5.0  # of the read of others' progress that a first attempt is based on
-_POLL_INTERVAL_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 _READ_TIMEOUT_S = 5.0
 _HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
 _UNREADABLE_S = 15.0  # a peer with a state believes to be alone when it could read no record for this long
@@ -114,6 +106,7 @@ class CatchUp:
         self._history = history
         self._node, self._run_id, self._mode, self._state = node, tracker.run_id, mode, mode.state
         self._tracker, self._averager = tracker, averager
+        self._capture = RoundCapture(node, mode, tracker, averager, history)
         # donors of a state that does not fit, or of chunks that do not match their digests, with the reason:
         # this optimizer does not ask them again
         self.distrusted: dict[PeerId, str] = {}
@@ -247,7 +240,7 @@ class CatchUp:
             return None
         attempt.retries.reset()
         self._mode.learner.suspend()
-        self._follow_history()  # so that this peer knows the members, and introduces itself to them
+        self._capture.follow_history()  # so that this peer knows the members, and introduces itself to them
         # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
         self._averager.open()
         # the history that it follows may be shorter than its own was, where the two have parted
@@ -259,7 +252,7 @@ class CatchUp:
         self._register(epoch, joining=True)
         future = self._node.network.submit(download.fetch(donors, max(attempt.left_s, 0.1)))
         try:
-            captured, epoch = self._capture_rounds_during(download, future, epoch)
+            captured, epoch = self._capture.run_during(download, future, epoch)
             downloaded = future.result()
         except (NetworkError, PeerError, NotEnoughPeers, concurrent.futures.CancelledError) as error:
             attempt.reason = (
@@ -301,65 +294,6 @@ class CatchUp:
             shown = [f"{peer}: {why}" for peer, why in reasons.items()][:_FAILURES_SHOWN_MAX]
             attempt.reason = f"no donor has a place for this peer ({'; '.join(shown)})"
         return False
-
-    def _capture_rounds_during(
-        self, download: Download, future: concurrent.futures.Future[DownloadedState], epoch: int
-    ) -> tuple[dict[int, CapturedRound], int]:
-        """Take part in rounds at weight 0 until the download is over. Return the captured result of each
-        epoch, and the epoch that the swarm is in.
-        """
-        captured: dict[int, CapturedRound] = {}
-
-        def is_obsolete() -> bool:
-            return (future.done() and not self._averager.in_round) or self._is_behind_history()
-
-        ended = self._node.network.waits.event()
-        future.add_done_callback(lambda _: ended.set())
-        ended.wait(CAPTURE_AFTER_S)
-        future.add_done_callback(lambda _: self._tracker.wake_waiters())
-        while not future.done():
-            if not self._tracker.wait_full(epoch, _POLL_INTERVAL_S, future.done):
-                continue
-            swarm_epoch = self._tracker.swarm_epoch()
-            if swarm_epoch > epoch:  # missed an epoch
-                captured.clear()
-                self._follow_history()  # rounds of an older head end for nobody
-                epoch = swarm_epoch
-            else:
-                result = self._averager.average(epoch, is_obsolete, CAPTURE_GRACE_S)
-                if result.failed:
-                    _log.info(
-                        "epoch %d of run %s was not received during the download: %s",
-                        epoch,
-                        self._run_id,
-                        result.detail,
-                    )
-                    self._mode.failed(result.reason)
-                    self._node.network.waits.event().wait(_POLL_INTERVAL_S)
-                    continue
-                if self._history is not None and result.certificate is not None:
-                    self._history.commit(result.certificate)
-                captured[epoch] = self._mode.capture(epoch, list(result.gathered.values()))
-                epoch += 1
-                if len(captured) > REPLAY_ROUNDS_MAX:
-                    captured.clear()
-            self._tracker.begin_epoch(epoch, late=True, joining=True)
-            if download.epoch is not None and any(
-                one not in captured for one in range(download.epoch, epoch)
-            ):
-                # the state in transit can no longer be brought up to date: restarting is better than
-                # finishing in vain
-                future.cancel()
-                break
-        return captured, epoch
-
-    def _is_behind_history(self) -> bool:
-        return self._history is not None and self._history.ahead is not None
-
-    def _follow_history(self) -> None:
-        """Follow the swarm's history where it went on, so that this peer finds the rounds of its head."""
-        if self._history is not None and (ahead := self._history.ahead) is not None:
-            self._history.follow(ahead)
 
     def _install(
         self, attempt: _Attempt, downloaded: DownloadedState, captured: dict[int, CapturedRound], epoch: int
