@@ -61,6 +61,9 @@ class Aggregation:
     radius: float = 1.0
     # contributions longer than this many medians are shortened to that, chunk by chunk; None: never
     clip_to_median: float | None = None
+    # median: two contributors count by their weights, the larger at most this many times the smaller; None:
+    # as equals. For tensors that one peer may have trained much more than the other.
+    pair_ratio_max: float | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -73,6 +76,12 @@ class Aggregation:
             raise UsageError(
                 f"clip_to_median is at least 1, or None for no clipping, not {self.clip_to_median!r}"
             )
+        if self.pair_ratio_max is not None and (
+            self.rule != "median" or not 1.0 <= self.pair_ratio_max < math.inf
+        ):
+            raise UsageError(
+                f"pair_ratio_max is at least 1 and belongs to the median, not {self.pair_ratio_max!r}"
+            )
 
     @property
     def compatibility_tag(self) -> str:
@@ -80,6 +89,7 @@ class Aggregation:
         own = {
             "trimmed_mean": f" trim {self.trim!r}",
             "centered_clip": f" radius {self.radius!r} in {CLIP_ITERATIONS}",
+            "median": "" if self.pair_ratio_max is None else f" of three, pairs to {self.pair_ratio_max!r}",
         }
         clip = "" if self.clip_to_median is None else f", clipped to {float(self.clip_to_median)!r} medians"
         return f"{self.rule}{own.get(self.rule, '')}{clip}"
@@ -173,6 +183,8 @@ def prepare(
     values = Values(contributions, codec, scales)
     if aggregation.rule == "mean":
         return Prepared(Mean(contributions, codec, scales), clipped)
+    if aggregation.pair_ratio_max is not None and len(contributions) == 2:
+        return Prepared(Mean(_capped_pair(contributions, aggregation.pair_ratio_max), codec, scales), clipped)
     if aggregation.rule == "median":
         return Prepared(Ranked(values, rows, (len(contributions) - 1) // 2), clipped)
     if aggregation.rule == "trimmed_mean":
@@ -180,6 +192,12 @@ def prepare(
     centered = CenteredClip(values, rows, aggregation)
     centered.find(cut, total)
     return Prepared(centered, clipped)
+
+
+def _capped_pair(contributions: Sequence[Contribution], ratio_max: float) -> list[Contribution]:
+    """Return two contributions with the larger weight cut to `ratio_max` times the smaller one."""
+    weight_max = ratio_max * min(item.weight for item in contributions)
+    return [replace(item, weight=min(item.weight, weight_max)) for item in contributions]
 
 
 # ---- clipping
