@@ -178,22 +178,43 @@ def test_todays_checkpoint_is_kept_and_an_old_one_that_was_there_first_gives_way
         assert distance(values(one), learned) < 1e-2
 
 
+def spoil(*experts: swarm.Expert) -> None:
+    """Make the state of these experts a lie, with a version that nobody reached."""
+    for one in experts:
+        with one.lock:
+            one.version = 1 << 60
+            for tensor in one.averaged_tensors():
+                tensor.fill_(1e4)
+
+
 def test_a_liar_among_three_moves_nobody_far_whatever_it_claims(fleet: Fleet) -> None:
     """Regression: a stranger overwrote any expert in one round, since its claimed weight was the average."""
-    honest = [fresh(1), fresh(2)]
+    honest, liar = [fresh(1), fresh(2)], fresh(3)
     train(honest[0], 50)
-    for one in honest:
+    for one in (*honest, liar):
         fleet.serve(one)
-    liar = fresh(3)
-    fleet.serve(liar)
-    with liar.lock:
-        liar.version = 1 << 60
-        for tensor in liar.averaged_tensors():
-            tensor.fill_(1e4)
     learned = values(honest[0])
     for _ in range(3):
         fleet.average()
-    for one in honest:
+        for one in honest:
+            assert distance(values(one), learned) < 1e-2
+        spoil(liar)
+
+
+def test_a_newcomer_that_was_given_a_lie_is_put_right_and_spreads_nothing(fleet: Fleet) -> None:
+    honest, liar, newcomer = [fresh(1), fresh(2)], fresh(3), fresh(4)
+    train(honest[0], 50)
+    for one in (*honest, liar):
+        fleet.serve(one)
+    fleet.average()
+    learned = values(honest[0])
+    fleet.serve(newcomer)
+    spoil(liar, newcomer)
+    fleet.average()
+    for one in (*honest, newcomer):
+        assert distance(values(one), learned) < 10.0, "1e4 in float16 is exact to 8"
+    fleet.average()
+    for one in (*honest, newcomer):
         assert distance(values(one), learned) < 1e-2
 
 
