@@ -202,7 +202,6 @@ class ReplicaStates:
             ) as stream,
         ):
             await stream.send(request.SerializeToString())
-            await stream.finish()
             try:
                 reply = ExpertStateReply.FromString(await stream.receive() or b"")
             except DecodeError:
