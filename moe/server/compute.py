@@ -199,10 +199,27 @@ class ComputeThread:
                 ("swarm-experts", lambda: self._work(staged.get, self._compute, computed.put)),
                 ("swarm-experts-out", lambda: self._work(computed.get, finish, lambda _: None)),
             ]
-        threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in work]
+        threads = [
+            threading.Thread(target=self._guard, args=(target,), name=name, daemon=True)
+            for name, target in work
+        ]
         for thread in threads:
             thread.start()
         return threads
+
+    def _guard(self, target: Callable[[], None]) -> None:
+        """Run the work of a thread. One that ends early would leave experts declared that nobody computes, so
+        that is reported like a lost device.
+        """
+        try:
+            target()
+        # also SystemExit, which would end the thread without a word
+        except BaseException as error:  # noqa: BLE001
+            _log.exception("the computing thread of %s failed", self._device)
+            self._fail(DeviceFailed(self._device, error))
+            if not self._reported and self._failure is not None:
+                self._reported = True
+                self._report(self._failure)
 
     def _run(self) -> None:
         """Do all work on one thread."""

@@ -261,7 +261,7 @@ class Expert:
                 outputs = self._cast(outputs)
             found = check(self.schema.output_leaves, outputs, "output")
         # a module's error is the answer to its caller, and ends nothing else
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _raise_if_of_device(error)
             raise ComputationFailed(f"the module failed: {type(error).__name__}: {error}") from error
         if found != batch:
@@ -316,9 +316,10 @@ class Expert:
             into = [*wanted, *self._learner.parameters]
             if into:
                 torch.autograd.backward(roots, seeds, inputs=into)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _raise_if_of_device(error)
-            raise ComputationFailed(f"the module's backward pass failed: {error}") from error
+            text = f"the module's backward pass failed: {type(error).__name__}: {error}"
+            raise ComputationFailed(text) from error
         return [tensor.grad for tensor in wanted]
 
 
@@ -396,7 +397,7 @@ def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
     return size
 
 
-def _raise_if_of_device(error: Exception) -> None:
+def _raise_if_of_device(error: BaseException) -> None:
     """Raise errors that are not the module's fault unchanged: the device is out of memory, or is lost."""
     if is_out_of_memory(error) or is_device_failure(error):
         raise error

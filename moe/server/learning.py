@@ -86,7 +86,7 @@ class Learner:
         try:
             self.optimizer.step()
             self._round()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if is_device_failure(error):
                 raise
             self._undo(undo)

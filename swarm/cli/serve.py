@@ -118,7 +118,8 @@ class ServeChoices:
     metavar="FILE.py",
     type=click.Path(path_type=Path),
     default=None,
-    help="Your own file; --expert-class is a function in it.",
+    help="Your own file; --expert-class is a function in it: def make(settings) returns a module and the "
+    "tuple of its sample inputs; settings has hidden_dim and sequence_length.",
 )
 @click.option(
     "--hidden-dim", type=click.IntRange(1), default=1024, show_default=True, help="Width of the experts."
@@ -202,8 +203,9 @@ def serve(**given: Any) -> int:
     """Host experts: layers that others call forward and backward, and that learn from it.
 
     Declares them in the swarm at ADDRESS, or creates a swarm of its own and prints its address. Experts that
-    another server hosts, too, are replicas: callers use either, and their parameters are averaged. Ctrl-C
-    finishes the requests that are being computed and withdraws the experts.
+    another server hosts, too, are replicas: their state is taken over at the start, callers use either, and
+    their parameters are averaged. Ctrl-C finishes the requests that are being computed and withdraws the
+    experts.
 
     \b
     Examples:
@@ -287,12 +289,12 @@ class _ExpertFactory:
         self.device = resolve_device(choices.device)
         self.dtype: torch.dtype = getattr(torch, choices.dtype)
 
-    def make(self) -> Expert:
-        """Return a new expert."""
+    def make(self, uid: ExpertUid) -> Expert:
+        """Return a new expert of this name."""
         from moe.server.classes import make
         from moe.server.expert import Expert
 
-        module, sample = make(self._choices.expert_class, self._class, self._settings)
+        module, sample = make(self._choices.expert_class, self._class, self._settings, uid)
         return Expert(
             module.to(self.dtype),
             tuple(_cast(one, self.dtype) for one in sample),
@@ -369,7 +371,7 @@ def _open_server(
     folder = choices.checkpoint.expanduser() if choices.checkpoint is not None else None
     config = ExpertServerConfig(checkpoints=folder, average_s=choices.average_s)
     return ExpertServer(
-        node, {str(uid): factory.make() for uid in names}, choices.max_batch_size, config=config
+        node, {str(uid): factory.make(uid) for uid in names}, choices.max_batch_size, config=config
     )
 
 
