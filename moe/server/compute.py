@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -211,15 +212,16 @@ class ComputeThread:
         """Run the work of a thread. One that ends early would leave experts declared that nobody computes, so
         that is reported like a lost device.
         """
+        has_ended = False
         try:
             target()
-        # also SystemExit, which would end the thread without a word
-        except BaseException as error:  # noqa: BLE001
-            _log.exception("the computing thread of %s failed", self._device)
-            self._fail(DeviceFailed(self._device, error))
-            if not self._reported and self._failure is not None:
-                self._reported = True
-                self._report(self._failure)
+            has_ended = True
+        finally:  # the error goes on: Python reports it, unless it is SystemExit
+            if not has_ended:
+                self._fail(DeviceFailed(self._device, sys.exception() or RuntimeError("its thread ended")))
+                if not self._reported and self._failure is not None:
+                    self._reported = True
+                    self._report(self._failure)
 
     def _run(self) -> None:
         """Do all work on one thread."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -166,19 +167,21 @@ class Learner:
 
 
 class _UndoPoint:
-    """Copies of parameters and statistics from before a step. They live for that step only, so a device needs
-    memory for one expert's, whatever the number of experts.
+    """Copies of parameters and statistics from before a step. Their memory is that of the thread, which makes
+    the steps of all experts of a device, one after the other: it is as large as the largest expert needs.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self._parameters, self._optimizer = parameters, optimizer
-        with torch.no_grad():
-            self._values = [parameter.detach().clone() for parameter in parameters]
-            self._statistics: dict[torch.Tensor, dict[str, Any]] = {
-                parameter: {key: _copied(value) for key, value in optimizer.state[parameter].items()}
-                for parameter in parameters
-                if parameter in optimizer.state
+        self._optimizer = optimizer
+        self._others: dict[torch.Tensor, dict[str, Any]] = {}  # statistics that are no tensors
+        self._tensors: list[torch.Tensor] = [parameter.detach() for parameter in parameters]
+        for parameter, statistics in optimizer.state.items():
+            self._others[parameter] = {
+                key: value if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+                for key, value in statistics.items()
             }
+            self._tensors += [value for value in statistics.values() if isinstance(value, torch.Tensor)]
+        self._copies = _copies_of(self._tensors)
 
     def statistics(self) -> list[torch.Tensor]:
         """Return the present floating-point statistics."""
@@ -192,14 +195,36 @@ class _UndoPoint:
     def restore(self) -> None:
         """Make parameters and statistics what they were."""
         with torch.no_grad():
-            for parameter, value in zip(self._parameters, self._values, strict=True):
-                parameter.copy_(value)
+            for tensor, value in zip(self._tensors, self._copies, strict=True):
+                tensor.copy_(value)
         self._optimizer.state.clear()
-        self._optimizer.state.update(self._statistics)
+        self._optimizer.state.update(self._others)
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+_scratch = threading.local()
+
+
+def _copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors, in memory that the next call on this thread uses again: new memory for each
+    step would cost more than the copies.
+    """
+    buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = _scratch.__dict__.setdefault(
+        "buffers", {}
+    )
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for tensor in tensors:
+        kind = tensor.device, tensor.dtype
+        sizes[kind] = sizes.get(kind, 0) + tensor.numel()
+    for kind, size in sizes.items():
+        if kind not in buffers or buffers[kind].numel() < size:
+            buffers.pop(kind, None)
+            buffers[kind] = torch.empty(size, device=kind[0], dtype=kind[1])
+    copies, starts = [], dict.fromkeys(sizes, 0)
+    for tensor in tensors:
+        kind, size = (tensor.device, tensor.dtype), tensor.numel()
+        copies.append(buffers[kind][starts[kind] : starts[kind] + size].view(tensor.shape).copy_(tensor))
+        starts[kind] += size
+    return copies
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
