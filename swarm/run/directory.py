@@ -22,7 +22,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.ids import PeerId
 from swarm.dht.keeper import RecordKeeper
 from swarm.dht.logic.companions import LISTING_KEY
-from swarm.run.specification import SignedSpecification, newest, run_id_of, specification_key, verified
+from swarm.run.signed import SignedSpecification, newest, run_id_of, specification_key, verified
 from swarm.run.specification_store import SpecificationStore
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited
 if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
-    from swarm.run.specification import SignedSpecification
+    from swarm.run.signed import SignedSpecification
 
 REFUSED_S: Final = 1.5  # to wait for the first peer after every address refused the connection
 SILENT_S: Final = 15.0  # the same while an address has not refused: three attempts

@@ -19,7 +19,7 @@ from swarm.membership.invite import RunIdentity
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import read_members
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import found_run, wait_for_answer
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.testing.virtual_loop import run_virtual
 
 

@@ -44,7 +44,8 @@ from swarm.net.logic.lan import NearbyPeer
 from swarm.net.logic.lan import decode as decode_nearby
 from swarm.net.logic.lan import encode as encode_nearby
 from swarm.run.recovery import recover
-from swarm.run.specification import RunSpecification, sign, verified
+from swarm.run.signed import sign, verified
+from swarm.run.specification import RunSpecification
 from tests.averaging.history.peers import PEERS, RUN, certificate, identity, proposal
 from tests.fuzz.making import PEER, Maker
 from tests.fuzz.messages import CAPABILITIES, INVITES

@@ -18,7 +18,8 @@ from swarm.dht.service.dht_service import StoreResult
 from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory, RunListing, choose
 from swarm.run.recovery import recover
-from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
+from swarm.run.signed import SignedSpecification, sign, specification_key
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SpecificationStore
 
 NOW_S = 1_000_000.0
