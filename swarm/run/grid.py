@@ -39,7 +39,8 @@ class GridOptimizer(SpecificationTable):
 class GridSpecification(OwnedSpecification):
     """All settings of a grid that its servers must have in common, as in the TOML file."""
 
-    experts: str = Field(max_length=200)  # the pattern of the names: "ffn.[0:4].[0:4]"
+    # patterns of the experts' names: "ffn.[0:4].[0:4]"; one may be written without a list
+    experts: tuple[Annotated[str, Field(max_length=200)], ...] = Field(min_length=1, max_length=64)
     expert_class: str = Field(default="ffn", min_length=1, max_length=64)
     # SHA-256 of the file that has the class, if it comes with `--module`; every server needs the same file
     module: str | None = Field(default=None, pattern=_HASH)
@@ -56,15 +57,20 @@ class GridSpecification(OwnedSpecification):
     @classmethod
     def _named_after_its_experts(cls, table: Any) -> Any:
         """Add the name, if none is given: "grid.ffn" for "ffn.[0:4]"."""
-        if isinstance(table, dict) and "name" not in table and isinstance(table.get("experts"), str):
-            return {**table, "name": GRID_PREFIX + table["experts"].partition(".")[0].lower()}
-        return table
+        if not isinstance(table, dict):
+            return table
+        experts = table.get("experts")
+        patterns = [experts] if isinstance(experts, str) else experts
+        if not isinstance(patterns, list | tuple) or not all(isinstance(one, str) for one in patterns):
+            return table
+        named = {"name": GRID_PREFIX + patterns[0].partition(".")[0].lower()} if patterns else {}
+        return {**named, **table, "experts": tuple(patterns)}
 
     @field_validator("experts")
     @classmethod
-    def _is_a_pattern(cls, value: str) -> str:
+    def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         try:
-            return str(ExpertGrid.parse(value))
+            return tuple(str(ExpertGrid.parse(one)) for one in value)
         except UsageError as error:
             raise ValueError(str(error)) from error
 
@@ -76,6 +82,10 @@ class GridSpecification(OwnedSpecification):
         return value
 
     @property
-    def grid(self) -> ExpertGrid:
-        """Return the names of the experts."""
-        return ExpertGrid.parse(self.experts)
+    def patterns(self) -> list[ExpertGrid]:
+        """Return the patterns of the experts' names."""
+        return [ExpertGrid.parse(one) for one in self.experts]
+
+    def has(self, pattern: ExpertGrid) -> bool:
+        """Return whether all experts that a pattern names belong to this grid."""
+        return any(own.covers(pattern) for own in self.patterns)
