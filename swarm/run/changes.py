@@ -197,7 +197,7 @@ def _differences_of_training(old: RunSpecification, new: RunSpecification) -> li
     return sentences
 
 
-def restart_needed(old: RunSpecification, new: RunSpecification) -> bool:
+def restart_needed(old: AnySpecification, new: AnySpecification) -> bool:
     """Return whether a setting changed that peers take up only after a restart."""
     followed = (
         "target_batch_size",
@@ -209,4 +209,5 @@ def restart_needed(old: RunSpecification, new: RunSpecification) -> bool:
         "confirmed",
         "description",
     )
-    return new.model_copy(update={key: getattr(old, key) for key in followed}) != old
+    same = {key: value for key, value in old.table().items() if key not in followed}
+    return same != {key: value for key, value in new.table().items() if key not in followed}

@@ -55,8 +55,13 @@ class RunListing:
         return self.name.startswith(GRID_PREFIX)
 
     def matches(self, wanted: str | None) -> bool:
-        """Return whether `wanted` (a name, `name@id`, an id, or None for any run) means this run."""
-        return wanted in (None, self.name, self.full_name, self.run_id)
+        """Return whether `wanted` (a name, `name@id`, an id, or None for any run) means this run. The name of
+        a grid may be written without its first part: `ffn` for `grid.ffn`.
+        """
+        names = [self.name, self.full_name]
+        if self.is_grid:
+            names += [name.removeprefix(GRID_PREFIX) for name in names]
+        return wanted in (None, self.run_id, *names)
 
 
 class RunDirectory:
@@ -157,7 +162,7 @@ class RunDirectory:
         if wanted is not None and not any(listing.matches(wanted) for listing in listings):
             listings += [RunListing(signed.name, signed.run_id) for signed in await self.stored(wanted)]
         if wanted is None:
-            listings = [listing for listing in listings if listing.is_grid == grid]
+            listings = _of_kind(listings, grid)
         return await self.specification(choose(listings, wanted, grid=grid).run_id, timeout_s=timeout_s)
 
     async def renew(
@@ -245,6 +250,23 @@ def choose(listings: Iterable[RunListing], wanted: str | None, *, grid: bool = F
     if matching:
         raise UsageError(f"{len(matching)} {what}s could be meant: {shown}. Choose one with {option} NAME@ID")
     raise UsageError(f"this swarm has no {what} {wanted!r}. It has: {shown}")
+
+
+def _of_kind(listings: list[RunListing], grid: bool) -> list[RunListing]:
+    """Return the grids, or the runs that train. Raise UsageError if there are only the others."""
+    fitting = [listing for listing in listings if listing.is_grid == grid]
+    if listings and not fitting:
+        shown = ", ".join(listing.full_name for listing in listings[:_LISTED_MAX])
+        if grid:
+            raise UsageError(
+                f"this swarm announces no grid of experts, but the run {shown}: found a grid with --experts, "
+                "or train the run with `swarm join`"
+            )
+        raise UsageError(
+            f"this swarm announces no run that trains, but the grid {shown}: host its experts with "
+            "`swarm serve`"
+        )
+    return fitting
 
 
 def _listing(entry: Entry) -> RunListing | None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.run.creation import create_run
+from swarm.run.signed import run_id_of
 
 if TYPE_CHECKING:
     from swarm.run.directory import RunDirectory
@@ -29,13 +30,15 @@ async def found_or_enter(
     owner: Identity,
     clock: Clock,
 ) -> tuple[SignedSpecification, bool]:
-    """Return the swarm's grid with the name of the offered one, and whether it is new: if there is none,
-    `owner` founds it. `given` holds the keys of the offered specification that the user has set.
+    """Return the swarm's grid with the name of the offered one, and whether it is new. If there is none,
+    `owner` founds it; if it is the owner's, an offer that differs becomes its next version. `given` holds the
+    keys of the offered specification that the user has set.
 
     Raises UsageError if the swarm has several grids of the name, or one that differs in a key of `given`.
     """
     listed = [one for one in await directory.listings() if one.name == offered.name]
-    if not listed:
+    own = run_id_of(owner.peer_id, offered.name, offered.recovery_peer)
+    if not listed or any(one.run_id == own for one in listed):
         return await create_run(directory, offered, owner, clock)
     if len(listed) > 1:
         names = ", ".join(one.full_name for one in listed[:8])
@@ -50,7 +53,7 @@ def check_agrees(signed: SignedSpecification, offered: GridSpecification, given:
     The offered experts may be some of the grid's.
     """
     founded = signed.grid
-    before, after = _flat(founded.table()), _flat(offered.table())
+    before, after = founded.flat_table(), offered.flat_table()
     problems = [
         f"its {key} is {before[key]!r}, not {after[key]!r}"
         for key in sorted(set(given) - {"experts"})
@@ -74,6 +77,8 @@ def module_hash(file: Path) -> str:
     try:
         with file.expanduser().open("rb") as stream:
             content = stream.read(_MODULE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise UsageError(f"--module {file}: there is no such Python file") from None
     except OSError as error:
         raise UsageError(f"--module {file}: {error.strerror or error}") from error
     if len(content) > _MODULE_BYTES_MAX:
@@ -98,14 +103,3 @@ def check_module(signed: SignedSpecification, file: Path | None) -> None:
             f"--module {file} is another file than that of {signed.full_name} (SHA-256 {wanted}): get that "
             "one from the owner"
         )
-
-
-def _flat(table: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a nested table with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{above}{key}.")
-        else:
-            flat[above + key] = value
-    return flat

@@ -1,5 +1,5 @@
-"""What an owner signs about a run or a grid of experts, whatever is computed there: its name, who takes part,
-who is banned, and who can give it a new owner. It is written as TOML.
+"""The part of a specification that runs and grids of experts have in common: the name, who takes part, who is
+banned, and who can give it a new owner. It is written as TOML.
 """
 
 from __future__ import annotations
@@ -132,9 +132,23 @@ class OwnedSpecification(SpecificationTable):
         except ValidationError as error:
             raise UsageError("\n".join(f"{where}: {line}" for line in explain(error))) from error
 
+    def flat_table(self) -> dict[str, Any]:
+        """Return the settings with dotted keys: "optimizer.name"."""
+        return _flat(self.table())
+
     def table(self) -> dict[str, Any]:
         """Return the settings as plain values for signing: scalars, lists, and tables with text keys."""
         return self.model_dump(mode="json")
+
+
+def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{above}{key}.")
+        else:
+            flat[above + key] = value
+    return flat
 
 
 def explain(error: ValidationError, table: str = "") -> list[str]:
