@@ -65,7 +65,7 @@ class BusyDirectory:
     def __init__(self, failures: int) -> None:
         self.failures = failures
 
-    async def find(self, wanted: str | None) -> str:
+    async def find(self, wanted: str | None, *, grid: bool) -> str:
         """Return the run that is wanted."""
         self.failures -= 1
         if self.failures >= 0:
