@@ -341,7 +341,7 @@ def _open_server(
     folder = choices.checkpoint.expanduser() if choices.checkpoint is not None else None
     config = ExpertServerConfig(checkpoints=folder, average_s=grid.average_s)
     return ExpertServer(
-        node, {str(uid): factory.make() for uid in names}, choices.max_batch_size, config=config
+        node, {str(uid): factory.make(uid) for uid in names}, choices.max_batch_size, config=config
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,14 @@ from moe.server.expert import Expert
 from swarm.core.device import resolve_device
 
 if TYPE_CHECKING:
+    from moe.protocol.names import ExpertUid
     from swarm.run.grid import GridSpecification
+
+
+def seed_of(seed: int, uid: ExpertUid) -> int:
+    """Return the seed of an expert's initial parameters: 63 bits of a hash of the grid's seed and the name."""
+    digest = hashlib.sha256(f"swarm expert 1\0{seed}\0{uid}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
 
 
 class ExpertFactory:
@@ -34,9 +42,13 @@ class ExpertFactory:
         self.device = resolve_device(device)
         self.dtype: torch.dtype = getattr(torch, grid.dtype)
 
-    def make(self) -> Expert:
-        """Return a new expert."""
-        module, sample = make(self._grid.expert_class, self._class, self._settings)
+    def make(self, uid: ExpertUid) -> Expert:
+        """Return a new expert. Its initial parameters follow from the grid's seed and its name, so replicas
+        that start on two machines are equal.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self._grid.seed, uid))
+            module, sample = make(self._grid.expert_class, self._class, self._settings)
         optimizer = self._grid.optimizer
         return Expert(
             module.to(self.dtype),

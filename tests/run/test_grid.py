@@ -7,8 +7,9 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 
-from moe.protocol.names import ExpertGrid
+from moe.protocol.names import ExpertGrid, ExpertUid
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run.changes import Change, restart_needed, sign_change
@@ -192,6 +193,25 @@ def test_experts_are_made_as_the_grid_says() -> None:
         module=None,
         keep_activations_bytes=0,
     )
-    expert = factory.make()
+    expert = factory.make(ExpertUid.parse("ffn.0.1"))
     assert str(expert.schema) == "(bfloat16(batch, 8)) -> bfloat16(batch, 8)"
     assert expert.clip_norm == 3.0
+
+
+def weights(seed: int, name: str) -> torch.Tensor:
+    factory = ExpertFactory(
+        grid(hidden_dim=8, seed=seed), device="cpu", module=None, keep_activations_bytes=0
+    )
+    return next(factory.make(ExpertUid.parse(name)).module.parameters()).detach()
+
+
+def test_replicas_of_an_expert_start_equal_and_other_experts_differ() -> None:
+    torch.manual_seed(1)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    one = weights(7, "ffn.0.1")
+    assert torch.equal(torch.rand(3), drawn), "the caller's generator is left as it was"
+    torch.manual_seed(2)
+    assert torch.equal(weights(7, "ffn.0.1"), one)
+    assert not torch.equal(weights(7, "ffn.1.0"), one)
+    assert not torch.equal(weights(8, "ffn.0.1"), one)
