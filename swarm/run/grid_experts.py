@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def seed_of(seed: int, uid: ExpertUid) -> int:
-    """Return the seed of an expert's initial parameters: 63 bits of a hash of the grid's seed and its name."""
+    """Return the seed of an expert's initial parameters: a hash of the grid's seed and its name, of 63
+    bits.
+    """
     digest = hashlib.sha256(f"swarm expert 1\0{seed}\0{uid}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
 
