@@ -19,7 +19,7 @@ from averaging.optim.state.snapshot import is_finite
 from averaging.optim.state.view import StateView
 from moe.protocol.names import ExpertUid
 from moe.server.expert import Expert
-from moe.server.logic.lineage import PAST_MAX, CommonVersion, Lineage
+from moe.server.logic.lineage import PAST_MAX, CommonVersion, ExpertLineage
 from swarm.core.errors import PeerError, SwarmError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -117,12 +117,12 @@ def _about(expert: Expert) -> dict[str, str]:
     return {"schema": expert.schema.digest.hex(), "expert": json.dumps(counts)}
 
 
-def _read_about(checkpoint: Checkpoint) -> tuple[Lineage, int]:
+def _read_about(checkpoint: Checkpoint) -> tuple[ExpertLineage, int]:
     """Return lineage and samples. Raises PeerError when the file is of something else than an expert."""
     try:
         counts = json.loads(checkpoint.about["expert"])
         past = [CommonVersion(bytes.fromhex(name), int(version)) for name, version in counts["past"]]
-        return Lineage(int(counts["version"]), tuple(past[-PAST_MAX:])), int(counts["samples"])
+        return ExpertLineage(int(counts["version"]), tuple(past[-PAST_MAX:])), int(counts["samples"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise PeerError(f"{checkpoint.path} is no checkpoint of an expert") from error
 

@@ -15,8 +15,8 @@ from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.devices import using
-from moe.server.learning import Learner, OptimizerFactory, ScheduleFactory, StepRefused
-from moe.server.logic.lineage import CommonVersion, Lineage
+from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
+from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
 
@@ -77,7 +77,8 @@ class Expert:
         with using(self.device), torch.no_grad():
             outputs = self.module(*unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
         self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
-        self._learner = Learner(self.module, optimizer, schedule, clip_norm)
+        self.clip_norm = clip_norm
+        self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
@@ -193,9 +194,9 @@ class Expert:
         self._learner.discard()
 
     @property
-    def lineage(self) -> Lineage:
+    def lineage(self) -> ExpertLineage:
         """Return the lineage of the parameters. The lock must be held, or only the version used."""
-        return Lineage(self.version, self._past)
+        return ExpertLineage(self.version, self._past)
 
     def averaged(self, name: bytes, version: int) -> None:
         """Record that an average with replicas has written the averaged tensors: the common version `name`,
@@ -223,7 +224,7 @@ class Expert:
         with using(self.device):
             return self._learner.view()
 
-    def load_state(self, blob: Blob, lineage: Lineage) -> None:
+    def load_state(self, blob: Blob, lineage: ExpertLineage) -> None:
         """Replace everything by a state of such an expert, from a checkpoint or a replica. The lock must be
         held. Raises PeerError, with nothing changed, when the state does not fit: names, shapes and dtypes
         are those of this expert, numbers are finite. Hyperparameters are not taken over.
@@ -238,7 +239,7 @@ class Expert:
         """
         return self._learner.averaged_tensors(self.module)
 
-    def _continue(self, lineage: Lineage) -> None:
+    def _continue(self, lineage: ExpertLineage) -> None:
         self.version, self._past = lineage.version, lineage.past
         self._activations.clear()
 

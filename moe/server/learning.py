@@ -33,7 +33,7 @@ class StepRefused(Exception):
     """An optimizer step was not made, or was undone; nothing has changed."""
 
 
-class Learner:
+class ExpertLearner:
     """The part of an expert that changes: the parameters of `module`, and the optimizer over them. Without an
     optimizer the parameters do not change, but the state can be copied and replaced all the same.
 
@@ -234,7 +234,7 @@ def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return torch.nn.Parameter(parameter.detach().to(torch.float32))
 
 
-def _state_of(module: torch.nn.Module, learner: Learner) -> tuple[list[str], TrainingState]:
+def _state_of(module: torch.nn.Module, learner: ExpertLearner) -> tuple[list[str], TrainingState]:
     """Return the names of the parameters of a state, and the state: what the optimizer steps, or all
     parameters of a frozen expert; and every other tensor that the module keeps.
     """

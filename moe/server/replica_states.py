@@ -23,7 +23,7 @@ from moe.protocol.names import ExpertUid
 from moe.protocol.tensors import CHUNK_BYTES
 from moe.server.devices import DeviceFailed
 from moe.server.expert import Expert
-from moe.server.logic.lineage import NAME_BYTES, PAST_MAX, VERSION_MAX, CommonVersion, Lineage
+from moe.server.logic.lineage import NAME_BYTES, PAST_MAX, VERSION_MAX, CommonVersion, ExpertLineage
 from moe.server.requests import HostedExpert
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import PeerId
@@ -54,18 +54,18 @@ _TURNS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLineage:
-    """What another server says about its replica of an expert."""
+    """The description of a replica by its server."""
 
-    lineage: Lineage
+    lineage: ExpertLineage
     turns: int  # it averages the expert once in this many periods
 
 
-def wire_past(lineage: Lineage) -> list[ExpertCommonVersion]:
+def wire_past(lineage: ExpertLineage) -> list[ExpertCommonVersion]:
     """Return the common versions as they are sent."""
     return [ExpertCommonVersion(name=one.name, version=one.version) for one in lineage.past]
 
 
-def _read_lineage(version: int, past: Sequence[ExpertCommonVersion]) -> Lineage:
+def _read_lineage(version: int, past: Sequence[ExpertCommonVersion]) -> ExpertLineage:
     """Return a lineage that a peer sent. Raises PeerError when it is malformed."""
     if (
         len(past) > PAST_MAX
@@ -73,7 +73,7 @@ def _read_lineage(version: int, past: Sequence[ExpertCommonVersion]) -> Lineage:
         or not all(number < VERSION_MAX for number in (version, *(one.version for one in past)))
     ):
         raise PeerError("the lineage of an expert is malformed")
-    return Lineage(version, tuple(CommonVersion(one.name, one.version) for one in past))
+    return ExpertLineage(version, tuple(CommonVersion(one.name, one.version) for one in past))
 
 
 class StateDonor:
@@ -126,7 +126,7 @@ async def _refuse(stream: Stream, status: expert_pb2.ExpertStatus, reason: str) 
     await stream.send(ExpertStateReply(status=status, reason=reason).SerializeToString())
 
 
-def _copy_state(expert: Expert) -> tuple[Blob, Lineage]:
+def _copy_state(expert: Expert) -> tuple[Blob, ExpertLineage]:
     with expert.lock:
         return expert.state().blob, expert.lineage
 
@@ -190,7 +190,7 @@ class ReplicaStates:
             return True
         return False
 
-    async def _fetch(self, uid: ExpertUid, expert: Expert, donor: ExpertReplica) -> Lineage:
+    async def _fetch(self, uid: ExpertUid, expert: Expert, donor: ExpertReplica) -> ExpertLineage:
         loop = asyncio.get_running_loop()
         bytes_max = await loop.run_in_executor(self._pool, lambda: expert.state_bytes_max)
         timeout_s = _GIVE_S + bytes_max / _PACE_BYTES_PER_S
@@ -220,7 +220,7 @@ class ReplicaStates:
         return lineage
 
 
-def _load_state(expert: Expert, blob: Blob, lineage: Lineage) -> None:
+def _load_state(expert: Expert, blob: Blob, lineage: ExpertLineage) -> None:
     with expert.lock:
         expert.load_state(blob, lineage)
         expert.settled = True

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from averaging.averager import Averager
-from averaging.reduction.robust import Aggregation
 from moe.protocol.declarations import Directory, ExpertReplica
 from moe.protocol.names import ExpertUid
 from moe.server.expert import Expert
@@ -44,8 +43,6 @@ _CODEC = "float16"
 _READ_TIMEOUT_S = 5.0
 _UNSETTLED_PERIODS = 10  # a server that was alone for this long goes on from its own state
 _TAKEN_OVER_AT_ONCE = 4  # states: each is in memory twice for a moment
-# of two replicas the busier one counts at most this many times as much: its steps are a claim
-_AGGREGATION = Aggregation(rule="median", pair_ratio_max=4.0)
 
 _Others = Mapping[ExpertUid, list[ExpertReplica]]
 _Lineages = Mapping[ExpertUid, Mapping[PeerId, ReplicaLineage]]
@@ -218,7 +215,7 @@ class Replicating:
             name=f"expert-{name}",
             target_group_size=_GROUP_SIZE,
             codec=_CODEC,
-            aggregation=_AGGREGATION,
+            aggregation="median_of_three",
         )
         return averager
 

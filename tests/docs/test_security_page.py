@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+import swarm
+from moe.protocol.names import ExpertUid
+from moe.server.checkpoints import ExpertCheckpoints
 from tests.docs.pages import DOCS, ROOT
 
 _ROWS = [line for line in (DOCS / "security.md").read_text().splitlines() if "`tests/" in line]

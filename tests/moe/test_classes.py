@@ -7,19 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.protocol.names import ExpertUid
 from moe.server.classes import ExpertSettings, available_classes, expert_class, make
 from moe.server.expert import Expert
 from swarm.core.errors import UsageError
-
-UID = ExpertUid.parse("ffn.0")
 
 
 @pytest.mark.parametrize("name", ["ffn", "transformer", "causal_transformer", "nop"])
 def test_every_built_in_expert_class_with_parameters_learns(name: str) -> None:
     assert name in available_classes()
     settings = ExpertSettings(hidden_dim=8, sequence_length=5)
-    module, sample = make(name, expert_class(name), settings, UID)
+    module, sample = make(name, expert_class(name), settings)
     learning = Expert(module, sample, torch.optim.Adam)
     x = torch.randn(3, *learning.schema.input_leaves[0].shape)
     assert learning.schema.output_leaves == learning.schema.input_leaves
@@ -36,7 +33,6 @@ def test_positions_of_a_causal_layer_do_not_depend_on_later_ones() -> None:
         "causal_transformer",
         expert_class("causal_transformer"),
         ExpertSettings(hidden_dim=8, sequence_length=6),
-        UID,
     )
     x = torch.randn(1, 6, 8)
     changed = x.clone()
@@ -53,7 +49,7 @@ def test_a_class_is_loaded_from_a_users_file(tmp_path: Path) -> None:
         "def mine(settings):\n"
         "    return torch.nn.Linear(settings.hidden_dim, 2), (torch.zeros(1, settings.hidden_dim),)\n"
     )
-    module, sample = make("mine", expert_class("mine", file), ExpertSettings(hidden_dim=3), UID)
+    module, sample = make("mine", expert_class("mine", file), ExpertSettings(hidden_dim=3))
     assert module(*sample).shape == (1, 2)
 
 
@@ -70,7 +66,7 @@ def test_a_broken_file_raises_an_error_that_names_the_defect(tmp_path: Path, con
     file = tmp_path / "mine.py"
     file.write_text(content)
     with pytest.raises(UsageError, match=said):
-        make("mine", expert_class("mine", file), ExpertSettings(), UID)
+        make("mine", expert_class("mine", file), ExpertSettings())
 
 
 def test_an_unknown_class_name_lists_the_available_ones() -> None:
@@ -85,32 +81,13 @@ def test_an_unknown_class_name_lists_the_available_ones() -> None:
 @pytest.mark.parametrize("name", ["ffn", "transformer", "causal_transformer", "nop"])
 def test_torchs_default_dtype_does_not_change_built_in_classes(name: str) -> None:
     settings = ExpertSettings(hidden_dim=8, sequence_length=5)
-    expected = Expert(*make(name, expert_class(name), settings, UID)).schema
+    expected = Expert(*make(name, expert_class(name), settings)).schema
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert Expert(*make(name, expert_class(name), settings, UID)).schema == expected
+        assert Expert(*make(name, expert_class(name), settings)).schema == expected
     finally:
         torch.set_default_dtype(before)
-
-
-def test_the_same_name_gives_the_same_parameters_and_another_name_others() -> None:
-    """Regression: servers that started together had different random weights for one expert."""
-
-    def parameters(uid: str) -> list[torch.Tensor]:
-        torch.manual_seed(len(made))  # what the process did before does not matter
-        made.append(uid)
-        module, _ = make("ffn", expert_class("ffn"), ExpertSettings(hidden_dim=4), ExpertUid.parse(uid))
-        return list(module.parameters())
-
-    made: list[str] = []
-    first, again, other = parameters("ffn.0"), parameters("ffn.0"), parameters("ffn.1")
-    assert all(map(torch.equal, first, again))
-    assert not torch.equal(first[0], other[0])
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    make("ffn", expert_class("ffn"), ExpertSettings(hidden_dim=4), UID)
-    assert torch.equal(torch.get_rng_state(), state), "the caller's generator goes on as before"
 
 
 @pytest.mark.parametrize(
@@ -128,4 +105,4 @@ def test_a_function_of_another_kind_is_told_how_it_is_called(tmp_path: Path, con
     file = tmp_path / "mine.py"
     file.write_text(content)
     with pytest.raises(UsageError, match=rf"'mine'.* {said}.*def make\(settings\): return"):
-        make("mine", expert_class("mine", file), ExpertSettings(), UID)
+        make("mine", expert_class("mine", file), ExpertSettings())

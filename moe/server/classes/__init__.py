@@ -13,7 +13,6 @@ the network.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import sys
@@ -23,7 +22,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from moe.protocol.names import ExpertUid
 from swarm.core.errors import SwarmError, UsageError
 
 if TYPE_CHECKING:
@@ -75,19 +73,15 @@ def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
 
 
 def make(
-    name: str, factory: ExpertFactory, settings: ExpertSettings, uid: ExpertUid
+    name: str, factory: ExpertFactory, settings: ExpertSettings
 ) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """Create the module of an expert, and its sample inputs. The seed follows from the name of the expert, so
-    that servers that start together begin with equal parameters. Raises UsageError when the class fails, or
-    returns something else.
+    """Create a module of a class, and its sample inputs. Raises UsageError when the class fails, or returns
+    something else.
     """
     import torch
 
-    seed = int.from_bytes(hashlib.blake2b(f"swarm expert {uid}".encode(), digest_size=7).digest())
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            result = factory(settings)
+        result = factory(settings)
     except SwarmError:
         raise
     except (Exception, SystemExit) as error:  # of the user's own code

@@ -33,7 +33,7 @@ class CommonVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
+class ExpertLineage:
     """The version of an expert's parameters, and its common versions, oldest first."""
 
     version: int = 0
@@ -44,11 +44,11 @@ class Lineage:
         """Return the name of the last common version; None when the expert was never averaged."""
         return self.past[-1].name if self.past else None
 
-    def averaged(self, name: bytes, version: int) -> Lineage:
+    def averaged(self, name: bytes, version: int) -> ExpertLineage:
         """Return the lineage after an average."""
-        return Lineage(version, (*self.past, CommonVersion(name, version))[-PAST_MAX:])
+        return ExpertLineage(version, (*self.past, CommonVersion(name, version))[-PAST_MAX:])
 
-    def steps_since_common(self, other: Lineage) -> int:
+    def steps_since_common(self, other: ExpertLineage) -> int:
         """Return how far this lineage has come since the last version that it has in common with another;
         since the beginning when they have none.
         """
@@ -58,7 +58,7 @@ class Lineage:
 
 
 def donors(
-    own: Lineage, others: Mapping[PeerId, Lineage], own_id: PeerId, *, is_declared: bool
+    own: ExpertLineage, others: Mapping[PeerId, ExpertLineage], own_id: PeerId, *, is_declared: bool
 ) -> list[PeerId]:
     """Return the replicas from one of which a server should take over the state, the best one first; () when
     its own state is better.
@@ -93,12 +93,12 @@ def next_version(own: int, claimed: Iterable[object]) -> int:
     return max(own, statistics.median_high(versions) if versions else 0) + 1
 
 
-def _is_ahead(theirs: Lineage, own: Lineage, *, wins_ties: bool) -> bool:
+def _is_ahead(theirs: ExpertLineage, own: ExpertLineage, *, wins_ties: bool) -> bool:
     further, behind = theirs.steps_since_common(own), own.steps_since_common(theirs)
     return further > behind or (further == behind and wins_ties)
 
 
-def _are_related(one: Lineage, other: Lineage) -> bool:
+def _are_related(one: ExpertLineage, other: ExpertLineage) -> bool:
     """Return whether one of two lineages continues from the other's last common version."""
     if one.head is None or other.head is None:
         return one.head is other.head
