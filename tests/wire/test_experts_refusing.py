@@ -209,6 +209,7 @@ def test_a_module_that_exits_fails_only_its_caller() -> None:
         assert torch.equal(remote(torch.ones(1, 16)), torch.ones(1, 16))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_computing_thread_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair({"ffn.0": expert()}) as two:
         calls = two.calls
