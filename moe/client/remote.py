@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, to_host_checked
-from moe.client.replicas.calling import ForwardResult, with_new_request_id
+from moe.client.replicas.calling import ForwardResult
 from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Tree, check, flatten, same_structure, unflatten
@@ -71,11 +71,9 @@ class RemoteExpert(torch.nn.Module):
         outputs, result = result.forward_reply.outputs, result.without_outputs()
 
         def run_backward(
-            inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
+            inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
         ) -> Sequence[torch.Tensor | None]:
-            work = self._run_backward(
-                with_new_request_id(result) if repeated else result, GradientPass(inputs, gradients)
-            )
+            work = self._run_backward(result.for_pass(number), GradientPass(inputs, gradients))
             return self._bridge.run(work, self.backward_timeout_s)
 
         return unflatten(schema.outputs, attach_backward(tensors, outputs, run_backward))

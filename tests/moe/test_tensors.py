@@ -191,3 +191,13 @@ def test_torchs_default_dtype_does_not_change_decoding() -> None:
     assert found is not None
     assert expected is not None
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_of_one_element_with_stride_0_is_encoded(dtype: torch.dtype) -> None:
+    """Regression: the gradient of a sum over one element is such a tensor."""
+    one = torch.ones((), dtype=dtype).expand(1, 1)
+    assert one.stride() == (0, 0)
+    assert tensors.is_finite(one)
+    assert join_payloads(encode([one], None))[: dtype.itemsize] == one.clone().reshape(1).numpy().tobytes()
+    assert bytes(tensors.encode_on_device(one, None)[1].numpy()) == one.contiguous().clone().numpy().tobytes()

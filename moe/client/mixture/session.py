@@ -59,11 +59,11 @@ class Session:
         )
 
     def _backward(
-        self, inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
+        self, inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
     ) -> Sequence[torch.Tensor | None]:
         bridge, options = self._bridge, self._options
         work = BackwardPass(
             bridge.calls, bridge.node.network.pool, options, self._mixture_output, inputs
-        ).run(gradients, repeated=repeated)
+        ).run(gradients, number)
         sums, self._last_passes.backward = bridge.run(work, options.backward_timeout_s)
         return sums

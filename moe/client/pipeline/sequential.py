@@ -83,9 +83,9 @@ class RemoteSequential(nn.Module):
         micro_batches = self._run_forward(inputs)
 
         def run_backward(
-            _: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
+            _: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
         ) -> Sequence[torch.Tensor | None]:
-            return self._run_backward(micro_batches, gradients, repeated)
+            return self._run_backward(micro_batches, gradients, number)
 
         outputs = attach_backward(
             inputs,
@@ -124,15 +124,13 @@ class RemoteSequential(nn.Module):
         return micro_batches
 
     def _run_backward(
-        self, micro_batches: list[MicroBatch], gradients: list[torch.Tensor | None], repeated: bool
+        self, micro_batches: list[MicroBatch], gradients: list[torch.Tensor | None], number: int
     ) -> list[torch.Tensor | None]:
         options = self.pass_options(len(micro_batches[0].outputs[0]), self._backward_timeout_s)
 
         async def work() -> tuple[list[torch.Tensor | None], PipelineReport]:
             pipeline_pass = PipelinePass(self._bridge.calls, options)
-            return await pipeline_pass.backward(
-                micro_batches, gradients, repeated=repeated
-            ), pipeline_pass.report
+            return await pipeline_pass.backward(micro_batches, gradients, number), pipeline_pass.report
 
         found, self.last_backward = self._bridge.run(work(), options.timeout_s)
         return found

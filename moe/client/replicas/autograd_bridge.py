@@ -6,6 +6,7 @@ A layer enters the network thread once for a forward pass and once for each of i
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -14,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moe.client.replicas.calling import ReplicaCalls
-from moe.protocol.tensors import is_finite
+from moe.protocol.tensors import flat_bytes, is_finite
 from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ T = TypeVar("T")
 
 _MARGIN_S = 10.0  # passes have their own deadlines; this is added for a busy network thread
 
-# (inputs, gradients of the floating-point outputs, whether this forward pass had a backward pass before) ->
+# (inputs, gradients of the floating-point outputs, number of this backward pass of one forward pass) ->
 # gradients of the floating-point inputs, in order. All on the host; None: the outputs do not depend on it.
 Backward: TypeAlias = Callable[
-    [list[torch.Tensor], list[torch.Tensor | None], bool], Sequence[torch.Tensor | None]
+    [list[torch.Tensor], list[torch.Tensor | None], int], Sequence[torch.Tensor | None]
 ]
 
 
@@ -103,12 +104,16 @@ def check_batch(inputs: Sequence[torch.Tensor]) -> None:
 
 
 class _RemoteBackward:
-    """The backward passes of one forward pass."""
+    """The backward passes of one forward pass, numbered from 0. A pass that failed may have been applied by
+    some experts; when it is repeated with the same gradients it keeps its number, so that these experts do
+    not apply it again.
+    """
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
         self._lock = threading.Lock()
         self._passes = 0
+        self._failed: dict[bytes, int] = {}  # digest of the gradients -> number of the pass that failed
 
     def backward(
         self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -122,8 +127,26 @@ class _RemoteBackward:
                 torch.full_like(tensor, float("nan")) for tensor in host_inputs if tensor.is_floating_point()
             ]
         with self._lock:
-            repeated, self._passes = self._passes > 0, self._passes + 1
-        return self._backward(host_inputs, given, repeated)
+            number = self._failed.pop(_digest(given), None) if self._failed else None
+            if number is None:
+                number, self._passes = self._passes, self._passes + 1
+        try:
+            return self._backward(host_inputs, given, number)
+        except BaseException:
+            with self._lock:
+                self._failed[_digest(given)] = number
+            raise
+
+
+def _digest(tensors: Sequence[torch.Tensor | None]) -> bytes:
+    """Return a digest of the tensors' elements, by which a repeated pass is recognized."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        raw = None if tensor is None else flat_bytes(tensor)
+        found.update(b"\0" if raw is None else b"\1" + raw.numel().to_bytes(8, "big"))
+        if raw is not None and raw.numel():
+            found.update(raw.numpy().data)
+    return found.digest()
 
 
 class _RemoteFunction(torch.autograd.Function):
