@@ -37,7 +37,7 @@ def return_after(swarm: ExpertSwarm, servers: Sequence[SimulatedExperts], second
 
 @pytest.mark.parametrize("away_s", [0.3, 2.0, 8.0])
 def test_a_step_waits_for_servers_that_restart(swarm: ExpertSwarm, away_s: float) -> None:
-    """Regression: the rounds of replacements were over within milliseconds, since connections were refused."""
+    """Regression: the rounds of replacements were over in milliseconds: connections were refused."""
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, forward_timeout_s=30.0), batch()
     wanted = output_of(layer, x)

@@ -10,9 +10,17 @@ import torch
 from torch import nn
 
 from moe.client.pipeline.passes import STAGES_MAX, MicroBatch, PipelineOptions, PipelinePass, PipelineReport
-from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, check_batch, to_host_checked
+from moe.client.replicas.autograd_bridge import (
+    NodeBridge,
+    attach_backward,
+    attach_empty,
+    check_batch,
+    to_host_checked,
+    uncompiled,
+)
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
+from moe.protocol.schema import ExpertSchema
 from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,10 +84,14 @@ class RemoteSequential(nn.Module):
     def __len__(self) -> int:
         return self.grid.count
 
+    @uncompiled
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not inputs:
             raise UsageError("a pipeline takes at least one tensor")
         check_batch(inputs)
+        if not len(inputs[0]):
+            empty = attach_empty(inputs, self._empty_outputs())
+            return empty[0] if len(empty) == 1 else empty
         micro_batches = self._run_forward(inputs)
 
         def run_backward(
@@ -111,6 +123,18 @@ class RemoteSequential(nn.Module):
 
     def extra_repr(self) -> str:
         return str(self.grid)
+
+    def _empty_outputs(self) -> list[torch.Tensor]:
+        """Return the outputs of the last stage for an empty batch."""
+
+        async def work() -> ExpertSchema:
+            calls, last = self._bridge.calls, list(self.grid.names())[-1]
+            return await calls.schema(last, deadline_s=calls.clock.monotonic_s() + self._forward_timeout_s)
+
+        schema = self._bridge.run(work(), self._forward_timeout_s)
+        return [
+            torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in schema.output_leaves
+        ]
 
     def _run_forward(self, inputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
         host_inputs, keep = to_host_checked(inputs, "pipeline"), torch.is_grad_enabled()
