@@ -62,7 +62,6 @@ def record_of(service: DhtService, number: int) -> dict[str, object]:
         "epoch": number,
         "samples": 0,
         "rate": 1.0,
-        "busy": 0.0,
         "at": now_s,
         "since": now_s,
         "addresses": service.own().published,
