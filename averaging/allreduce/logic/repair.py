@@ -3,8 +3,9 @@
 Missing chunks are downloaded from members that hold them. A chunk that nobody holds, and nobody can still get
 from the lost reducer, is reduced again by the successor: the first member after it in group order that is
 alive and can be dialed. A successor that lives and makes nothing of the chunks is passed over after some
-time: the next one takes over too; and it waits for averages that are said to be on their way only for a while. Each member determines the successor by its own view; when two members take
-the role, votes decide between their results.
+time: the next one takes over too; and it waits only for a while for averages that are said to be on their way
+to others. Each member determines the successor by its own view; when two members take the role, votes decide
+between their results.
 """
 
 from __future__ import annotations

@@ -250,8 +250,8 @@ class Repairs:
         return found
 
     def pace(self, own: bool, now_s: float) -> list[Effect]:
-        """Do not wait for ever for a reducer that lives and whose stream broke, for averages of it that are on
-        their way to others, for a successor, or offers.
+        """Do not wait for ever for a reducer that lives and whose stream broke, for its averages that are on
+        their way to others, for a successor, or for offers.
         """
         for reducer, repair in self._repairs.items():
             if repair.lacking and now_s - self._lost_s[reducer] > REDUCER_S:
