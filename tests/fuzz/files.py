@@ -28,7 +28,8 @@ from swarm.membership.ledger import MemberLedger
 from swarm.monitor.history import ChartHistory
 from swarm.net.peerbook import PeerBook
 from swarm.run.membership import load_capability
-from swarm.run.specification import RunSpecification, sign
+from swarm.run.signed import sign
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SpecificationStore
 from tests.averaging.history.peers import PEERS, identity
 from tests.fuzz.making import Maker
