@@ -182,7 +182,7 @@ class Pipeline:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_throughput_with_departures_is_within_a_tenth_of_the_best_placement(seed: int) -> None:
-    """Of 16 servers of four stages one dies every ten minutes on average, and a new one comes as often."""
+    """Sixteen servers host four stages. One dies every ten minutes on average, and one comes."""
     pipeline = Pipeline(seed, servers=16)
     for _ in range(4 * 3600):
         pipeline.second()
