@@ -48,7 +48,11 @@ class Expert:
     and backward passes; None computes in the module's own dtypes. The schema does not depend on it: outputs
     are cast to the dtypes that they have without. Gradients are not scaled, so with float16 small ones may
     become zero.
-    """
+
+    `target_batch_size`: make a step when backward passes have brought this many samples, with the sum of
+    their gradients, instead of one for whatever waits at a time. So the number of steps does not depend on
+    how requests meet. A pass that completes the target takes it beyond the number if its size does not divide
+    it."""
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Expert:
         device: torch.device | str | None = None,
         keep_activations_bytes: int = 0,
         autocast: torch.dtype | None = None,
+        target_batch_size: int = 0,
     ) -> None:
         if not isinstance(sample_inputs, tuple | list) or not sample_inputs:
             raise UsageError(
@@ -68,6 +73,8 @@ class Expert:
             )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is above 0, not {clip_norm!r}")
+        if type(target_batch_size) is not int or target_batch_size < 0:
+            raise UsageError(f"target_batch_size is a number of samples, not {target_batch_size!r}")
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise UsageError(f"autocast is torch.bfloat16, torch.float16 or None, not {autocast!r}")
         self.device = resolve_device(str(device), "device") if device is not None else _device_of(module)
@@ -80,6 +87,8 @@ class Expert:
         self.clip_norm = clip_norm
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
+        self.target_batch_size = target_batch_size
+        self._gathered = 0  # samples whose gradients wait for a step of the target batch
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
         self.settled = False
@@ -175,18 +184,37 @@ class Expert:
         return [found[number] for number in range(len(passes))]
 
     def apply(self) -> None:
-        """Run the second half of `backward`: one optimizer step with the accumulated gradients. Raises
-        ComputationFailed when no step was made.
+        """Run the second half of `backward`: one optimizer step with the accumulated gradients; with a target
+        batch, only if that is complete. Raises ComputationFailed when the gradients were not used.
         """
         with using(self.device):
             try:
-                stepped = self._learner.step()
+                stepped = self._gather() if self.target_batch_size else self._learner.step()
             except StepRefused as refusal:
                 self._activations.clear()  # a step that was undone has written the tensors of their graphs
                 raise ComputationFailed(str(refusal)) from refusal
         self.version += stepped
         self.samples += self._accumulated
         self._accumulated = 0
+
+    @property
+    def samples_to_step(self) -> int:
+        """Return after how many more samples of backward passes a step is made; 0: after each batch."""
+        return self.target_batch_size - self._gathered if self.target_batch_size and not self.frozen else 0
+
+    @property
+    def progress(self) -> int:
+        """Return a number that changes whenever the gradients of backward passes were used."""
+        return 0 if self.frozen else self.samples
+
+    def _gather(self) -> bool:
+        """Add the accumulated gradients to the target batch, and make its step when it is complete."""
+        self._learner.gather()
+        self._gathered += self._accumulated
+        if self._gathered < self.target_batch_size:
+            return False
+        self._gathered = 0
+        return self._learner.step_gathered()
 
     def discard(self) -> None:
         """Discard the accumulated gradients."""
@@ -231,6 +259,7 @@ class Expert:
         """
         with using(self.device):
             self._learner.load(blob)
+        self._gathered = 0
         self._continue(lineage)
 
     def averaged_tensors(self) -> Tensors:

@@ -60,6 +60,7 @@ class ExpertFactory:
             clip_norm=optimizer.clip_norm,
             device=self.device,
             keep_activations_bytes=self._keep_activations_bytes,
+            target_batch_size=optimizer.target_batch_size,
         )
 
     def _optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
