@@ -6,30 +6,17 @@ import random
 from collections.abc import Collection
 
 from moe.protocol.declarations import Directory
+from moe.protocol.finding import ExpertPattern, hosted_experts
 from moe.protocol.names import NAMES_MAX, ExpertGrid, ExpertUid
 from swarm.core.errors import UsageError
 
-_PREFIXES_AT_ONCE = 1024
 _DRAWS_PER_PLACE_MAX = 64
 
 
 async def taken_places(directory: Directory, grid: ExpertGrid, *, timeout_s: float) -> set[ExpertUid]:
-    """Return the experts of a grid that some server hosts. Reads the directory level by level; the cost
-    depends on the live experts, not on the size of the grid.
-    """
-    prefixes = [grid.root]
-    for depth, dimension in enumerate(grid.dimensions):
-        leaves = depth + 1 == len(grid.dimensions)
-        below: list[ExpertUid] = []
-        for start in range(0, len(prefixes), _PREFIXES_AT_ONCE):
-            branches = await directory.branches(
-                prefixes[start : start + _PREFIXES_AT_ONCE], timeout_s=timeout_s
-            )
-            for prefix, branch in branches.items():
-                alive = branch.experts.keys() if leaves else branch.deeper
-                below += [prefix.child(coordinate) for coordinate in alive if coordinate in dimension]
-        prefixes = below[:NAMES_MAX]
-    return set(prefixes)
+    """Return the experts of a grid that some server hosts."""
+    pattern = ExpertPattern(grid.block, grid.dimensions)
+    return set(await hosted_experts(directory, [pattern], timeout_s=timeout_s))
 
 
 def choose_places(
