@@ -104,7 +104,7 @@ class ComputeThread:
         kept = job.keep and job.expert.keeps_activations
         # a request that keeps activations is a batch of its own
         kind: object = (*job.kind, job.number) if kept else job.kind
-        queued = QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, cost)
+        queued = QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, cost, job.is_stranger)
         with self._lock:
             refusal = (
                 self._batcher.offer(queued, time.monotonic()) if not self._stopping else self._why_stopping()
@@ -117,10 +117,10 @@ class ComputeThread:
             self._wake.put(None)
         return ""
 
-    def refusal(self, caller: PeerId, size_bytes: int) -> str:
+    def refusal(self, caller: PeerId, size_bytes: int, *, is_stranger: bool) -> str:
         """Return what `offer` would return."""
         with self._lock:
-            return self._batcher.refusal(caller, size_bytes)
+            return self._batcher.refusal(caller, size_bytes, is_stranger=is_stranger)
 
     def withdraw(self, number: int) -> bool:
         """Remove a job from the queue. Return False when it is being computed, or was."""

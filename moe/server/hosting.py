@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from moe.protocol.tensors import (
 )
 from moe.server.jobs import Job, Outcome, ReceivedTensor
 from moe.server.logic.applied import AppliedRequests
-from moe.server.logic.input_cache import InputCache
+from moe.server.logic.caller_cache import CacheLimits, CallerCache
 from moe.server.requests import (
     AdmittedRequest,
     HostedExpert,
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 _POOLED_BYTES = 256 << 10
 _RECEIVING_BYTES_MAX = 1 << 30  # limit for all payloads being received together
 _RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
+# the inputs between a forward pass and its backward pass; missing ones are sent again
+INPUT_LIMITS = CacheLimits(bytes_max=256 << 20, bytes_per_caller_max=64 << 20, strangers_bytes_max=16 << 20)
 
 
 class HostingService:
@@ -65,9 +67,9 @@ class HostingService:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._hosted: dict[str, HostedExpert] = {}
-        self._applied: AppliedRequests[Outcome] = AppliedRequests()
+        self._applied: AppliedRequests[Outcome] = AppliedRequests(self._is_stranger)
         # by caller and (request id, expert)
-        self.input_cache: InputCache[KeptInputs] = InputCache()
+        self.input_cache: CallerCache[KeptInputs] = CallerCache(INPUT_LIMITS, self._is_stranger)
         self._jobs: dict[int, PendingJob] = {}  # by number: queued or being computed
         # the backward passes among them, by pass id
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
@@ -121,6 +123,13 @@ class HostingService:
                 del self._jobs[number]
                 if pending.waiting and not pending.future.done():
                     pending.future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
+
+    def _is_stranger(self, caller: Hashable) -> bool:
+        """Return whether a caller is none of the members that this node knows. Who knows none treats all
+        alike.
+        """
+        standing = self._node.standing
+        return isinstance(caller, PeerId) and standing.has_members() and not standing.is_member(caller)
 
     # --- handlers
 
@@ -241,7 +250,7 @@ class HostingService:
         if max(size, expected_bytes(answered, batch, codec)) > bytes_max:
             raise request_refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
         if not repeated:
-            busy = hosted.compute.refusal(caller, size)
+            busy = hosted.compute.refusal(caller, size, is_stranger=self._is_stranger(caller))
             if not busy and bytes_max > methods.INLINE_BYTES_MAX:
                 busy = self._receiving_refusal(caller, size)
             if busy:
@@ -368,6 +377,7 @@ class HostingService:
             batch=request.batch,
             size_bytes=admitted.size_bytes,
             codec=admitted.codec,
+            is_stranger=self._is_stranger(admitted.caller),
         )
         pending = PendingJob(asyncio.get_running_loop().create_future(), hosted.compute, job.number)
         self._jobs[job.number] = pending

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from moe.protocol.names import ExpertGrid, ExpertUid
     from moe.server.expert_server import ExpertServer
+    from moe.server.logic.placement import GridLoad
     from swarm.node import Node
     from swarm.run.grid import GridSpecification
     from swarm.run.grid_experts import ExpertFactory
@@ -61,7 +62,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     "--num-experts",
     type=click.IntRange(1, 4096),
     default=None,
-    help="Host this many only, in free places of the grid.",
+    help="Host this many only: those that the grid needs most.",
 )
 @click.option(
     "--expert-class",
@@ -299,12 +300,11 @@ def _with_experts(sentence: str, reach: str) -> str:
 
 
 def _names(choices: ServeChoices, grids: list[ExpertGrid], node: Node) -> list[ExpertUid]:
-    """Return the experts to host: all names of the patterns or, with --num-experts, free places of the grid.
-
-    Free places with a checkpoint come first.
+    """Return the experts to host: all names of the patterns or, with --num-experts, those that the grid needs
+    most. Experts that nobody hosts and that have a checkpoint here come first.
     """
     from moe.protocol.declarations import Directory
-    from moe.server.free_places import choose_places, taken_places
+    from moe.server.places import choose_places, read_load
 
     if choices.num_experts is None:
         names = sorted({uid for grid in grids for uid in grid.names()})
@@ -316,14 +316,13 @@ def _names(choices: ServeChoices, grids: list[ExpertGrid], node: Node) -> list[E
         return names
     grid = grids[0]
 
-    async def taken() -> set[ExpertUid]:
-        return await taken_places(Directory(node.dht.service), grid, timeout_s=_READ_TIMEOUT_S)
+    async def read() -> GridLoad:
+        return await read_load(Directory(node.dht.service), grid, timeout_s=_READ_TIMEOUT_S)
 
-    occupied = node.network.run(taken(), 2 * _READ_TIMEOUT_S)
-    own = [uid for uid in _checkpointed(choices.checkpoint, grid) if uid not in occupied][
-        : choices.num_experts
-    ]
-    rest = choose_places(grid, {*occupied, *own}, choices.num_experts - len(own), random.SystemRandom())
+    load = node.network.run(read(), 2 * _READ_TIMEOUT_S)
+    own = [uid for uid in _checkpointed(choices.checkpoint, grid) if not load.get(uid)][: choices.num_experts]
+    load = {**load, **{uid: {node.peer_id: 0.0} for uid in own}}
+    rest = choose_places(grid, load, node.peer_id, choices.num_experts - len(own), random.SystemRandom())
     return sorted([*own, *rest])
 
 

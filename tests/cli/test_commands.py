@@ -108,7 +108,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (
             ["serve", "--experts", "ffn.[0:4].[0:4]", "--num-experts", "17", "--listen", "127.0.0.1:0"],
-            "has 16 free places of 16",
+            "has 16 experts, and 17 are asked for: choose fewer",
         ),
         (["bootstrap", "--listen", "127.0.0.1:99999", "--identity", "new"], "99999"),
         (["bootstrap", "--listen", "none"], "--listen none leaves nobody who can"),
