@@ -75,7 +75,8 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     metavar="FILE.py",
     type=click.Path(path_type=Path),
     default=None,
-    help="Your own file; --expert-class is a function in it.",
+    help="Your own file; --expert-class is a function in it: def make(settings) returns a module and the "
+    "tuple of its sample inputs; settings has hidden_dim and sequence_length.",
 )
 @click.option(
     "--hidden-dim", type=click.IntRange(1), default=1024, show_default=True, help="Width of the experts."
@@ -162,8 +163,8 @@ def serve(context: click.Context, /, **given: Any) -> int:
     GRID.toml, or --experts with the options for its experts, founds a grid: its signed specification says
     what every server of it hosts. In a swarm that has a grid, ADDRESS is enough; an option that contradicts
     the grid is refused. Without an ADDRESS, a new swarm begins. Experts that several servers host are
-    replicas: callers use any of them, and their parameters are averaged. Ctrl-C finishes the requests that
-    are being computed and withdraws the experts.
+    replicas: a server that joins takes over their state, callers use any of them, and their parameters are
+    averaged. Ctrl-C finishes the requests that are being computed and withdraws the experts.
 
     \b
     Examples:
