@@ -48,11 +48,7 @@ class Expert:
     and backward passes; None computes in the module's own dtypes. The schema does not depend on it: outputs
     are cast to the dtypes that they have without. Gradients are not scaled, so with float16 small ones may
     become zero.
-
-    `target_batch_size`: make a step when backward passes have brought this many samples, with the sum of
-    their gradients, instead of one for whatever waits at a time. So the number of steps does not depend on
-    how requests meet. A pass that completes the target takes it beyond the number if its size does not divide
-    it."""
+    """
 
     def __init__(
         self,
@@ -65,7 +61,6 @@ class Expert:
         device: torch.device | str | None = None,
         keep_activations_bytes: int = 0,
         autocast: torch.dtype | None = None,
-        target_batch_size: int = 0,
     ) -> None:
         if not isinstance(sample_inputs, tuple | list) or not sample_inputs:
             raise UsageError(
@@ -73,8 +68,6 @@ class Expert:
             )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is above 0, not {clip_norm!r}")
-        if type(target_batch_size) is not int or target_batch_size < 0:
-            raise UsageError(f"target_batch_size is a number of samples, not {target_batch_size!r}")
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise UsageError(f"autocast is torch.bfloat16, torch.float16 or None, not {autocast!r}")
         self.device = resolve_device(str(device), "device") if device is not None else _device_of(module)
@@ -87,7 +80,7 @@ class Expert:
         self.clip_norm = clip_norm
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
-        self.target_batch_size = target_batch_size
+        self._target_batch_size = 0
         self._gathered = 0  # samples whose gradients wait for a step of the target batch
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
@@ -189,7 +182,7 @@ class Expert:
         """
         with using(self.device):
             try:
-                stepped = self._gather() if self.target_batch_size else self._learner.step()
+                stepped = self._gather() if self._gathered or self.target_batch_size else self._learner.step()
             except StepRefused as refusal:
                 self._activations.clear()  # a step that was undone has written the tensors of their graphs
                 raise ComputationFailed(str(refusal)) from refusal
@@ -198,9 +191,26 @@ class Expert:
         self._accumulated = 0
 
     @property
+    def target_batch_size(self) -> int:
+        """Return the number of samples of one step: gradients of backward passes are added up until they are
+        of that many, so that the number of steps does not depend on how requests meet. A pass that completes
+        a target batch goes beyond it if its size does not divide it. 0, the default: one step for each batch
+        of requests, whatever its size. It can be set, from the next step on.
+        """
+        return self._target_batch_size
+
+    @target_batch_size.setter
+    def target_batch_size(self, samples: int) -> None:
+        if type(samples) is not int or samples < 0:
+            raise UsageError(f"target_batch_size is a number of samples, not {samples!r}")
+        self._target_batch_size = samples
+
+    @property
     def samples_to_step(self) -> int:
         """Return after how many more samples of backward passes a step is made; 0: after each batch."""
-        return self.target_batch_size - self._gathered if self.target_batch_size and not self.frozen else 0
+        if not self.target_batch_size or self.frozen:
+            return 0
+        return max(self.target_batch_size - self._gathered, 1)
 
     @property
     def progress(self) -> int:

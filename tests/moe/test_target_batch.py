@@ -29,8 +29,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def expert(target: int, module: torch.nn.Module | None = None, **options: Any) -> Expert:
-    return Expert(module or network(), (torch.zeros(1, WIDTH),), sgd, target_batch_size=target, **options)
+def expert(target: int, **options: Any) -> Expert:
+    made = Expert(network(), (torch.zeros(1, WIDTH),), sgd, **options)
+    made.target_batch_size = target
+    return made
 
 
 def jobs(of: Expert, sizes: list[int], seed: int = 0) -> list[Job]:
@@ -119,7 +121,8 @@ def test_a_target_batch_is_clipped_and_scheduled_once() -> None:
 def test_gradients_of_sixteen_bits_are_gathered_in_float32(dtype: torch.dtype) -> None:
     """A sum of many small gradients in 16 bits would stop growing."""
     module = torch.nn.Linear(1, 1, bias=False).to(dtype)
-    one = Expert(module, (torch.zeros(1, 1, dtype=dtype),), sgd, target_batch_size=4096)
+    one = Expert(module, (torch.zeros(1, 1, dtype=dtype),), sgd)
+    one.target_batch_size = 4096
     (start,) = (tensor.clone() for tensor in one.averaged_tensors())
     x = torch.full((1, 1), 0.01, dtype=dtype)
     for _ in range(4096):

@@ -18,9 +18,11 @@ def test_every_stage_makes_one_step_per_batch_however_micro_batches_meet() -> No
     local = torch.nn.Sequential(*map(copy.deepcopy, modules))
     optimizer = sgd(local.parameters())
     hosted = {
-        f"block.{number}": swarm.Expert(module, (torch.zeros(1, 16),), sgd, target_batch_size=BATCH)
+        f"block.{number}": swarm.Expert(module, (torch.zeros(1, 16),), sgd)
         for number, module in enumerate(modules)
     }
+    for one in hosted.values():
+        one.target_batch_size = BATCH
     generator = torch.Generator().manual_seed(1)
     with pair(hosted) as two:
         remote = swarm.RemoteSequential(two.guest, f"block.[0:{STAGES}]", micro_batch_size=4)
