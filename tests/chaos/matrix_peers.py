@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 # Its number, where it listens and the addresses to enter by are its arguments. Its expert multiplies by its
-# number. Once it is told to train, it trains until its input ends, and calls the peers on its input, reads their
-# state and calls their experts meanwhile.
+# number. Once it is told to train, it trains until its input ends, and calls the peers on its input, reads
+# their state and calls their experts meanwhile.
 MATRIX_PEER = """
 import hashlib, json, sys, threading, time, torch, swarm
 from averaging.optim.state.download import Download

@@ -69,7 +69,9 @@ def test_every_pair_of_routers_trains_in_one_run_calls_reads_state_and_calls_exp
         for other in others:
             pair = (KINDS[number], KINDS[other])
             did = peer.wait(
-                f"work of {pair}", lambda event, o=other: event["event"] == "did" and event["other"] == o, 120.0
+                f"work of {pair}",
+                lambda event, o=other: event["event"] == "did" and event["other"] == o,
+                120.0,
             )
             assert did["why"] == "", (pair, did)
             assert did["call"], pair
