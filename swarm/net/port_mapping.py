@@ -24,7 +24,7 @@ _PORTS_MAX = 4  # that are tried, where other machines have the first ones
 _DISCOVER_MS = 500
 # from the begin of a search until a node waits for it no longer; where no router forwards ports, a search
 # takes two seconds
-_FOUND_S = 0.7
+_FOUND_S = 1.2
 _CALL_S = 4.0
 _CLOSE_S = 0.5  # a node closes in under two seconds
 _SEARCH_S = 600.0  # between two searches for a router
