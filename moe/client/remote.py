@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, to_host_checked
-from moe.client.replicas.calling import ForwardResult, with_new_request_id
+from moe.client.replicas.autograd_bridge import (
+    NodeBridge,
+    attach_backward,
+    attach_empty,
+    to_host_checked,
+    uncompiled,
+)
+from moe.client.replicas.calling import ForwardResult, cast_to_schema
 from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Tree, check, flatten, same_structure, unflatten
@@ -59,11 +65,21 @@ class RemoteExpert(torch.nn.Module):
             self._schema = self._bridge.run(self._find_schema(), self.forward_timeout_s)
         return self._schema
 
+    @uncompiled
     def forward(self, *arguments: Any) -> Any:
-        """Return the module's result for these arguments."""
+        """Return the module's result for these arguments. Under autocast floating-point arguments are cast to
+        the dtypes that the expert takes.
+        """
         tree, tensors = flatten(arguments)
         schema = self.schema
+        if any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
+            tensors = cast_to_schema(schema.input_leaves, tensors)
         _check_arguments(schema, tree, tensors)
+        if not len(tensors[0]):
+            empty = [
+                torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in schema.output_leaves
+            ]
+            return unflatten(schema.outputs, attach_empty(tensors, empty))
         result = self._bridge.run(
             self._run_forward(to_host_checked(tensors, "expert"), torch.is_grad_enabled()),
             self.forward_timeout_s,
@@ -71,11 +87,9 @@ class RemoteExpert(torch.nn.Module):
         outputs, result = result.forward_reply.outputs, result.without_outputs()
 
         def run_backward(
-            inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
+            inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
         ) -> Sequence[torch.Tensor | None]:
-            work = self._run_backward(
-                with_new_request_id(result) if repeated else result, GradientPass(inputs, gradients)
-            )
+            work = self._run_backward(result.for_pass(number), GradientPass(inputs, gradients))
             return self._bridge.run(work, self.backward_timeout_s)
 
         return unflatten(schema.outputs, attach_backward(tensors, outputs, run_backward))

@@ -10,11 +10,12 @@ case.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -93,6 +94,24 @@ class ForwardReply:
     request_id: bytes  # for the backward pass that follows
     wait_s: float  # how long the next request would wait there
     kept: bool = False  # the server keeps the inputs: the backward pass need not send them
+    # the replies to the requests of `part_samples` samples each, the last one of fewer, into which the batch
+    # was cut; () when it was one request
+    parts: tuple[ForwardReply, ...] = ()
+    part_samples: int = 0
+
+    def without_outputs(self) -> ForwardReply:
+        """Return a copy without the outputs, which a backward pass does not need."""
+        return replace(self, outputs=[])
+
+    def for_pass(self, number: int) -> ForwardReply:
+        """Return the reply for the backward pass with this number, from 0 on, of one forward pass. Each has a
+        request id of its own, the same whenever it is repeated, and is applied in addition to the others.
+        """
+        if not number:
+            return self
+        name = hashlib.sha256(self.request_id + number.to_bytes(8, "big")).digest()[: len(self.request_id)]
+        parts = tuple(part.for_pass(number) for part in self.parts)
+        return replace(self, request_id=name, kept=False, parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

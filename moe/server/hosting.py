@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,8 @@ from moe.protocol.tensors import (
 )
 from moe.server.jobs import Job, Outcome, ReceivedTensor
 from moe.server.logic.applied import AppliedRequests
-from moe.server.logic.input_cache import InputCache
+from moe.server.logic.caller_cache import CacheLimits, CallerCache
+from moe.server.replica_states import StateDonor, wire_past
 from moe.server.requests import (
     AdmittedRequest,
     HostedExpert,
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 _POOLED_BYTES = 256 << 10
 _RECEIVING_BYTES_MAX = 1 << 30  # limit for all payloads being received together
 _RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
+# the inputs between a forward pass and its backward pass; missing ones are sent again
+INPUT_LIMITS = CacheLimits(bytes_max=256 << 20, bytes_per_caller_max=64 << 20, strangers_bytes_max=16 << 20)
 
 
 class HostingService:
@@ -65,29 +68,40 @@ class HostingService:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._hosted: dict[str, HostedExpert] = {}
-        self._applied: AppliedRequests[Outcome] = AppliedRequests()
+        self._reserved: set[str] = set()  # names, also of experts that are not ready for calls yet
+        self._applied: AppliedRequests[Outcome] = AppliedRequests(self._is_stranger)
         # by caller and (request id, expert)
-        self.input_cache: InputCache[KeptInputs] = InputCache()
+        self.input_cache: CallerCache[KeptInputs] = CallerCache(INPUT_LIMITS, self._is_stranger)
         self._jobs: dict[int, PendingJob] = {}  # by number: queued or being computed
         # the backward passes among them, by pass id
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
         self._receiving: Counter[PeerId] = Counter()  # bytes by caller
+        self._states = StateDonor(self._hosted)
         node.handlers.direct(methods.DESCRIBE, self._describe)
         node.handlers.unary(methods.CALL, self._call)
         node.handlers.stream(methods.EXCHANGE, self._exchange)
+        node.handlers.stream(methods.STATE, self._states.give)
 
-    def open(self, hosted: Sequence[HostedExpert]) -> None:
-        """Answer calls for these experts, too. Raises ValueError, which names one that is open already."""
-        taken = [str(one.uid) for one in hosted if str(one.uid) in self._hosted]
+    def reserve(self, hosted: Sequence[HostedExpert]) -> None:
+        """Reserve the names of these experts, for which calls are refused until `open`. Raises ValueError,
+        which names one that is taken already.
+        """
+        names = [str(one.uid) for one in hosted]
+        taken = [name for name in names if name in self._reserved]
         if taken:
             raise ValueError(f"{taken[0]} is hosted on this node already")
-        self._hosted.update({str(one.uid): one for one in hosted})
+        self._reserved.update(names)
+
+    def open(self, hosted: Sequence[HostedExpert]) -> None:
+        """Answer calls for these experts, whose names are reserved, from now on."""
+        self._hosted.update({str(one.uid): one for one in hosted if str(one.uid) in self._reserved})
 
     def close(self, hosted: Sequence[HostedExpert]) -> None:
         """Answer no new calls for these experts; calls under way continue."""
         for one in hosted:
             self._hosted.pop(str(one.uid), None)
+            self._reserved.discard(str(one.uid))
 
     def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
         """Take the results of a computing thread. Called on the loop."""
@@ -122,11 +136,21 @@ class HostingService:
                 if pending.waiting and not pending.future.done():
                     pending.future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
 
+    def _is_stranger(self, caller: Hashable) -> bool:
+        """Return whether a caller is none of the members that this node knows. Who knows none treats all
+        alike.
+        """
+        standing = self._node.standing
+        return isinstance(caller, PeerId) and standing.has_members() and not standing.is_member(caller)
+
     # --- handlers
 
     def _describe(self, caller: PeerId, request: DescribeRequest) -> DescribeReply:
-        if len(request.uids) > methods.UIDS_PER_DESCRIBE_MAX:
-            raise PeerError(f"at most {methods.UIDS_PER_DESCRIBE_MAX} experts are described at a time")
+        count_max = (
+            methods.LINEAGES_PER_DESCRIBE_MAX if request.with_lineage else methods.UIDS_PER_DESCRIBE_MAX
+        )
+        if len(request.uids) > count_max:
+            raise PeerError(f"at most {count_max} experts are described at a time")
         reply = DescribeReply()
         for uid in request.uids:
             hosted = self._hosted.get(uid)
@@ -142,6 +166,8 @@ class HostingService:
                     frozen=hosted.expert.frozen,
                     wait_s=hosted.compute.wait_s,
                     samples_per_s=hosted.compute.samples_per_s,
+                    past=wire_past(hosted.expert.lineage) if request.with_lineage else (),
+                    turns=hosted.expert.turns if request.with_lineage else 0,
                 )
             )
         return reply
@@ -207,7 +233,12 @@ class HostingService:
         """Check everything that is known before the payload is read. Raises RequestRefused."""
         hosted = self._hosted.get(request.uid)
         if hosted is None:
-            raise RequestRefused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
+            raise RequestRefused(
+                expert_pb2.EXPERT_MISSING,
+                f"{request.uid[:100]!r} is not ready here yet"
+                if request.uid in self._reserved
+                else f"{request.uid[:100]!r} is not hosted here",
+            )
         schema, batch = hosted.expert.schema, request.batch
         if request.schema_digest != schema.digest:
             raise request_refused(f"it was made for another schema than this expert's, which is {schema}")
@@ -241,7 +272,7 @@ class HostingService:
         if max(size, expected_bytes(answered, batch, codec)) > bytes_max:
             raise request_refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
         if not repeated:
-            busy = hosted.compute.refusal(caller, size)
+            busy = hosted.compute.refusal(caller, size, is_stranger=self._is_stranger(caller))
             if not busy and bytes_max > methods.INLINE_BYTES_MAX:
                 busy = self._receiving_refusal(caller, size)
             if busy:
@@ -368,6 +399,7 @@ class HostingService:
             batch=request.batch,
             size_bytes=admitted.size_bytes,
             codec=admitted.codec,
+            is_stranger=self._is_stranger(admitted.caller),
         )
         pending = PendingJob(asyncio.get_running_loop().create_future(), hosted.compute, job.number)
         self._jobs[job.number] = pending

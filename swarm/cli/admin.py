@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from swarm.dht.logic.blobs import Handover
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
-    from swarm.run.specification import SignedSpecification
+    from swarm.run.signed import SignedSpecification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

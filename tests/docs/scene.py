@@ -174,7 +174,7 @@ class _Process:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:
-            code = self._process.wait(_STOP_S_MAX)
+            code = self._wait_after_interrupt()
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGABRT)  # its threads say where they are
             self._process.wait()
@@ -186,6 +186,18 @@ class _Process:
             if code and self._ours
             else ""
         )
+
+    def _wait_after_interrupt(self) -> int:
+        """Return the exit code. Python prints an interrupt that arrives inside a weak reference's callback or
+        a `__del__` as ignored, and goes on: a person presses Ctrl-C again. Raise `TimeoutExpired` after
+        `_STOP_S_MAX`.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_STOP_S_MAX / 3)
+        output = self.output()
+        if "Exception ignored" in output and "KeyboardInterrupt" in output:
+            self._process.send_signal(signal.SIGINT)
+        return self._process.wait(_STOP_S_MAX * 2 / 3)
 
     def output(self) -> str:
         return "".join(self._seen)

@@ -15,7 +15,7 @@ from moe.client.logic.dispatch import sum_input_gradients
 from moe.client.logic.gathering import Gathering
 from moe.client.mixture.forward import REASONS_SHOWN, ExpertCall, MixtureOutput, offload, select_rows
 from moe.client.mixture.options import MixtureOptions, PassReport
-from moe.client.replicas.calling import ReplicaCalls, with_new_request_id
+from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import GradientPass
 from swarm.core.errors import NotEnoughPeers, SwarmError
 
@@ -40,11 +40,11 @@ class BackwardPass:
         )
 
     async def run(
-        self, gradients: Sequence[torch.Tensor | None], *, repeated: bool
+        self, gradients: Sequence[torch.Tensor | None], pass_number: int
     ) -> tuple[list[torch.Tensor | None], PassReport]:
         """Return the gradients of the floating-point inputs, and a report. `gradients` holds [B, S, …] or
-        None for every floating-point output. `repeated` means a further backward pass of the same forward
-        pass, to be applied as well.
+        None for every floating-point output. `pass_number` is that of this backward pass among those of one
+        forward pass, from 0 on; a repeated one has the number that it had.
 
         Raises NotEnoughPeers when a sample got fewer than `backward_k_min` gradients.
         """
@@ -67,7 +67,7 @@ class BackwardPass:
             running = {}
             for number, branch in enumerate(branches):
                 gathering.expect(number, branch.places.rows, begun_s)
-                running[tasks.create_task(self._call(branch, gradients, deadline_s, repeated))] = number
+                running[tasks.create_task(self._call(branch, gradients, deadline_s, pass_number))] = number
             while not gathering.over(now_s := clock.monotonic_s()):
                 timeout_s = max(gathering.deadline_s() - now_s, 0.0)
                 done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -105,9 +105,13 @@ class BackwardPass:
         )
 
     async def _call(
-        self, branch: ExpertCall, gradients: Sequence[torch.Tensor | None], deadline_s: float, repeated: bool
+        self,
+        branch: ExpertCall,
+        gradients: Sequence[torch.Tensor | None],
+        deadline_s: float,
+        pass_number: int,
     ) -> Sequence[torch.Tensor | None] | SwarmError:
-        places, result = branch.places, branch.result
+        places, result = branch.places, branch.result.for_pass(pass_number)
         inputs = await select_rows(self._pool, self._inputs, places.rows)
         size = sum(one.nbytes for one in gradients if one is not None)
         expert_gradients = await offload(
@@ -115,8 +119,6 @@ class BackwardPass:
             size,
             lambda: [one[places.rows, places.columns] if one is not None else None for one in gradients],
         )
-        if repeated:
-            result = with_new_request_id(result)
         try:
             tensors = GradientPass(inputs, expert_gradients)
             answer = await self._calls.backward(
