@@ -107,7 +107,7 @@ def test_calls_continue_at_the_replica_when_a_server_is_killed() -> None:
 
 
 def test_a_server_moves_to_the_stage_whose_only_server_was_killed() -> None:
-    """A server moves when the declaration of the killed one has expired (45 s) and the plan has stood (20 s)."""
+    """The declaration of the killed server expires after 45 s, and the plan must stand for 20 s."""
     grid = ("--experts", "block.[0:2]", "--hidden-dim", "16", "--optimizer", "none")
     with (
         swarm.Node(listen="127.0.0.1:0") as node,

@@ -81,8 +81,9 @@ def test_steps_do_not_depend_on_how_requests_meet(batches: list[int]) -> None:
     optimizer = sgd(module.parameters())
     for start in range(0, 16, 4):
         part = many[start : start + 4]
-        x, gradient = (torch.cat([job.inputs[0] for job in part]), [job.gradients for job in part])
-        module(x).backward(torch.cat([given[0] for given in gradient if given is not None]))  # type: ignore[misc]
+        x: Any = torch.cat([job.inputs[0] for job in part])  # type: ignore[misc]
+        gradients: Any = [job.gradients[0] for job in part if job.gradients is not None]
+        module(x).backward(torch.cat(gradients))
         optimizer.step()
         optimizer.zero_grad()
     for found, expected in zip(one.module.parameters(), module.parameters(), strict=True):
