@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from moe.server.hosting import HostingService
 from moe.server.jobs import Counts, Job, Outcome
 from moe.server.links import link_of
 from moe.server.logic.batching import BatchLimits
+from moe.server.logic.placement import BusyMeter
 from moe.server.replicating import Replicating
 from moe.server.requests import HostedExpert
 from swarm.core.device import is_device_failure
@@ -164,6 +166,12 @@ class ExpertServer:
         wait_s = sum(waits_s[one.compute] for one in self._hosted) / len(self._hosted)
         return ServerLoad(wait_s, sum(compute.samples_per_s for compute in self._compute.values()))
 
+    def _declared_load(self) -> ServerLoad:
+        """Return the load with how busy the devices are, for declarations. Runs on the network loop."""
+        counts = [one for compute in self._compute.values() for one in list(compute.counts.values())]
+        busy_s = sum(one.busy_s for one in counts) / len(self._compute)
+        return replace(self._load(), busy=self._busy.fraction(busy_s, time.monotonic()))
+
     def save(self) -> int:
         """Write checkpoints of experts that have changed. Return the number of experts written."""
         if self._checkpoints is None:
@@ -217,8 +225,9 @@ class ExpertServer:
             node.dht.service,
             lambda: node.contact,
             {uid: expert.schema.digest for uid, expert in self.experts.items()},
-            self._load,
+            self._declared_load,
         )
+        self._busy = BusyMeter(time.monotonic())
         try:
             self._service.reserve(self._hosted)
         except ValueError as error:
