@@ -17,6 +17,7 @@ from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.devices import using
 from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
+from moe.server.norm_statistics import unchanged_statistics
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
 
@@ -167,7 +168,7 @@ class Expert:
                 sizes = [len(passes[number][1][0]) for number in recomputed]
                 inputs = concatenate([passes[number][1] for number in recomputed])
                 gradients = self._concatenate_gradients([passes[number][2] for number in recomputed], sizes)
-                with torch.enable_grad():
+                with torch.enable_grad(), unchanged_statistics(self.module):
                     leaves = self._leaves(inputs)
                     outputs = self._outputs(leaves, sum(sizes))
                 input_gradients = self._differentiate(leaves, outputs, gradients)
