@@ -29,9 +29,16 @@ class Described:
 
 
 def fields_of(class_: type) -> list[Described]:
-    """Return the fields in their order. The comment above or beside a field, or the string below it, says
-    its meaning.
+    """Return the fields in their order, those of base classes first. The comment above or beside a field, or
+    the string below it, says its meaning.
     """
+    if not issubclass(class_, BaseModel):
+        return _own_fields(class_)
+    models = [one for one in reversed(class_.__mro__) if issubclass(one, BaseModel) and one is not BaseModel]
+    return [_of_model(field, class_) for one in models for field in _own_fields(one)]
+
+
+def _own_fields(class_: type) -> list[Described]:
     source = textwrap.dedent(inspect.getsource(class_))
     comments = _comments(source)
     lines = source.splitlines()
@@ -61,7 +68,7 @@ def fields_of(class_: type) -> list[Described]:
             default = repr(value) if isinstance(value, int | float | str) else default
         meaning = " ".join([*above, *beside, " ".join(str(text).split())]).strip()
         found.append(Described(node.target.id, annotation, default, meaning))
-    return [_of_model(one, class_) for one in found] if issubclass(class_, BaseModel) else found
+    return found
 
 
 def _comments(source: str) -> dict[int, str]:

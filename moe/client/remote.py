@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, to_host_checked
-from moe.client.replicas.calling import ForwardResult, with_new_request_id
+from moe.client.replicas.autograd_bridge import (
+    NodeBridge,
+    attach_backward,
+    attach_empty,
+    to_host_checked,
+    uncompiled,
+)
+from moe.client.replicas.calling import ForwardResult, cast_to_schema
 from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Tree, check, flatten, same_structure, unflatten
@@ -29,6 +35,10 @@ class RemoteExpert(torch.nn.Module):
     one fails or is slow. The backward pass goes to the server that answered forward, and is applied there
     once. `codecs` are the codecs in which tensors are sent (None: uncompressed).
 
+    The expert may have changed between the two passes, by steps of other callers or by a restart. The
+    backward pass then counts all the same, unless the versions are more than `staleness_max` apart: it is not
+    applied then, and raises ExpertStale.
+
     Calls raise NotEnoughPeers (nobody hosts the expert), ExpertOverloaded, ExpertFailed, UsageError
     (arguments that do not fit its schema), NetworkError, and DeadlineExceeded (after `forward_timeout_s` or
     `backward_timeout_s`).
@@ -42,6 +52,7 @@ class RemoteExpert(torch.nn.Module):
         forward_timeout_s: float = 30.0,
         backward_timeout_s: float = 30.0,
         codecs: WireCodecs | None = None,
+        staleness_max: int | None = None,
     ) -> None:
         super().__init__()
         if not (forward_timeout_s > 0 and backward_timeout_s > 0):
@@ -49,6 +60,11 @@ class RemoteExpert(torch.nn.Module):
         self.uid = ExpertUid.parse(uid)
         self.forward_timeout_s, self.backward_timeout_s = forward_timeout_s, backward_timeout_s
         self.codecs = codecs or UNCOMPRESSED
+        if staleness_max is not None and not 0 <= staleness_max < 2**32:
+            raise UsageError(
+                f"staleness_max is a number of versions from 0 up, or None, not {staleness_max!r}"
+            )
+        self.staleness_max = staleness_max
         self._bridge = NodeBridge(node)
         self._schema: ExpertSchema | None = None
 
@@ -59,11 +75,21 @@ class RemoteExpert(torch.nn.Module):
             self._schema = self._bridge.run(self._find_schema(), self.forward_timeout_s)
         return self._schema
 
+    @uncompiled
     def forward(self, *arguments: Any) -> Any:
-        """Return the module's result for these arguments."""
+        """Return the module's result for these arguments. Under autocast floating-point arguments are cast to
+        the dtypes that the expert takes.
+        """
         tree, tensors = flatten(arguments)
         schema = self.schema
+        if any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
+            tensors = cast_to_schema(schema.input_leaves, tensors)
         _check_arguments(schema, tree, tensors)
+        if not len(tensors[0]):
+            empty = [
+                torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in schema.output_leaves
+            ]
+            return unflatten(schema.outputs, attach_empty(tensors, empty))
         result = self._bridge.run(
             self._run_forward(to_host_checked(tensors, "expert"), torch.is_grad_enabled()),
             self.forward_timeout_s,
@@ -71,10 +97,10 @@ class RemoteExpert(torch.nn.Module):
         outputs, result = result.forward_reply.outputs, result.without_outputs()
 
         def run_backward(
-            inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
+            inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
         ) -> Sequence[torch.Tensor | None]:
             work = self._run_backward(
-                with_new_request_id(result) if repeated else result, GradientPass(inputs, gradients)
+                result.for_pass(number), GradientPass(inputs, gradients, self.staleness_max)
             )
             return self._bridge.run(work, self.backward_timeout_s)
 

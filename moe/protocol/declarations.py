@@ -51,6 +51,7 @@ RULES = NamespaceRules(
             "experts": Many(_COORDINATES, _SCHEMAS_MAX),
             "wait": Number(0.0, _WAIT_S_MAX),
             "rate": Number(0.0, _RATE_MAX),
+            "busy": Number(0.0, 1.0),
         }
     ),
     value_bytes_max=32 << 10,
@@ -74,6 +75,7 @@ class ServerLoad:
 
     wait_s: float = 0.0  # expected wait of a new request
     samples_per_s: float = 0.0  # recent throughput while busy, over all experts; 0: unknown
+    busy: float = 0.0  # fraction of the last half minute in which it computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,7 @@ def _record(contact: Contact, load: ServerLoad, content: _Content) -> dict[str, 
         "experts": list(content.experts.values()),
         "wait": min(max(load.wait_s, 0.0), _WAIT_S_MAX),
         "rate": min(max(load.samples_per_s, 0.0), _RATE_MAX),
+        "busy": min(max(load.busy, 0.0), 1.0),
     }
 
 
@@ -285,7 +288,7 @@ def _branch(answer: Entry | dict[str, Entry] | None) -> GridBranch:
         except PeerError:
             continue  # an invalid record of its writer's; the others are used
         deeper.update(value["deeper"])
-        load = ServerLoad(float(value["wait"]), float(value["rate"]))
+        load = ServerLoad(float(value["wait"]), float(value["rate"]), float(value["busy"]))
         known: set[int] = set()  # a server counts as one replica, even if it lists an expert twice
         for digest, coordinates in zip(value["schemas"], value["experts"], strict=False):
             replica = ExpertReplica(contact, digest, load, entry.expiration)

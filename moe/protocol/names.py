@@ -125,6 +125,17 @@ class ExpertGrid:
             )
         )
 
+    def covers(self, other: ExpertGrid) -> bool:
+        """Return whether all names of another pattern are names of this one."""
+        return (
+            other.block == self.block
+            and len(other.dimensions) == len(self.dimensions)
+            and all(
+                mine.start <= theirs.start and theirs.stop <= mine.stop
+                for mine, theirs in zip(self.dimensions, other.dimensions, strict=True)
+            )
+        )
+
     def names(self) -> Iterator[ExpertUid]:
         """Return every name, in order. Raises UsageError when there are more than NAMES_MAX."""
         if self.count > NAMES_MAX:

@@ -214,7 +214,18 @@ def is_finite(tensor: torch.Tensor) -> bool:
     check = _FINITE.get(tensor.dtype)
     if check is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return bool(torch.isfinite(tensor).all())
-    return check.is_finite(tensor.detach().reshape(-1).view(torch.uint8)) if tensor.numel() else True
+    return check.is_finite(flat_bytes(tensor)) if tensor.numel() else True
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor of any device, flat uint8; a copy where its elements do not lie one after
+    the other.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    # torch calls a tensor of one element contiguous whatever its stride, which is 0 after `expand`
+    if flat.numel() and flat.stride() != (1,):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def encode_on_device(tensor: torch.Tensor, codec: Codec | None) -> tuple[Header, torch.Tensor]:
@@ -226,7 +237,7 @@ def encode_on_device(tensor: torch.Tensor, codec: Codec | None) -> tuple[Header,
         out = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
         codec.write(flat, out)
         return Header(codec.wire_id, codec.version, out.numel()), out
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    raw = flat_bytes(tensor)
     return Header(0, 0, raw.numel()), raw
 
 
@@ -258,8 +269,8 @@ def _encode(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
         flat = tensor.to(torch.float32).reshape(-1)
         scratch = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8, device="cpu")
         return TensorPayload(codec.wire_id, codec.version, codec.encode(flat, scratch))
-    flat = tensor.contiguous().to("cpu").reshape(-1)
-    return TensorPayload(0, 0, view_tensor(flat) if flat.numel() else b"")
+    raw = flat_bytes(tensor.to("cpu"))
+    return TensorPayload(0, 0, view_tensor(raw) if raw.numel() else b"")
 
 
 def _check_tensor(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: str) -> Encoded:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -60,7 +61,7 @@ class _Batch:
     is_repeated: bool = False  # its job failed in an earlier batch
     staged: StagedJobs | None = None
     answers: list[Answers] = field(default_factory=list)
-    has_stepped: bool = False  # computing one of its jobs again would make another step
+    has_stepped: bool = False  # computing one of its jobs again would use its gradients twice
 
 
 class ComputeThread:
@@ -104,7 +105,7 @@ class ComputeThread:
         kept = job.keep and job.expert.keeps_activations
         # a request that keeps activations is a batch of its own
         kind: object = (*job.kind, job.number) if kept else job.kind
-        queued = QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, cost)
+        queued = QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, cost, job.is_stranger)
         with self._lock:
             refusal = (
                 self._batcher.offer(queued, time.monotonic()) if not self._stopping else self._why_stopping()
@@ -117,10 +118,10 @@ class ComputeThread:
             self._wake.put(None)
         return ""
 
-    def refusal(self, caller: PeerId, size_bytes: int) -> str:
+    def refusal(self, caller: PeerId, size_bytes: int, *, is_stranger: bool) -> str:
         """Return what `offer` would return."""
         with self._lock:
-            return self._batcher.refusal(caller, size_bytes)
+            return self._batcher.refusal(caller, size_bytes, is_stranger=is_stranger)
 
     def withdraw(self, number: int) -> bool:
         """Remove a job from the queue. Return False when it is being computed, or was."""
@@ -199,10 +200,28 @@ class ComputeThread:
                 ("swarm-experts", lambda: self._work(staged.get, self._compute, computed.put)),
                 ("swarm-experts-out", lambda: self._work(computed.get, finish, lambda _: None)),
             ]
-        threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in work]
+        threads = [
+            threading.Thread(target=self._guard, args=(target,), name=name, daemon=True)
+            for name, target in work
+        ]
         for thread in threads:
             thread.start()
         return threads
+
+    def _guard(self, target: Callable[[], None]) -> None:
+        """Run the work of a thread. One that ends early would leave experts declared that nobody computes, so
+        that is reported like a lost device.
+        """
+        has_ended = False
+        try:
+            target()
+            has_ended = True
+        finally:  # the error goes on: Python reports it, unless it is SystemExit
+            if not has_ended:
+                self._fail(DeviceFailed(self._device, sys.exception() or RuntimeError("its thread ended")))
+                if not self._reported and self._failure is not None:
+                    self._reported = True
+                    self._report(self._failure)
 
     def _run(self) -> None:
         """Do all work on one thread."""
@@ -276,14 +295,14 @@ class ComputeThread:
             self._count(jobs)
         staged, batch.staged = batch.staged, None
         with expert.lock:
-            version = expert.version
+            progress = expert.progress
             compute = BatchPass(expert, self._transfer)
             try:
                 batch.answers = compute.compute(jobs, staged)
             except DeviceFailed as failure:
                 self._fail(failure)
                 return
-            batch.has_stepped = expert.version != version
+            batch.has_stepped = expert.progress != progress
         with self._lock:
             if compute.samples_fit is None:
                 self._batcher.succeeded(batch.queue)

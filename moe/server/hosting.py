@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,8 @@ from moe.protocol.tensors import (
 )
 from moe.server.jobs import Job, Outcome, ReceivedTensor
 from moe.server.logic.applied import AppliedRequests
-from moe.server.logic.input_cache import InputCache
+from moe.server.logic.caller_cache import CacheLimits, CallerCache
+from moe.server.replica_states import StateDonor, wire_past
 from moe.server.requests import (
     AdmittedRequest,
     HostedExpert,
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 _POOLED_BYTES = 256 << 10
 _RECEIVING_BYTES_MAX = 1 << 30  # limit for all payloads being received together
 _RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
+# the inputs between a forward pass and its backward pass; missing ones are sent again
+INPUT_LIMITS = CacheLimits(bytes_max=256 << 20, bytes_per_caller_max=64 << 20, strangers_bytes_max=16 << 20)
 
 
 class HostingService:
@@ -65,29 +68,46 @@ class HostingService:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._hosted: dict[str, HostedExpert] = {}
-        self._applied: AppliedRequests[Outcome] = AppliedRequests()
+        self._expecting = False  # experts will be opened soon, and their names are not known yet
+        self._reserved: set[str] = set()  # names, also of experts that are not ready for calls yet
+        self._applied: AppliedRequests[Outcome] = AppliedRequests(self._is_stranger)
         # by caller and (request id, expert)
-        self.input_cache: InputCache[KeptInputs] = InputCache()
+        self.input_cache: CallerCache[KeptInputs] = CallerCache(INPUT_LIMITS, self._is_stranger)
         self._jobs: dict[int, PendingJob] = {}  # by number: queued or being computed
         # the backward passes among them, by pass id
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
         self._receiving: Counter[PeerId] = Counter()  # bytes by caller
+        self._states = StateDonor(self._hosted)
         node.handlers.direct(methods.DESCRIBE, self._describe)
         node.handlers.unary(methods.CALL, self._call)
         node.handlers.stream(methods.EXCHANGE, self._exchange)
+        node.handlers.stream(methods.STATE, self._states.give)
 
-    def open(self, hosted: Sequence[HostedExpert]) -> None:
-        """Answer calls for these experts, too. Raises ValueError, which names one that is open already."""
-        taken = [str(one.uid) for one in hosted if str(one.uid) in self._hosted]
+    def expect(self) -> None:
+        """Tell callers from now on that experts are not ready yet, until the first ones are open."""
+        self._expecting = True
+
+    def reserve(self, hosted: Sequence[HostedExpert]) -> None:
+        """Reserve the names of these experts, for which calls are refused until `open`. Raises ValueError,
+        which names one that is taken already.
+        """
+        names = [str(one.uid) for one in hosted]
+        taken = [name for name in names if name in self._reserved]
         if taken:
             raise ValueError(f"{taken[0]} is hosted on this node already")
-        self._hosted.update({str(one.uid): one for one in hosted})
+        self._reserved.update(names)
+
+    def open(self, hosted: Sequence[HostedExpert]) -> None:
+        """Answer calls for these experts, whose names are reserved, from now on."""
+        self._expecting = False
+        self._hosted.update({str(one.uid): one for one in hosted if str(one.uid) in self._reserved})
 
     def close(self, hosted: Sequence[HostedExpert]) -> None:
         """Answer no new calls for these experts; calls under way continue."""
         for one in hosted:
             self._hosted.pop(str(one.uid), None)
+            self._reserved.discard(str(one.uid))
 
     def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
         """Take the results of a computing thread. Called on the loop."""
@@ -122,11 +142,21 @@ class HostingService:
                 if pending.waiting and not pending.future.done():
                     pending.future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
 
+    def _is_stranger(self, caller: Hashable) -> bool:
+        """Return whether a caller is none of the members that this node knows. Who knows none treats all
+        alike.
+        """
+        standing = self._node.standing
+        return isinstance(caller, PeerId) and standing.has_members() and not standing.is_member(caller)
+
     # --- handlers
 
     def _describe(self, caller: PeerId, request: DescribeRequest) -> DescribeReply:
-        if len(request.uids) > methods.UIDS_PER_DESCRIBE_MAX:
-            raise PeerError(f"at most {methods.UIDS_PER_DESCRIBE_MAX} experts are described at a time")
+        count_max = (
+            methods.LINEAGES_PER_DESCRIBE_MAX if request.with_lineage else methods.UIDS_PER_DESCRIBE_MAX
+        )
+        if len(request.uids) > count_max:
+            raise PeerError(f"at most {count_max} experts are described at a time")
         reply = DescribeReply()
         for uid in request.uids:
             hosted = self._hosted.get(uid)
@@ -142,6 +172,8 @@ class HostingService:
                     frozen=hosted.expert.frozen,
                     wait_s=hosted.compute.wait_s,
                     samples_per_s=hosted.compute.samples_per_s,
+                    past=wire_past(hosted.expert.lineage) if request.with_lineage else (),
+                    turns=hosted.expert.turns if request.with_lineage else 0,
                 )
             )
         return reply
@@ -207,7 +239,7 @@ class HostingService:
         """Check everything that is known before the payload is read. Raises RequestRefused."""
         hosted = self._hosted.get(request.uid)
         if hosted is None:
-            raise RequestRefused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
+            raise self._unhosted(request.uid)
         schema, batch = hosted.expert.schema, request.batch
         if request.schema_digest != schema.digest:
             raise request_refused(f"it was made for another schema than this expert's, which is {schema}")
@@ -227,6 +259,8 @@ class HostingService:
                     "for the answer is not known here"
                 )
         repeated = backward and self._is_repeated(caller, request)
+        if backward and not repeated and request.HasField("staleness_max"):
+            _check_staleness(hosted, request)
         kept = (
             self._kept_inputs(caller, request) if backward and request.inputs_kept and not repeated else None
         )
@@ -241,7 +275,7 @@ class HostingService:
         if max(size, expected_bytes(answered, batch, codec)) > bytes_max:
             raise request_refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
         if not repeated:
-            busy = hosted.compute.refusal(caller, size)
+            busy = hosted.compute.refusal(caller, size, is_stranger=self._is_stranger(caller))
             if not busy and bytes_max > methods.INLINE_BYTES_MAX:
                 busy = self._receiving_refusal(caller, size)
             if busy:
@@ -257,6 +291,14 @@ class HostingService:
             is_backward=backward,
             kept=kept,
         )
+
+    def _unhosted(self, uid: str) -> RequestRefused:
+        """Return the refusal of a call for an expert that is not open. A server that starts is not avoided:
+        its callers ask again soon.
+        """
+        if self._expecting or uid in self._reserved:
+            return RequestRefused(expert_pb2.EXPERT_OVERLOADED, f"{uid[:100]!r} is not ready here yet")
+        return RequestRefused(expert_pb2.EXPERT_MISSING, f"{uid[:100]!r} is not hosted here")
 
     def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
         """Return why no payload of that size can be received now; "" when it can."""
@@ -368,6 +410,7 @@ class HostingService:
             batch=request.batch,
             size_bytes=admitted.size_bytes,
             codec=admitted.codec,
+            is_stranger=self._is_stranger(admitted.caller),
         )
         pending = PendingJob(asyncio.get_running_loop().create_future(), hosted.compute, job.number)
         self._jobs[job.number] = pending
@@ -399,3 +442,16 @@ class HostingService:
         if hosted is not None:
             hosted.refusals[ExpertStatus.Name(refusal.status)] += 1
         return ExpertReply(status=refusal.status, reason=refusal.reason, queued=refusal.queued)
+
+
+def _check_staleness(hosted: HostedExpert, request: ExpertRequest) -> None:
+    """Raise RequestRefused when the expert has changed too much since the forward pass. Steps of requests
+    that wait before this one are not counted.
+    """
+    version = hosted.expert.version
+    if abs(version - request.version) > request.staleness_max:
+        raise RequestRefused(
+            expert_pb2.EXPERT_STALE,
+            f"the expert was at version {request.version} in the forward pass and is at {version} now: "
+            f"more than staleness_max = {request.staleness_max} apart",
+        )

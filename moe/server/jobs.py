@@ -34,6 +34,7 @@ class Job:
     batch: int
     size_bytes: int
     codec: Codec | None  # for encoding the results
+    is_stranger: bool = False  # its caller, when it came
 
     @property
     def is_backward(self) -> bool:

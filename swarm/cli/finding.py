@@ -23,7 +23,7 @@ from swarm.run.events import Event, Notice
 
 if TYPE_CHECKING:
     from swarm.node import Node
-    from swarm.run.specification import SignedSpecification
+    from swarm.run.signed import SignedSpecification
 
 _ADDRESSES_MAX = 2  # of a peer that a DHT has named
 _NAMES_MAX = 4  # of peers, in a line

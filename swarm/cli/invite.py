@@ -23,7 +23,8 @@ from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
     from swarm.dht.logic.blobs import Handover
-    from swarm.run.specification import RunSpecification, SignedSpecification
+    from swarm.run.owned import OwnedSpecification
+    from swarm.run.signed import SignedSpecification
 
 # The invite that `swarm start` prints is meant to be passed around among people who know each other.
 _START_TERMS = Terms(roles=("train", "serve", "observe"), uses=100, lifetime_s=365 * 86400.0)
@@ -157,7 +158,7 @@ def _may_invite(held: Grants) -> bool:
     return bool(held) and "invite" in held[-1].roles
 
 
-def starting_invite(owner: Identity, specification: RunSpecification) -> Invite:
+def starting_invite(owner: Identity, specification: OwnedSpecification) -> Invite:
     """Return the invite by which an owner's own volunteer enters its run, and which it prints."""
     from swarm.run.membership import identity_of
     from swarm.run.specification_store import SpecificationStore

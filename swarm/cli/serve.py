@@ -2,110 +2,70 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from swarm.cli import options
-from swarm.cli.identity import open_entry_identity
-from swarm.cli.invite import contacts_of
+from swarm.cli.identity import open_entry_identity, open_identity
+from swarm.cli.invite import starting_invite
+from swarm.cli.paths import default_identity, specifications_folder
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoadShown
+from swarm.cli.serve_choices import ServeChoices
 from swarm.cli.shutdown import Shutdown
-from swarm.core.device import check_device_present, resolve_device
+from swarm.core.device import check_device_present
 from swarm.core.errors import SwarmError, UsageError
-from swarm.core.ids import Contact
-from swarm.core.presets import Preset
-from swarm.run.entering import enter
-from swarm.run.events import Listening, Notice
+from swarm.core.identity import Identity
+from swarm.membership.invite import is_invite
+from swarm.run.entering import enter, find_run
+from swarm.run.events import Event, Listening, Notice, RunChanged
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
     import torch
 
-    from moe.protocol.names import ExpertGrid, ExpertUid
+    from moe.protocol.names import ExpertUid
     from moe.server.expert import Expert
     from moe.server.expert_server import ExpertServer
+    from moe.server.logic.placement import Move
     from swarm.node import Node
+    from swarm.run.grid import GridSpecification
+    from swarm.run.signed import SignedSpecification
 
 _READ_TIMEOUT_S = 10.0
-_LOAD_S = 0.5  # between two load events
 _ABANDON_S = 60.0  # time to write many checkpoints to a slow disk; a second Ctrl-C ends the command at once
-_LOAD_JSON_S = 2.0  # the same with --json
-_EXPERTS_MAX = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeChoices:
-    """The options of `swarm serve`."""
-
-    addresses: tuple[str, ...]
-    experts: tuple[str, ...]
-    num_experts: int | None
-    expert_class: str
-    module: Path | None
-    hidden_dim: int
-    sequence_length: int
-    optimizer: str
-    lr: float
-    clip_norm: float | None
-    warmup_steps: int
-    training_steps: int | None
-    device: str
-    dtype: str
-    max_batch_size: int
-    checkpoint: Path | None
-    keep_activations_mb: int
-    average_s: float
-    identity: str | None
-    listen: str | None
-    announce: tuple[str, ...]
-    relay_mbit: float
-    preset: Preset
-    as_json: bool
-    exit_with_parent: bool
-
-    @classmethod
-    def of(cls, **options: Any) -> ServeChoices:
-        """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
-        choices = cls(**options)
-        if choices.training_steps is not None and choices.training_steps <= choices.warmup_steps:
-            raise UsageError(
-                "--training-steps are counted from the start, so there are more of them than --warmup-steps"
-            )
-        if choices.num_experts is not None and len(choices.experts) > 1:
-            raise UsageError("--num-experts picks places in one grid: give --experts once")
-        if choices.listen_at() is None:
-            raise UsageError("others call experts: --listen none leaves nobody who can")
-        return choices
-
-    def contacts(self) -> list[Contact]:
-        return contacts_of(self.addresses)
-
-    def listen_at(self) -> str | None:
-        """Return where to listen; None: nowhere."""
-        return options.listen_at(self.listen, self.announce, self.contacts())
+_CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 
 
 @click.command(context_settings=options.CONTEXT)
-@options.entries(required=False)
+@click.argument("addresses", metavar="[GRID.toml] [ADDRESS|INVITE]...", nargs=-1)
+@click.option(
+    "--grid",
+    metavar="NAME",
+    default=None,
+    help="Which grid, where the swarm has several: NAME, NAME@ID or ID.",
+)
 @click.option(
     "--experts",
     metavar="PATTERN",
     multiple=True,
-    required=True,
-    help="Names of the experts, as a pattern: 'ffn.[0:4].[0:4]', or one name.",
+    help="Names of the experts, as a pattern: 'ffn.[0:4].[0:4]', or one name. [default: all of the grid]",
 )
 @click.option(
     "--num-experts",
     type=click.IntRange(1, 4096),
     default=None,
-    help="Host this many only, in free places of the grid.",
+    help="Host this many only: those that the grid needs most.",
+)
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    default=None,
+    help="Host as many as need this much memory for parameters, gradients and optimizer: 4G.",
 )
 @click.option(
     "--expert-class",
@@ -118,7 +78,8 @@ class ServeChoices:
     metavar="FILE.py",
     type=click.Path(path_type=Path),
     default=None,
-    help="Your own file; --expert-class is a function in it.",
+    help="Your own file; --expert-class is a function in it: def make(settings) returns a module and the "
+    "tuple of its sample inputs; settings has hidden_dim and sequence_length.",
 )
 @click.option(
     "--hidden-dim", type=click.IntRange(1), default=1024, show_default=True, help="Width of the experts."
@@ -198,70 +159,133 @@ class ServeChoices:
 @options.preset
 @options.as_json
 @options.exit_with_parent
-def serve(**given: Any) -> int:
+@click.pass_context
+def serve(context: click.Context, /, **given: Any) -> int:
     """Host experts: layers that others call forward and backward, and that learn from it.
 
-    Declares them in the swarm at ADDRESS, or creates a swarm of its own and prints its address. Experts that
-    another server hosts, too, are replicas: callers use either, and their parameters are averaged. Ctrl-C
-    finishes the requests that are being computed and withdraws the experts.
+    GRID.toml, or --experts with the options for its experts, founds a grid: its signed specification says
+    what every server of it hosts. In a swarm that has a grid, ADDRESS is enough; an option that contradicts
+    the grid is refused. Without an ADDRESS, a new swarm begins. Experts that several servers host are
+    replicas: a server that joins takes over their state, callers use any of them, and their parameters are
+    averaged. Ctrl-C finishes the requests that are being computed and withdraws the experts.
 
     \b
     Examples:
       swarm serve --expert-class ffn --hidden-dim 1024 --experts 'ffn.[0:4].[0:4]'
-      swarm serve ADDRESS --experts 'ffn.[0:32].[0:32]' --num-experts 16 --checkpoint ~/experts
-      swarm serve ADDRESS --experts 'block.[0:12]' --expert-class causal_transformer --device cuda
+      swarm serve ADDRESS
+      swarm serve ADDRESS --num-experts 16 --checkpoint ~/experts
+      swarm serve ADDRESS --memory 4G
+      swarm serve examples/grid.toml --listen 0.0.0.0:4000
+      swarm serve swarm1... --experts 'block.[0:6]' --device cuda
       swarm serve ADDRESS --experts 'mine.[0:8]' --module mine.py --expert-class make_mine --lr 3e-4
     """
-    choices = ServeChoices.of(**given)
-    return _serve(choices)
+    return _serve(ServeChoices.of(context))
 
 
 def _serve(choices: ServeChoices) -> int:
-    from moe.protocol.names import ExpertGrid
-
-    grids = [ExpertGrid.parse(text) for text in choices.experts]
+    offered = choices.offered()
+    invited_to = offered if offered is not None and offered.members == "invited" else None
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as shutdown,
         make_output(ServePresentation(), as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # before anything is opened or declared
-        own = open_entry_identity(choices.identity, choices.addresses, "serve")
+        own = (
+            open_identity(choices.identity, default_identity())
+            if choices.file is not None and not any(map(is_invite, choices.addresses))
+            else open_entry_identity(choices.identity, choices.addresses, "serve")
+        )
         try:
+            # imports torch: as soon as the node listens, callers hear that experts are not ready yet
+            from moe.server.hosting import HostingService
             from swarm.node import Node, NodeConfig
-            from swarm.run.membership import follow_run
 
             config = NodeConfig(
                 preset=choices.preset, announce=choices.announce, relay_mbit=choices.relay_mbit
             )
-            with Node(
-                bootstrap=choices.addresses, listen=choices.listen_at(), identity=own, config=config
-            ) as node:
-                output.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses, reach=node.reach))
+            entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
+            entries += choices.addresses
+            with Node(bootstrap=entries, listen=choices.listen_at(), identity=own, config=config) as node:
+                node.service(HostingService).expect()
+                invite = node.entry if node.membership is not None else ""
+                output.emit(
+                    Listening(
+                        peer_id=str(node.peer_id), addresses=node.addresses, invite=invite, reach=node.reach
+                    )
+                )
                 node.tell_reach(
                     lambda sentence: output.emit(Notice(text=_with_experts(sentence, node.reach)))
                 )
-                factory = _ExpertFactory(choices)  # imports torch; the node joins meanwhile
-                keep_present_objects()
+                if offered is not None:
+                    choices.factory(offered)  # before it is published
                 if choices.addresses:
                     enter(node, choices.addresses)
-                follow_run(node)
-                names = _names(choices, grids, node)
-                with _open_server(choices, node, names, factory) as server:
-                    output.emit(_served_event(choices, node, server, factory))
-                    if node.dht.clock_problem:
-                        output.emit(Notice(text=node.dht.clock_problem))
-                    _watch(server, shutdown, output, _LOAD_JSON_S if choices.as_json else _LOAD_S)
-                    output.emit(Notice(text=f"leaving: {shutdown.reason}; finishing what is being computed"))
-                    shutdown.begin_cleanup()
-                output.emit(
-                    Notice(
-                        text="the experts were withdrawn"
-                        + (f" and saved in {choices.checkpoint}" if choices.checkpoint else "")
-                    )
-                )
+                signed, founded = _enter_grid(choices, node, own, offered)
+                _follow_grid(node, signed, shutdown, output)
+                keep_present_objects()
+                if node.dht.clock_problem:
+                    output.emit(Notice(text=node.dht.clock_problem))
+                _Hosting(choices, signed, node, shutdown, output).run(founded)
         finally:
             own.close()
     return 0
+
+
+def _enter_grid(
+    choices: ServeChoices, node: Node, own: Identity, offered: GridSpecification | None
+) -> tuple[SignedSpecification, bool]:
+    """Return the grid to host, and whether this command has founded it. Raise UsageError when the swarm has
+    none, or one that this command's options contradict.
+    """
+    from swarm.run.creation import create_run
+    from swarm.run.directory import RunDirectory
+    from swarm.run.grid_entry import check_agrees, check_module, found_or_enter
+    from swarm.run.membership import check_invited, save_capability
+    from swarm.run.specification_store import SpecificationStore
+
+    store = SpecificationStore(specifications_folder())
+    directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
+    founded = False
+    if offered is not None and choices.grid is None:
+        given = choices.given_keys(offered)
+        entering = (
+            found_or_enter(directory, offered, given, own, node.clock)
+            if choices.addresses
+            else create_run(directory, offered, own, node.clock)
+        )
+        signed, founded = node.network.run(entering, _CREATE_S_MAX)
+    else:
+        signed = find_run(node, directory, choices.grid, grid=True)
+        described = offered or choices.described(choices.experts or signed.grid.experts)
+        check_agrees(signed, described, choices.given_keys(described))
+    check_module(signed, choices.module)
+    if signed.specification.ended:
+        raise UsageError(f"{signed.full_name} is over: its owner has ended it")
+    if signed.specification.members == "invited":
+        check_invited(signed, node.membership)
+    if node.membership is not None and own.path is not None:
+        save_capability(specifications_folder(), node.membership)
+    node.network.run(directory.save(signed), _READ_TIMEOUT_S)
+    return signed, founded
+
+
+def _follow_grid(node: Node, signed: SignedSpecification, shutdown: Shutdown, output: Output) -> None:
+    """Follow the grid, and the run to which the node was invited, in the background."""
+    from swarm.run.changes import differences, restart_needed
+    from swarm.run.membership import follow_run
+
+    latest = [signed]
+
+    def follow(newer: SignedSpecification) -> None:
+        if newer.run_id != signed.run_id or newer.version <= latest[0].version:
+            return
+        old, latest[0] = latest[0], newer
+        restart = restart_needed(old.specification, newer.specification)
+        output.emit(RunChanged(version=newer.version, changes=differences(old, newer), restart=restart))
+        if newer.specification.ended:
+            shutdown.request("the owner has ended the grid")
+
+    follow_run(node, signed, follow)
 
 
 def _with_experts(sentence: str, reach: str) -> str:
@@ -271,112 +295,68 @@ def _with_experts(sentence: str, reach: str) -> str:
     return sentence
 
 
-class _ExpertFactory:
-    """Creates experts according to the options."""
+class _Hosting:
+    """Hosts experts of a grid until the command should end."""
 
-    def __init__(self, choices: ServeChoices) -> None:
-        import torch
+    def __init__(
+        self,
+        choices: ServeChoices,
+        signed: SignedSpecification,
+        node: Node,
+        shutdown: Shutdown,
+        output: Output,
+    ) -> None:
+        self._choices, self._signed, self._node = choices, signed, node
+        self._shutdown, self._output = shutdown, output
 
-        from moe.server.classes import ExpertSettings, expert_class
+    def run(self, founded: bool) -> None:
+        """Host the experts, and move to others where the grid needs it. `founded`: by this command."""
+        factory = self._choices.factory(self._signed.grid)
+        placing = self._choices.placing(self._signed.grid, self._node, factory)
+        experts = {uid: factory.make(uid) for uid in placing.first()}
+        move: Move | None = None
+        while True:
+            with self._open_server(experts) as server:
+                if move is None:
+                    self._emit(_served_event(self._signed, founded, self._node, server, factory.device))
+                move = watch(
+                    server, self._shutdown, self._output, self._choices.load_interval_s, placing.next_move
+                )
+                if move is None:
+                    self._say(f"leaving: {self._shutdown.reason}; finishing what is being computed")
+                    self._shutdown.begin_cleanup()
+            if move is None:
+                break
+            self._say(f"moving: {move.target} needs a server more than {move.source} does")
+            del experts[move.source]
+            experts[move.target] = factory.make(move.target)
+        folder = self._choices.checkpoint
+        self._say("the experts were withdrawn" + (f" and saved in {folder}" if folder else ""))
 
-        self._choices = choices
-        self._class = expert_class(choices.expert_class, choices.module)
-        self._settings = ExpertSettings(
-            hidden_dim=choices.hidden_dim, sequence_length=choices.sequence_length
+    def _open_server(self, experts: Mapping[ExpertUid, Expert]) -> ExpertServer:
+        from moe.server.expert_server import ExpertServer, ExpertServerConfig
+
+        folder = self._choices.checkpoint
+        config = ExpertServerConfig(
+            checkpoints=folder.expanduser() if folder is not None else None,
+            average_s=self._signed.grid.average_s,
         )
-        self.device = resolve_device(choices.device)
-        self.dtype: torch.dtype = getattr(torch, choices.dtype)
+        named = {str(uid): expert for uid, expert in experts.items()}
+        return ExpertServer(self._node, named, self._choices.max_batch_size, config=config)
 
-    def make(self) -> Expert:
-        """Return a new expert."""
-        from moe.server.classes import make
-        from moe.server.expert import Expert
+    def _emit(self, event: Event) -> None:
+        self._output.emit(event)
 
-        module, sample = make(self._choices.expert_class, self._class, self._settings)
-        return Expert(
-            module.to(self.dtype),
-            tuple(_cast(one, self.dtype) for one in sample),
-            self._optimizer if self._choices.optimizer != "none" else None,
-            schedule=self._schedule if self._choices.warmup_steps or self._choices.training_steps else None,
-            clip_norm=self._choices.clip_norm,
-            device=self.device,
-            keep_activations_bytes=self._choices.keep_activations_mb << 20,
-        )
-
-    def _optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import torch
-
-        kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[
-            self._choices.optimizer
-        ]
-        optimizer: torch.optim.Optimizer = kind(parameters, lr=self._choices.lr)
-        return optimizer
-
-    def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return a schedule that rises over the warm-up and falls to zero at the last training step."""
-        import torch
-
-        warmup, last = self._choices.warmup_steps, self._choices.training_steps
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            return 1.0 if last is None else max(0.0, (last - step) / (last - warmup))
-
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    def _say(self, text: str) -> None:
+        self._output.emit(Notice(text=text))
 
 
-def _names(choices: ServeChoices, grids: list[ExpertGrid], node: Node) -> list[ExpertUid]:
-    """Return the experts to host: all names of the patterns or, with --num-experts, free places of the grid.
-
-    Free places with a checkpoint come first.
-    """
-    from moe.protocol.declarations import Directory
-    from moe.server.free_places import choose_places, taken_places
-
-    if choices.num_experts is None:
-        names = sorted({uid for grid in grids for uid in grid.names()})
-        if len(names) > _EXPERTS_MAX:
-            raise UsageError(
-                f"{len(names)} experts are too many for one server (at most {_EXPERTS_MAX}): "
-                "choose some with --num-experts"
-            )
-        return names
-    grid = grids[0]
-
-    async def taken() -> set[ExpertUid]:
-        return await taken_places(Directory(node.dht.service), grid, timeout_s=_READ_TIMEOUT_S)
-
-    occupied = node.network.run(taken(), 2 * _READ_TIMEOUT_S)
-    own = [uid for uid in _checkpointed(choices.checkpoint, grid) if uid not in occupied][
-        : choices.num_experts
-    ]
-    rest = choose_places(grid, {*occupied, *own}, choices.num_experts - len(own), random.SystemRandom())
-    return sorted([*own, *rest])
-
-
-def _checkpointed(folder: Path | None, grid: ExpertGrid) -> list[ExpertUid]:
-    from moe.server.checkpoints import saved_names
-
-    return [uid for uid in saved_names(folder) if uid in grid] if folder is not None else []
-
-
-def _open_server(
-    choices: ServeChoices, node: Node, names: list[ExpertUid], factory: _ExpertFactory
-) -> ExpertServer:
-    from moe.server.expert_server import ExpertServer, ExpertServerConfig
-
-    folder = choices.checkpoint.expanduser() if choices.checkpoint is not None else None
-    config = ExpertServerConfig(checkpoints=folder, average_s=choices.average_s)
-    return ExpertServer(
-        node, {str(uid): factory.make() for uid in names}, choices.max_batch_size, config=config
-    )
-
-
-def _served_event(choices: ServeChoices, node: Node, server: ExpertServer, factory: _ExpertFactory) -> Served:
+def _served_event(
+    signed: SignedSpecification, founded: bool, node: Node, server: ExpertServer, device: torch.device
+) -> Served:
     first, expert = next(iter(server.experts.items()))
     parameters = sum(parameter.numel() for parameter in expert.module.parameters())
-    address = next(iter((*choices.addresses, *node.addresses)), "")
+    address = node.entry
     inputs = ", ".join(
         f"torch.zeros({(4, *leaf.shape)}, dtype={leaf.dtype})".replace("((", "(").replace("),", ",")
         for leaf in expert.schema.input_leaves
@@ -384,10 +364,12 @@ def _served_event(choices: ServeChoices, node: Node, server: ExpertServer, facto
     return Served(
         experts=[str(uid) for uid in server.experts],
         resumed=server.resumed,
-        expert_class=choices.expert_class,
+        grid=signed.full_name,
+        founded=founded,
+        expert_class=signed.grid.expert_class,
         parameters=parameters,
         schema=str(expert.schema),
-        device=str(factory.device),
+        device=str(device),
         address=address,
         snippet="\n".join(
             (
@@ -400,8 +382,16 @@ def _served_event(choices: ServeChoices, node: Node, server: ExpertServer, facto
     )
 
 
-def _watch(server: ExpertServer, shutdown: Shutdown, output: Output, every_s: float) -> None:
-    """Emit the load until the command should end. Raise SwarmError if a device of the server failed."""
+def watch(
+    server: ExpertServer,
+    shutdown: Shutdown,
+    output: Output,
+    every_s: float,
+    next_move: Callable[[], Move | None],
+) -> Move | None:
+    """Emit the load until the command should end, or its server should move; return the move. Raise
+    SwarmError if a device of the server failed.
+    """
     before, before_s = server.statistics(), time.monotonic()
     while not shutdown.requested.wait(every_s):
         if server.failed is not None:
@@ -434,19 +424,10 @@ def _watch(server: ExpertServer, shutdown: Shutdown, output: Output, every_s: fl
             )
         output.emit(ServerLoadShown(queued=now.queued, wait_s=now.wait_s, experts=rows))
         before, before_s = now, now_s
+        if move := next_move():
+            return move
+    return None
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype.is_floating_point else value
-    if isinstance(value, dict):
-        return {key: _cast(one, dtype) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(one, dtype) for one in value)
-    return value

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from swarm.net.throttle import Bandwidth
     from swarm.node import Node
     from swarm.run.checkpoints import CheckpointConfig
-    from swarm.run.specification import RunSpecification, SignedSpecification
+    from swarm.run.signed import SignedSpecification
+    from swarm.run.specification import RunSpecification
 
 _BYTES_PER_MBIT = 125_000.0
 _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included

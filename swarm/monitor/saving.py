@@ -25,7 +25,7 @@ from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact
 from swarm.monitor.logic.model import Model
 from swarm.net.channels import Channels
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.run.task import make_task
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class StateSaver:
             from averaging.optim.state.training_state import TrainingState
             from swarm.run.inner_optimizer import build_optimizer, schedule_factory
 
-            specification = self.signed.specification
+            specification = self.signed.training
             model: torch.nn.Module = make_task(
                 specification.task.name, specification.task.settings
             ).build_model(specification.seed)
@@ -145,7 +145,7 @@ class StateSaver:
         try:
             about = {
                 "run": self.signed.full_name,
-                "task": self.signed.specification.task.name,
+                "task": self.signed.training.task.name,
                 "donors": str(fetched.agreed),
             }
             return kept.save(view, names, about), time.monotonic() - began_s

@@ -31,7 +31,7 @@ from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import FIND_S_MAX, enter, found_run
 from swarm.run.membership import check_invited
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.run.task import make_task
 from swarm.runtime.thread import TURN_S_MAX
 
@@ -255,7 +255,7 @@ def run_view(signed: SignedSpecification) -> RunView:
     """Return the view of a specification. It includes the task's own description where the task is
     installed.
     """
-    specification = signed.specification
+    specification = signed.training
     parameters, summary = None, ""
     with contextlib.suppress(SwarmError):
         described = make_task(specification.task.name, specification.task.settings).describe(

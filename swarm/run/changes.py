@@ -21,7 +21,8 @@ from swarm.dht.logic.blobs import version_text
 from swarm.membership.invite import Invite, is_invite
 from swarm.net.rpc import Caller, Method
 from swarm.run.directory import RunDirectory
-from swarm.run.specification import RunSpecification, SignedSpecification, newest, sign, verified
+from swarm.run.signed import AnySpecification, SignedSpecification, newest, sign, verified
+from swarm.run.specification import RunSpecification
 from swarm.wire import run_pb2
 
 _log = logging.getLogger(__name__)
@@ -131,8 +132,8 @@ class Change:
         """Return the peers and keys of invites to revoke. Raise UsageError when one is neither."""
         return [Invite.parse(one).subject if is_invite(one) else PeerId.parse(one) for one in self.revoke]
 
-    def apply(self, specification: RunSpecification) -> RunSpecification:
-        """Return the changed specification. Raise UsageError if it is not valid."""
+    def apply(self, specification: AnySpecification) -> AnySpecification:
+        """Return the changed specification. Raise UsageError if it is not valid, or has no such setting."""
         table = specification.table()
         banned, unbanned = ({str(PeerId.parse(one)) for one in peers} for peers in (self.ban, self.unban))
         table["banned"] = sorted({*table["banned"], *banned} - unbanned)
@@ -140,7 +141,7 @@ class Change:
         for key in ("target_batch_size", "paused", "ended"):
             if getattr(self, key) is not None:
                 table[key] = getattr(self, key)
-        return RunSpecification.from_table(table, "the change")
+        return specification.from_table(table, "the change")
 
 
 def sign_change(signed: SignedSpecification, change: Change, owner: Identity) -> SignedSpecification:
@@ -167,17 +168,13 @@ def sign_change(signed: SignedSpecification, change: Change, owner: Identity) ->
 def differences(before: SignedSpecification, after: SignedSpecification) -> list[str]:
     """Describe the changes that running peers follow, one sentence each."""
     old, new = before.specification, after.specification
-    sentences = []
+    sentences: list[str] = []
     if before.owner != after.owner:
         sentences.append(f"the recovery key made {after.owner} its owner")
-    if old.target_batch_size != new.target_batch_size:
-        sentences.append(f"an epoch is {new.target_batch_size:,} samples now, not {old.target_batch_size:,}")
-    if old.paused != new.paused:
-        sentences.append("training is paused" if new.paused else "training goes on")
+    if isinstance(old, RunSpecification) and isinstance(new, RunSpecification):
+        sentences += _differences_of_training(old, new)
     if old.ended != new.ended:
         sentences.append("the run is over" if new.ended else "the run is not over")
-    if old.end != new.end:
-        sentences.append("it ends at another point")
     banned, unbanned = len(set(new.banned) - set(old.banned)), len(set(old.banned) - set(new.banned))
     if banned:
         sentences.append(f"{banned} peer{'s are' if banned > 1 else ' is'} banned")
@@ -189,7 +186,18 @@ def differences(before: SignedSpecification, after: SignedSpecification) -> list
     return sentences
 
 
-def restart_needed(old: RunSpecification, new: RunSpecification) -> bool:
+def _differences_of_training(old: RunSpecification, new: RunSpecification) -> list[str]:
+    sentences = []
+    if old.target_batch_size != new.target_batch_size:
+        sentences.append(f"an epoch is {new.target_batch_size:,} samples now, not {old.target_batch_size:,}")
+    if old.paused != new.paused:
+        sentences.append("training is paused" if new.paused else "training goes on")
+    if old.end != new.end:
+        sentences.append("it ends at another point")
+    return sentences
+
+
+def restart_needed(old: AnySpecification, new: AnySpecification) -> bool:
     """Return whether a setting changed that peers take up only after a restart."""
     followed = (
         "target_batch_size",
@@ -201,4 +209,5 @@ def restart_needed(old: RunSpecification, new: RunSpecification) -> bool:
         "confirmed",
         "description",
     )
-    return new.model_copy(update={key: getattr(old, key) for key in followed}) != old
+    same = {key: value for key, value in old.table().items() if key not in followed}
+    return same != {key: value for key, value in new.table().items() if key not in followed}

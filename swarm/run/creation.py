@@ -10,14 +10,14 @@ from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run.directory import RunDirectory
-from swarm.run.specification import RunSpecification, SignedSpecification, newest, run_id_of, sign
+from swarm.run.signed import AnySpecification, SignedSpecification, newest, run_id_of, sign
 
 _READ_TRIES = 4  # of the present specification, while the network fails
 RETRY_S_FIRST, _RETRY_S_MAX = 0.5, 4.0
 
 
 async def create_run(
-    directory: RunDirectory, specification: RunSpecification, owner: Identity, clock: Clock
+    directory: RunDirectory, specification: AnySpecification, owner: Identity, clock: Clock
 ) -> tuple[SignedSpecification, bool]:
     """Sign and publish a specification. Return the signed specification and whether the run is new.
 
@@ -56,7 +56,7 @@ async def create_run(
         _check_owner(known, owner)
         # The file does not contain what the owner set with `swarm change`; those settings stay until
         # `swarm change` resets them.
-        changed = {key: getattr(known.specification, key) for key in ("paused", "ended", "banned", "revoked")}
+        changed = {key: getattr(known.specification, key) for key in specification.OWNERS_KEYS}
         specification = specification.model_copy(update=changed)
         if known.specification == specification:
             signed = known
@@ -73,7 +73,7 @@ async def create_run(
 
 
 def _stored_run(
-    stored: list[SignedSpecification], specification: RunSpecification, owner: Identity
+    stored: list[SignedSpecification], specification: AnySpecification, owner: Identity
 ) -> SignedSpecification | None:
     """Return the run on disk that a run file means: of this owner and name, with the file's recovery key, or
     with any if the file names none. It may have had another founder, if the owner recovered it.

@@ -22,7 +22,8 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageEr
 from swarm.core.ids import PeerId
 from swarm.dht.keeper import RecordKeeper
 from swarm.dht.logic.companions import LISTING_KEY
-from swarm.run.specification import SignedSpecification, newest, run_id_of, specification_key, verified
+from swarm.run.owned import GRID_PREFIX
+from swarm.run.signed import SignedSpecification, newest, run_id_of, specification_key, verified
 from swarm.run.specification_store import SpecificationStore
 
 if TYPE_CHECKING:
@@ -48,9 +49,19 @@ class RunListing:
     def full_name(self) -> str:
         return f"{self.name}@{self.run_id}"
 
+    @property
+    def is_grid(self) -> bool:
+        """Return whether it is a grid of experts. The id is a hash of the name, so nobody else can say so."""
+        return self.name.startswith(GRID_PREFIX)
+
     def matches(self, wanted: str | None) -> bool:
-        """Return whether `wanted` (a name, `name@id`, an id, or None for any run) means this run."""
-        return wanted in (None, self.name, self.full_name, self.run_id)
+        """Return whether `wanted` (a name, `name@id`, an id, or None for any run) means this run. The name of
+        a grid may be written without its first part: `ffn` for `grid.ffn`.
+        """
+        names = [self.name, self.full_name]
+        if self.is_grid:
+            names += [name.removeprefix(GRID_PREFIX) for name in names]
+        return wanted in (None, self.run_id, *names)
 
 
 class RunDirectory:
@@ -137,8 +148,11 @@ class RunDirectory:
             raise PeerError(f"the specification of run {run_id} was not found: {reasons}")
         return found
 
-    async def find(self, wanted: str | None, *, timeout_s: float = 10.0) -> SignedSpecification:
-        """Return the run that `wanted` (a name, `name@id` or an id) means, or the only run if it is None.
+    async def find(
+        self, wanted: str | None, *, grid: bool = False, timeout_s: float = 10.0
+    ) -> SignedSpecification:
+        """Return the run that `wanted` (a name, `name@id` or an id) means, or the only run if it is None;
+        with `grid` the only grid of experts, and otherwise the only run that trains.
 
         A run whose specification is on disk is found by its name even if the swarm has forgotten it. It is
         not found without a name, since it may belong to another swarm. Raises UsageError with a list of the
@@ -147,7 +161,9 @@ class RunDirectory:
         listings = await self.listings(timeout_s=timeout_s)
         if wanted is not None and not any(listing.matches(wanted) for listing in listings):
             listings += [RunListing(signed.name, signed.run_id) for signed in await self.stored(wanted)]
-        return await self.specification(choose(listings, wanted).run_id, timeout_s=timeout_s)
+        if wanted is None:
+            listings = _of_kind(listings, grid)
+        return await self.specification(choose(listings, wanted, grid=grid).run_id, timeout_s=timeout_s)
 
     async def renew(
         self,
@@ -211,9 +227,17 @@ class RunDirectory:
         return valid, refused
 
 
-def choose(listings: Iterable[RunListing], wanted: str | None) -> RunListing:
-    """Return the run that `wanted` means. Raise UsageError with a list of the runs if that is not clear."""
+def choose(listings: Iterable[RunListing], wanted: str | None, *, grid: bool = False) -> RunListing:
+    """Return the run that `wanted` means. Raise UsageError with a list of the runs if that is not clear.
+    `grid`: whether the user means a grid of experts, for the sentence.
+    """
     every = list(listings)
+    what, option = ("grid", "--grid") if grid else ("run", "--run")
+    if not every and grid:
+        raise UsageError(
+            "this swarm announces no grid of experts: found one with `swarm serve ADDRESS GRID.toml` or "
+            "`--experts`, or check the address"
+        )
     if not every:
         raise UsageError(
             "this swarm announces no run: create one with `swarm start RUN.toml --bootstrap ADDRESS`, "
@@ -224,8 +248,25 @@ def choose(listings: Iterable[RunListing], wanted: str | None) -> RunListing:
         return matching[0]
     shown = ", ".join(listing.full_name for listing in (matching or every)[:_LISTED_MAX])
     if matching:
-        raise UsageError(f"{len(matching)} runs could be meant: {shown}. Choose one with --run NAME@ID")
-    raise UsageError(f"this swarm has no run {wanted!r}. It has: {shown}")
+        raise UsageError(f"{len(matching)} {what}s could be meant: {shown}. Choose one with {option} NAME@ID")
+    raise UsageError(f"this swarm has no {what} {wanted!r}. It has: {shown}")
+
+
+def _of_kind(listings: list[RunListing], grid: bool) -> list[RunListing]:
+    """Return the grids, or the runs that train. Raise UsageError if there are only the others."""
+    fitting = [listing for listing in listings if listing.is_grid == grid]
+    if listings and not fitting:
+        shown = ", ".join(listing.full_name for listing in listings[:_LISTED_MAX])
+        if grid:
+            raise UsageError(
+                f"this swarm announces no grid of experts, but the run {shown}: found a grid with --experts, "
+                "or train the run with `swarm join`"
+            )
+        raise UsageError(
+            f"this swarm announces no run that trains, but the grid {shown}: host its experts with "
+            "`swarm serve`"
+        )
+    return fitting
 
 
 def _listing(entry: Entry) -> RunListing | None:

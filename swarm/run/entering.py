@@ -13,7 +13,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, NotInvited
 if TYPE_CHECKING:
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
-    from swarm.run.specification import SignedSpecification
+    from swarm.run.signed import SignedSpecification
 
 REFUSED_S: Final = 1.5  # to wait for the first peer after every address refused the connection
 SILENT_S: Final = 15.0  # the same while an address has not refused: three attempts
@@ -46,18 +46,23 @@ def wait_for_answer(node: Node) -> bool:
     return poll_running(node.wait_joined, lambda: REFUSED_S if node.join_refused else SILENT_S)
 
 
-def find_run(node: Node, directory: RunDirectory, wanted: str | None) -> SignedSpecification:
-    """Return the run that is wanted (`RunDirectory.find`). The peer that is asked may be busy: it is asked
-    again a second later, three times in all. Raises UsageError, PeerError or the last NetworkError.
+def find_run(
+    node: Node, directory: RunDirectory, wanted: str | None, *, grid: bool = False
+) -> SignedSpecification:
+    """Return the run, or with `grid` the grid of experts, that is wanted (`RunDirectory.find`). The peer that
+    is asked may be busy: it is asked again a second later, three times in all. Raises UsageError, PeerError
+    or the last NetworkError.
     """
-    return node.network.run(found_run(directory, wanted), FIND_S_MAX)
+    return node.network.run(found_run(directory, wanted, grid=grid), FIND_S_MAX)
 
 
-async def found_run(directory: RunDirectory, wanted: str | None) -> SignedSpecification:
+async def found_run(
+    directory: RunDirectory, wanted: str | None, *, grid: bool = False
+) -> SignedSpecification:
     """The same, on the network thread."""
     for left in reversed(range(_FIND_TRIES)):
         try:
-            return await directory.find(wanted)
+            return await directory.find(wanted, grid=grid)
         except NetworkError:
             if not left:
                 raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.files import replace_durably
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.run.task import make_task
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, o
 
     from averaging.optim.state.checkpoint import MODEL, STATISTIC
 
-    specification = signed.specification
+    specification = signed.training
     model = make_task(specification.task.name, specification.task.settings).build_model(specification.seed)
     _load(
         model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from swarm.membership.invite import RunIdentity
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import read_members
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
@@ -54,9 +55,11 @@ def check_invited(signed: SignedSpecification, membership: RunMembership | None)
 
 
 def save_capability(folder: Path, membership: RunMembership) -> None:
-    """Keep this peer's capability, from which `swarm invite` issues further invites. Disk errors are logged
-    and not raised.
+    """Keep this peer's capability, from which `swarm invite` issues further invites; an owner needs none.
+    Disk errors are logged and not raised.
     """
+    if not membership.capability:
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_private(_file(folder, membership.run_id, membership.own), encode(membership.capability))
@@ -114,24 +117,38 @@ async def first_subjects(node: Node) -> frozenset[PeerId]:
     return membership.admission.first_subjects | own
 
 
-def follow_run(node: Node) -> None:
-    """Follow the specification of the run that the node was invited to, for those that it revokes: for
-    members that train nothing. Without an invite there is nothing to follow.
+def follow_run(
+    node: Node,
+    grid: SignedSpecification | None = None,
+    on_newer: Callable[[SignedSpecification], None] = lambda newer: None,
+) -> None:
+    """Follow the specification of the run that the node was invited to, for those that it revokes, and that
+    of the grid whose experts it hosts: for members that train nothing. `on_newer` is called with newer
+    versions, on the network thread.
     """
     membership = node.membership
-    if membership is None:
-        return
     directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
 
     async def follow() -> None:
-        node.supervisor.spawn(
-            f"following run {membership.run_id}", lambda: _follow(node, directory, membership), restart=True
-        )
+        spawn = node.supervisor.spawn
+        if membership is not None:
+            name = f"following run {membership.run_id}"
+            spawn(name, lambda: _follow_invited(node, directory, membership, on_newer), restart=True)
+        if grid is not None and (membership is None or membership.run_id != grid.run_id):
+            # A node answers owners of one run; an invited one comes first, for those that it revokes.
+            answers = membership is None
+            name = f"following {grid.full_name}"
+            spawn(name, lambda: _follow(node, directory, grid, on_newer, answers=answers), restart=True)
 
     node.network.run(follow(), TURN_S_MAX)
 
 
-async def _follow(node: Node, directory: RunDirectory, membership: RunMembership) -> None:
+async def _follow_invited(
+    node: Node,
+    directory: RunDirectory,
+    membership: RunMembership,
+    on_newer: Callable[[SignedSpecification], None],
+) -> None:
     backoff = Backoff(_FIND_FIRST_S, _FIND_S_MAX, random)
     while True:
         try:
@@ -142,17 +159,25 @@ async def _follow(node: Node, directory: RunDirectory, membership: RunMembership
 
     def apply(newer: SignedSpecification) -> None:
         excluded_peers(newer, membership)
+        on_newer(newer)
 
     apply(signed)
-    follower = RunFollower(
-        signed,
-        caller=node.channels,
-        directory=directory,
-        members=list,
-        on_newer=apply,
-    )
-    node.handlers.remove(CHANGE.name)
-    node.handlers.unary(CHANGE, follower.on_change)
+    await _follow(node, directory, signed, apply, answers=True)
+
+
+async def _follow(
+    node: Node,
+    directory: RunDirectory,
+    signed: SignedSpecification,
+    on_newer: Callable[[SignedSpecification], None],
+    *,
+    answers: bool,
+) -> None:
+    """Follow a specification. `answers`: also the versions that its owner and other members send."""
+    follower = RunFollower(signed, caller=node.channels, directory=directory, members=list, on_newer=on_newer)
+    if answers:
+        node.handlers.remove(CHANGE.name)
+        node.handlers.unary(CHANGE, follower.on_change)
     await follower.run()
 
 

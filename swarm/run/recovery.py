@@ -14,7 +14,8 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
 from swarm.dht.logic.blobs import HANDOVERS_MAX, VERSION_MAX, Handover, handover_message
-from swarm.run.specification import CONFIRMED_MAX, SignedSpecification, sign
+from swarm.run.owned import CONFIRMED_MAX
+from swarm.run.signed import SignedSpecification, sign
 
 
 def recover(

@@ -14,7 +14,7 @@ from pathlib import Path
 from swarm.core.errors import PeerError
 from swarm.core.files import set_aside, write_private
 from swarm.core.ids import RUN_ID
-from swarm.run.specification import SPECIFICATION_BYTES_MAX, SignedSpecification, newest, verified
+from swarm.run.signed import SPECIFICATION_BYTES_MAX, SignedSpecification, newest, verified
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from swarm.run.events import (
 )
 from swarm.run.machine import process_age_s
 from swarm.run.microbatches import MicroBatches, StepSize
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import Draw, TaskData
 
@@ -55,8 +55,8 @@ class Training:
 
     def end_reason(self) -> str:
         """Return why the run has ended according to its specification; empty if it has not ended."""
-        end = self.signed.specification.end
-        if self.signed.specification.ended:
+        end = self.signed.training.end
+        if self.signed.training.ended:
             return "the run's owner ended it"
         if end.epochs is not None and self.optimizer.epoch >= end.epochs:
             return f"the run ended at epoch {end.epochs}"
@@ -70,7 +70,7 @@ class Training:
     def step(self) -> bool:
         """Train one batch and, if it completes an epoch, average. Return whether an epoch was completed."""
         samples = self.step_size.next(
-            self.signed.specification.batch_size, self.optimizer.progress, self.own_peer_id
+            self.signed.training.batch_size, self.optimizer.progress, self.own_peer_id
         )
         if self.optimizer.epoch != self.drawn_epoch:
             self.drawn_epoch = self.optimizer.epoch

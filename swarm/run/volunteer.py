@@ -36,7 +36,8 @@ from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide
 from swarm.run.membership import check_invited, excluded_peers
 from swarm.run.memory import MemoryEstimate, device_peak, estimate_memory, peak_bytes
 from swarm.run.microbatches import MicroBatches, StepSize
-from swarm.run.specification import RunSpecification, SignedSpecification
+from swarm.run.signed import SignedSpecification
+from swarm.run.specification import RunSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import make_task
 from swarm.run.training import STATE_TIMEOUT_S, Training
@@ -95,7 +96,7 @@ class Volunteer:
 
     @property
     def specification(self) -> RunSpecification:
-        return self.signed.specification
+        return self.signed.training
 
     def _estimate(self, *, on_cuda: bool) -> MemoryEstimate:
         saves = self._config.checkpoints is not None and self._config.checkpoints.every_s > 0
@@ -452,7 +453,7 @@ class Volunteer:
 
     def _apply_version(self, newer: SignedSpecification) -> None:
         """Apply a newer version of the specification. Runs on the network thread."""
-        old, new = self.signed.specification, newer.specification
+        old, new = self.signed.training, newer.training
         changes = differences(self.signed, newer)
         self.signed = newer
         excluded = excluded_peers(newer, self._node.membership)

@@ -79,7 +79,9 @@ class SimulatedExperts:
         self.rows: Counter[str] = Counter()  # samples of forward passes, per expert
         self.poisoned: set[str] = set()  # experts that answer NaN
         self.full = False  # refuse every call as overloaded
-        self.lose_replies = 0  # number of backward passes to apply and never answer
+        self.batch_size_max = 4096  # samples of one request; larger ones are refused
+        self.refused = 0  # requests
+        self.lose_replies = 0  # number of calls of backward passes to apply, once each, and never answer
         self._busy = asyncio.Lock()
 
     async def start(self, bootstrap: Sequence[SimulatedPeer]) -> None:
@@ -98,7 +100,9 @@ class SimulatedExperts:
         for name in request.uids:
             schema = self.schemas.get(ExpertUid.parse(name))
             reply.experts.append(
-                ExpertDescription(uid=name, schema=schema.packed if schema else b"", batch_size_max=4096)
+                ExpertDescription(
+                    uid=name, schema=schema.packed if schema else b"", batch_size_max=self.batch_size_max
+                )
             )
         return reply
 
@@ -107,6 +111,10 @@ class SimulatedExperts:
         schema = self.schemas[uid]
         if self.full:
             return ExpertReply(status=expert_pb2.EXPERT_OVERLOADED, reason="full", queued=1000)
+        if request.batch > self.batch_size_max:
+            self.refused += 1
+            reason = f"a request has 1 to {self.batch_size_max} samples, not {request.batch}"
+            return ExpertReply(status=expert_pb2.EXPERT_REFUSED, reason=reason)
         is_backward = request.kind == expert_pb2.EXPERT_BACKWARD
         leaves = [*schema.input_leaves, *(schema.gradient_leaves if is_backward else ())]
         headers = read_headers(request.tensors)
@@ -115,24 +123,28 @@ class SimulatedExperts:
         (self.backwards if is_backward else self.forwards)[request.uid] += 1
         async with self._busy:
             await asyncio.sleep(self.compute_s)
-            if is_backward and request.request_id in self.applied:
-                return self.applied[request.request_id]
-            answers = self._backward(uid, tensors) if is_backward else self._forward(uid, tensors)
-        if request.uid in self.poisoned:
+            if request.request_id not in self.applied:
+                answers = self._backward(uid, tensors) if is_backward else self._forward(uid, tensors)
+                reply = self._reply(request.uid, answers)
+                if not is_backward:
+                    self.rows[request.uid] += request.batch
+                    return reply
+                self.versions[uid] += 1
+                self.applied[request.request_id] = reply
+        if self.lose_replies:
+            self.lose_replies -= 1
+            await asyncio.sleep(3600.0)
+        return self.applied[request.request_id]
+
+    def _reply(self, name: str, answers: Sequence[torch.Tensor | None]) -> ExpertReply:
+        if name in self.poisoned:
             answers = [torch.full_like(answer, float("nan")) for answer in answers if answer is not None]
         payloads = encode(answers, None)
-        reply = ExpertReply(
-            version=self.versions[uid], tensors=wire_headers(payloads), payload=join_payloads(payloads)
+        return ExpertReply(
+            version=self.versions[ExpertUid.parse(name)],
+            tensors=wire_headers(payloads),
+            payload=join_payloads(payloads),
         )
-        if is_backward:
-            self.versions[uid] += 1
-            self.applied[request.request_id] = reply
-            if self.lose_replies:
-                self.lose_replies -= 1
-                await asyncio.sleep(3600.0)
-        else:
-            self.rows[request.uid] += request.batch
-        return reply
 
     @torch.no_grad()
     def _forward(self, uid: ExpertUid, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

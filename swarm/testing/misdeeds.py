@@ -48,6 +48,7 @@ Misdeed = Literal[
     "gives a member other averages",
     "claims every sample",
     "leads without a member",
+    "waits for ever",
 ]
 MISDEEDS: tuple[Misdeed, ...] = get_args(Misdeed)
 
@@ -74,6 +75,7 @@ class Saboteur:
             "withholds its votes": _withhold_votes,
             "leaves a member out of its averages": functools.partial(_leave_out, victim=self._victim),
             "gives a member other averages": functools.partial(_give_others, victim=self._victim),
+            "waits for ever": _wait_for_ever,
         }
         if (sabotage := by_name.get(self._misdeed)) is not None:
             if "averages" in self._misdeed:
@@ -221,6 +223,23 @@ def _give_others(driver: RoundDriver, victim: PeerId) -> None:
         await send(stream, message)
 
     driver.send = lie  # type: ignore[method-assign]
+
+
+def _wait_for_ever(driver: RoundDriver) -> None:
+    """Reduce, give nobody an average, and say to everybody every other second that a member is waited for.
+    What is left out comes with a long reason, so that more seems to have come than was owed.
+    """
+    send, shard = driver.send, driver.machine.shard
+
+    async def tell_more(stream: Any, message: bytes) -> None:
+        header, _ = unpack(message)
+        if header.HasField("waiting"):
+            await send(stream, wire.left_out(header.waiting.place, "its values are late" * 1000))
+        await send(stream, message)
+
+    driver.give = lambda message: None  # type: ignore[method-assign]
+    shard.waited_for = lambda own: [driver.machine.setup.own]  # type: ignore[method-assign]
+    driver.send = tell_more  # type: ignore[method-assign]
 
 
 def _claim_every_sample(optimizer: Any) -> None:

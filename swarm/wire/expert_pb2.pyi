@@ -21,6 +21,7 @@ class ExpertStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPERT_FAILED: _ClassVar[ExpertStatus]
     EXPERT_APPLIED: _ClassVar[ExpertStatus]
     EXPERT_FORGOTTEN: _ClassVar[ExpertStatus]
+    EXPERT_STALE: _ClassVar[ExpertStatus]
 EXPERT_FORWARD: ExpertPass
 EXPERT_BACKWARD: ExpertPass
 EXPERT_OK: ExpertStatus
@@ -30,12 +31,15 @@ EXPERT_REFUSED: ExpertStatus
 EXPERT_FAILED: ExpertStatus
 EXPERT_APPLIED: ExpertStatus
 EXPERT_FORGOTTEN: ExpertStatus
+EXPERT_STALE: ExpertStatus
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("uids",)
+    __slots__ = ("uids", "with_lineage")
     UIDS_FIELD_NUMBER: _ClassVar[int]
+    WITH_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     uids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, uids: _Optional[_Iterable[str]] = ...) -> None: ...
+    with_lineage: bool
+    def __init__(self, uids: _Optional[_Iterable[str]] = ..., with_lineage: _Optional[bool] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
     __slots__ = ("experts",)
@@ -44,7 +48,7 @@ class DescribeReply(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[_Union[ExpertDescription, _Mapping]]] = ...) -> None: ...
 
 class ExpertDescription(_message.Message):
-    __slots__ = ("uid", "schema", "version", "batch_size_max", "frozen", "wait_s", "samples_per_s")
+    __slots__ = ("uid", "schema", "version", "batch_size_max", "frozen", "wait_s", "samples_per_s", "past", "turns")
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +56,8 @@ class ExpertDescription(_message.Message):
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PAST_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     uid: str
     schema: bytes
     version: int
@@ -59,10 +65,42 @@ class ExpertDescription(_message.Message):
     frozen: bool
     wait_s: float
     samples_per_s: float
-    def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ...) -> None: ...
+    past: _containers.RepeatedCompositeFieldContainer[ExpertCommonVersion]
+    turns: int
+    def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ..., turns: _Optional[int] = ...) -> None: ...
+
+class ExpertCommonVersion(_message.Message):
+    __slots__ = ("name", "version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    version: int
+    def __init__(self, name: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
+
+class ExpertStateRequest(_message.Message):
+    __slots__ = ("uid", "schema_digest")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    schema_digest: bytes
+    def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ...) -> None: ...
+
+class ExpertStateReply(_message.Message):
+    __slots__ = ("status", "reason", "payload_bytes", "version", "past")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAST_FIELD_NUMBER: _ClassVar[int]
+    status: ExpertStatus
+    reason: str
+    payload_bytes: int
+    version: int
+    past: _containers.RepeatedCompositeFieldContainer[ExpertCommonVersion]
+    def __init__(self, status: _Optional[_Union[ExpertStatus, str]] = ..., reason: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., version: _Optional[int] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ...) -> None: ...
 
 class ExpertRequest(_message.Message):
-    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept")
+    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept", "staleness_max")
     KIND_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +114,7 @@ class ExpertRequest(_message.Message):
     REPLY_CODEC_FIELD_NUMBER: _ClassVar[int]
     REPLY_CODEC_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUTS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
     kind: ExpertPass
     uid: str
     schema_digest: bytes
@@ -89,7 +128,8 @@ class ExpertRequest(_message.Message):
     reply_codec: int
     reply_codec_version: int
     inputs_kept: bool
-    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ...) -> None: ...
+    staleness_max: int
+    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ..., staleness_max: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("codec", "codec_version", "payload_bytes", "absent")

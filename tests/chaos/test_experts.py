@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,58 +18,24 @@ import swarm
 from moe.protocol.declarations import Directory
 from moe.protocol.names import ExpertUid
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError
+from tests.wire.served import READY_S, Served, serving
 
 pytestmark = pytest.mark.chaos
 
-READY_S = 60.0
-OPTIONS = ("--listen", "127.0.0.1:0", "--json", "--hidden-dim", "16", "--device", "cpu")
-
-
-class Served:
-    """A `swarm serve` process and its events."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "swarm.cli", "serve", *arguments, *OPTIONS],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.put(json.loads(line))
-        self.events.put(None)
-
-    def hear(self, kind: str) -> dict[str, Any]:
-        deadline_s = time.monotonic() + READY_S
-        while True:
-            event = self.events.get(timeout=max(deadline_s - time.monotonic(), 0.01))
-            assert event is not None, self.process.communicate()[1]
-            if event["event"] == kind:
-                return event
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[Served]:
-    served = Served(*arguments)
-    try:
-        yield served
-    finally:
-        served.end()
+MOVED_S = 180.0  # until a server has moved; 85 s on a quiet machine
 
 
 def test_ctrl_c_saves_withdraws_and_ends_and_the_next_start_resumes(tmp_path: Path) -> None:
-    options = ("--experts", "ffn.[0:3].[0:3]", "--num-experts", "2", "--optimizer", "sgd")
+    options = (
+        "--experts",
+        "ffn.[0:3].[0:3]",
+        "--num-experts",
+        "2",
+        "--optimizer",
+        "sgd",
+        "--hidden-dim",
+        "16",
+    )
     checkpoint = ("--checkpoint", str(tmp_path / "experts"))
     with swarm.Node(listen="127.0.0.1:0") as node:
         with serving(node.addresses[0], *options, *checkpoint) as served:
@@ -105,7 +67,8 @@ def test_the_printed_snippet_calls_an_expert_of_the_users_own_file(tmp_path: Pat
         "            return 2 * x + 1\n"
         "    return Double(), (torch.zeros(1, settings.hidden_dim),)\n"
     )
-    with serving("--experts", "mine.0", "--module", str(file), "--expert-class", "doubling") as served:
+    options = ("--experts", "mine.0", "--hidden-dim", "16")
+    with serving(*options, "--module", str(file), "--expert-class", "doubling") as served:
         snippet = served.hear("serving")["snippet"]
         done = subprocess.run(
             [sys.executable, "-c", snippet + "\nprint(y.unique().tolist())\nnode.close()"],
@@ -119,7 +82,10 @@ def test_the_printed_snippet_calls_an_expert_of_the_users_own_file(tmp_path: Pat
 
 def test_calls_continue_at_the_replica_when_a_server_is_killed() -> None:
     with swarm.Node(listen="127.0.0.1:0") as node:
-        start = (node.addresses[0], "--experts", "ffn.0", "--optimizer", "sgd", "--average-s", "0")
+        start = (
+            *(node.addresses[0], "--experts", "ffn.0", "--hidden-dim", "16"),
+            *("--optimizer", "sgd", "--average-s", "0"),
+        )
         with serving(*start) as one, serving(*start) as other:
             for served in (one, other):
                 served.hear("serving")
@@ -138,3 +104,30 @@ def test_calls_continue_at_the_replica_when_a_server_is_killed() -> None:
                 except (NetworkError, PeerError):
                     lost += 1  # the backward pass of a forward pass that the killed server answered
             assert lost <= 1
+
+
+def test_a_server_moves_to_the_stage_whose_only_server_was_killed() -> None:
+    """The declaration of the killed server expires after 45 s, and the plan must stand for 20 s."""
+    grid = ("--experts", "block.[0:2]", "--hidden-dim", "16", "--optimizer", "none")
+    with (
+        swarm.Node(listen="127.0.0.1:0") as node,
+        contextlib.ExitStack() as stack,
+    ):
+        servers: dict[str, list[Served]] = {"block.0": [], "block.1": []}
+        for number in range(3):
+            options = grid if not number else ()
+            served = stack.enter_context(serving(node.addresses[0], *options, "--num-experts", "1"))
+            servers[served.hear("serving")["experts"][0]].append(served)
+        lost, spared = sorted(servers, key=lambda name: len(servers[name]))
+        assert [len(servers[name]) for name in (lost, spared)] == [1, 2]
+        os.kill(servers[lost][0].process.pid, signal.SIGKILL)
+        remote = swarm.RemoteExpert(node, lost, forward_timeout_s=5.0)
+        deadline_s = time.monotonic() + MOVED_S
+        while True:
+            try:
+                assert remote(torch.zeros(2, 16)).shape == (2, 16)
+                break
+            except (NetworkError, NotEnoughPeers, PeerError):
+                assert time.monotonic() < deadline_s, "no server has moved"
+        still = swarm.RemoteExpert(node, spared, forward_timeout_s=READY_S)
+        assert still(torch.zeros(2, 16)).shape == (2, 16)

@@ -33,6 +33,7 @@ def run_file(tmp_path: Path) -> Path:
 COMMANDS = (
     "demo",
     "doctor",
+    "experts",
     "start",
     "join",
     "serve",
@@ -81,7 +82,10 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["frob"], "No such command"),
         (["demo", "--volunteers", "99"], "99 is not in the range"),
         (["identity"], "there is no identity file"),
-        (["serve"], "Missing option '--experts'"),
+        (["serve"], "swarm: say what to host: --experts PATTERN, a GRID.toml, or the address of a swarm"),
+        (["serve", "a.toml", "b.toml"], "hosts the experts of one grid: give one file"),
+        (["serve", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
+        (["serve", "a.toml", "--lr", "1", "--dtype", "float16"], "leave --dtype, --lr out"),
         (["serve", "nonsense", "--experts", "ffn.0"], "'nonsense' names no peer"),
         (["serve", "--experts", "ffn"], "'ffn' has no dimensions: a grid reads like ffn.[0:4].[0:4]"),
         (["serve", "--experts", "ffn.[4:2]"], "is empty"),
@@ -104,7 +108,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (
             ["serve", "--experts", "ffn.[0:4].[0:4]", "--num-experts", "17", "--listen", "127.0.0.1:0"],
-            "has 16 free places of 16",
+            "has 16 experts, and 17 are asked for: choose fewer",
         ),
         (["bootstrap", "--listen", "127.0.0.1:99999", "--identity", "new"], "99999"),
         (["bootstrap", "--listen", "none"], "--listen none leaves nobody who can"),

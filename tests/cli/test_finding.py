@@ -24,7 +24,8 @@ from swarm.net.membership import RunMembership
 from swarm.net.peerbook import PeerBook
 from swarm.run.events import Event, Notice
 from swarm.run.membership import identity_of, save_capability
-from swarm.run.specification import RunSpecification, SignedSpecification, sign
+from swarm.run.signed import SignedSpecification, sign
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SpecificationStore
 
 OWNER = Identity.generate()

@@ -19,7 +19,8 @@ from swarm.membership.capability import check_grants
 from swarm.membership.invite import Invite
 from swarm.net.membership import RunMembership
 from swarm.run.membership import load_capability, save_capability
-from swarm.run.specification import RunSpecification, SignedSpecification, sign
+from swarm.run.signed import SignedSpecification, sign
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SpecificationStore
 
 ADDRESS = "/ip4/127.0.0.1/tcp/9/tls/http/p2p/12D3KooWJ3bWs8GcGA4bPX8nfUeJGFAcgoMYEpx5HyNNdUHeEdE3"

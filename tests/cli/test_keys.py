@@ -9,7 +9,8 @@ import pytest
 
 from swarm.cli import main
 from swarm.core.identity import Identity
-from swarm.run.specification import RunSpecification, sign
+from swarm.run.signed import sign
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SpecificationStore
 
 TABLE = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}

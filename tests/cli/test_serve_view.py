@@ -14,6 +14,8 @@ from swarm.run.events import Listening, Notice
 SERVED = Served(
     experts=[f"ffn.{number}" for number in range(12)],
     resumed=["ffn.3"],
+    grid="grid.ffn@abc",
+    founded=True,
     expert_class="ffn",
     parameters=1234567,
     schema="(float32(batch, 8)) -> float32(batch, 8)",

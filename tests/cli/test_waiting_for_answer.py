@@ -17,7 +17,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.entering import found_run, wait_for_answer
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.testing.virtual_loop import run_virtual
 
 
@@ -65,7 +65,7 @@ class BusyDirectory:
     def __init__(self, failures: int) -> None:
         self.failures = failures
 
-    async def find(self, wanted: str | None) -> str:
+    async def find(self, wanted: str | None, *, grid: bool) -> str:
         """Return the run that is wanted."""
         self.failures -= 1
         if self.failures >= 0:

@@ -18,7 +18,8 @@ from swarm.dht.logic.blobs import blob_key, is_blob_key
 from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.records import RecordValidator, encode_value, record_of_blob, signed
 from swarm.dht.logic.storage import Storage, latest_by_owner
-from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
+from swarm.run.signed import SignedSpecification, sign, specification_key
+from swarm.run.specification import RunSpecification
 
 NOW_US = 1_800_000_000_000_000
 OWNER = Identity.generate()

@@ -43,8 +43,10 @@ from swarm.metrics.record import Metrics, RoundReport
 from swarm.net.logic.lan import NearbyPeer
 from swarm.net.logic.lan import decode as decode_nearby
 from swarm.net.logic.lan import encode as encode_nearby
+from swarm.run.grid import GridSpecification
 from swarm.run.recovery import recover
-from swarm.run.specification import RunSpecification, sign, verified
+from swarm.run.signed import sign, verified
+from swarm.run.specification import RunSpecification
 from tests.averaging.history.peers import PEERS, RUN, certificate, identity, proposal
 from tests.fuzz.making import PEER, Maker
 from tests.fuzz.messages import CAPABILITIES, INVITES
@@ -59,6 +61,12 @@ _TABLE = {
     "recovery_key": str(_RECOVERY.peer_id),
 }
 _SIGNED = sign(RunSpecification.from_table(_TABLE, "fuzz"), _OWNER, version=1, created_s=1.0)
+_GRID = sign(
+    GridSpecification.from_table({"experts": ["ffn.[0:4].[0:4]"], "optimizer": {"clip_norm": 1.0}}, "fuzz"),
+    _OWNER,
+    version=1,
+    created_s=1.0,
+)
 _RECOVERED = recover(_SIGNED, _RECOVERY, _NEXT)
 _NAMESPACES = Namespaces()
 _RECORDS = ("specification", "progress", "donors", "metrics", "holders.epochs", "presence", "experts")
@@ -259,8 +267,8 @@ def _libp2p_decoders() -> list[Decoder]:
 
 def all_decoders() -> list[Decoder]:
     """Return every decoder."""
-    bodies = [msgpack.unpackb(one.blob)[0] for one in (_SIGNED, _RECOVERED)]
-    blobs = [_SIGNED.blob, _RECOVERED.blob]
+    bodies = [msgpack.unpackb(one.blob)[0] for one in (_SIGNED, _RECOVERED, _GRID)]
+    blobs = [_SIGNED.blob, _RECOVERED.blob, _GRID.blob]
     key = blob_key(_SIGNED.run_id)
     schema = ExpertSchema.from_samples((torch.zeros(2, 8),), torch.zeros(2, 8))
     chain = _chain()
@@ -288,6 +296,11 @@ def all_decoders() -> list[Decoder]:
             "run file",
             _of_text(lambda text: RunSpecification.from_toml(text, "fuzz")),
             [b'name = "a"\n[task]\n'],
+        ),
+        Decoder(
+            "grid file",
+            _of_text(lambda text: GridSpecification.from_toml(text, "fuzz")),
+            [b'experts = ["ffn.[0:4]"]\n[optimizer]\nlearning_rate = 0.1\n'],
         ),
         Decoder("DHT value", decode_value, values),
         *(

@@ -28,7 +28,8 @@ from swarm.membership.ledger import MemberLedger
 from swarm.monitor.history import ChartHistory
 from swarm.net.peerbook import PeerBook
 from swarm.run.membership import load_capability
-from swarm.run.specification import RunSpecification, sign
+from swarm.run.signed import sign
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SpecificationStore
 from tests.averaging.history.peers import PEERS, identity
 from tests.fuzz.making import Maker
@@ -86,8 +87,9 @@ def _expert() -> swarm.Expert:
 
 def _expert_checkpoint(maker: Maker) -> object:
     folder, uid = _ROOT / "experts", ExpertUid.parse("ffn.0")
-    ExpertCheckpoints(folder, {uid: _expert()}).save()
-    file = folder / "ffn.0.expert.pt"
+    checkpoints = ExpertCheckpoints(folder, {uid: _expert()})
+    checkpoints.save()
+    file = checkpoints.generations(uid).newest_first()[0]
     file.write_bytes(maker.mutated(file.read_bytes()))
     try:
         return ExpertCheckpoints(folder, {uid: _expert()}).load()

@@ -32,7 +32,8 @@ from swarm.net.rpc import Handlers, Stream, StreamHandler, UnaryHandler
 from swarm.node import Node, NodeConfig
 from swarm.run.changes import CHANGE, RunFollower
 from swarm.run.directory import RunDirectory
-from swarm.run.specification import RunSpecification, SignedSpecification, sign
+from swarm.run.signed import SignedSpecification, sign
+from swarm.run.specification import RunSpecification
 from swarm.wire import run_pb2
 from tests.fuzz.making import Learned, Maker
 

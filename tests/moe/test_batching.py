@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -30,6 +31,26 @@ def test_an_idle_device_starts_at_once() -> None:
     assert batcher.offer(request(1), 5.0) == ""
     assert batcher.due_s() == 5.0
     assert numbers(batcher.take(5.0)) == [1]
+
+
+def test_strangers_together_get_half_of_the_queue_and_members_the_rest() -> None:
+    """Before, strangers with eight requests each of 128 identities left no place to members."""
+    limits = BatchLimits(queued_requests_max=8, queued_bytes_max=1000)
+
+    def offer(number: int, size_bytes: int, *, is_stranger: bool) -> str:
+        one = request(number, caller=f"caller {number}", size_bytes=size_bytes)
+        return batcher.offer(replace(one, is_stranger=is_stranger), 0.0)
+
+    batcher = Batcher(limits)
+    answers = [offer(number, 10, is_stranger=True) for number in range(6)]
+    assert answers[:4] == [""] * 4
+    assert answers[4:] == ["strangers have their half of the queue: 40 bytes in 4 of 4 queued"] * 2
+    assert [offer(number, 10, is_stranger=False) for number in range(10, 14)] == [""] * 4
+    batcher = Batcher(limits)
+    assert [bool(offer(number, 300, is_stranger=True)) for number in range(2)] == [False, True]
+    assert not offer(2, 600, is_stranger=False)
+    assert len(batcher.take(0.0)) == 2
+    assert not offer(3, 900, is_stranger=True), "one request may be larger than half"
 
 
 def test_the_size_that_fitted_into_memory_limits_later_batches_of_its_queue_and_grows_slowly() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from moe.protocol.declarations import NAMESPACE, RULES, Declarations, ServerLoad
 from moe.protocol.names import ExpertGrid, ExpertUid
-from moe.server.free_places import choose_places
+from moe.server.places import choose_places
 from swarm.core.errors import UsageError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.namespaces import Namespaces
@@ -24,6 +24,7 @@ GOOD: dict[str, Any] = {
     "experts": [[2]],
     "wait": 0.0,
     "rate": 1.0,
+    "busy": 0.5,
 }
 
 
@@ -42,6 +43,7 @@ GOOD: dict[str, Any] = {
         {"wait": -1.0},
         {"wait": float("nan")},
         {"rate": "fast"},
+        {"busy": 1.5},
         {"experts": None},
     ],
 )
@@ -78,13 +80,18 @@ def test_too_many_schemas_below_one_prefix_are_refused() -> None:
         Declarations(NoDht(), Contact, experts, ServerLoad)  # type: ignore[arg-type]
 
 
-def test_free_places_are_drawn_and_a_full_grid_raises() -> None:
+def test_places_that_nobody_hosts_are_drawn_first_and_no_expert_is_hosted_twice() -> None:
     grid, rng = ExpertGrid.parse("ffn.[0:2].[0:3]"), random.Random(1)
-    taken = list(grid.names())[:3]
-    chosen = choose_places(grid, taken, 3, rng)
-    assert set(chosen) == set(grid.names()) - set(taken)
-    with pytest.raises(UsageError, match="has 3 free places of 6"):
-        choose_places(grid, taken, 4, rng)
+    own, other = PeerId(bytes(32)), PeerId(b"\1" * 32)
+    names = list(grid.names())
+    load = {uid: {other: 0.0} if uid in names[:3] else {} for uid in names}
+    assert choose_places(grid, load, own, 3, rng) == names[3:]
+    assert choose_places(grid, load, own, 6, rng) == names
+    assert set(choose_places(grid, load, other, 3, rng)) == set(names[3:])
+    with pytest.raises(UsageError, match="has 6 experts, and 4 are asked for"):
+        choose_places(grid, load, other, 4, rng)
     huge = ExpertGrid.parse("ffn.[0:4096].[0:4096]")
-    assert len(set(choose_places(huge, [], 16, rng))) == 16
-    assert choose_places(huge, [], 16, random.Random(2)) != choose_places(huge, [], 16, random.Random(3))
+    assert len(set(choose_places(huge, {}, own, 16, rng))) == 16
+    assert choose_places(huge, {}, own, 16, random.Random(2)) != choose_places(
+        huge, {}, own, 16, random.Random(3)
+    )

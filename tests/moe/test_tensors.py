@@ -18,6 +18,7 @@ from moe.protocol.tensors import (
     encode_on_device,
     expected_bytes,
     finite_flags,
+    is_finite,
     join_payloads,
     payload_bytes,
 )
@@ -191,3 +192,14 @@ def test_torchs_default_dtype_does_not_change_decoding() -> None:
     assert found is not None
     assert expected is not None
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_of_one_element_with_stride_0_is_encoded(dtype: torch.dtype) -> None:
+    """Regression: the gradient of a sum over one element is such a tensor."""
+    one = torch.ones((), dtype=dtype).expand(1, 1)
+    assert one.stride() == (0, 0)
+    wanted = bytes.fromhex("0000803f" if dtype == torch.float32 else "803f")
+    assert is_finite(one)
+    assert join_payloads(encode([one], None))[: dtype.itemsize] == wanted
+    assert bytes(encode_on_device(one, None)[1].numpy()) == wanted

@@ -18,7 +18,8 @@ from swarm.run.changes import (
     send_version,
     sign_change,
 )
-from swarm.run.specification import RunSpecification, SignedSpecification, sign, verified
+from swarm.run.signed import SignedSpecification, sign, verified
+from swarm.run.specification import RunSpecification
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire import run_pb2

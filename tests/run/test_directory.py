@@ -4,88 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
-from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.companions import LISTING_KEY
-from swarm.dht.service.dht_service import StoreResult
 from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory, RunListing, choose
 from swarm.run.recovery import recover
-from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
+from swarm.run.signed import SignedSpecification, sign, specification_key
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SpecificationStore
-
-NOW_S = 1_000_000.0
-
-
-class FixedClock:
-    def monotonic_s(self) -> float:
-        return NOW_S
-
-    def swarm_s(self) -> float:
-        return NOW_S
-
-
-@dataclass(frozen=True)
-class FakeEntry:
-    value: Any
-    subkey: str | None
-    writer: PeerId
-    expiration: float
-
-
-class FakeDht:
-    """A shared store of records; `as_peer` returns one peer's view of it."""
-
-    def __init__(self) -> None:
-        self.entries: dict[tuple[Key, PeerId, str | None], FakeEntry] = {}
-        self.stores = 0
-        self.refuses = False
-        self.failing_reads = 0  # that end with an error of the network
-
-    def as_peer(self, own: PeerId) -> Any:
-        dht = self
-
-        class View:
-            async def store(
-                self,
-                key: Key,
-                value: Any,
-                *,
-                ttl_s: float,
-                subkey: str | None = None,
-                timeout_s: float = 10.0,
-            ) -> StoreResult:
-                if dht.refuses:
-                    return StoreResult(False, 0)
-                dht.stores += 1
-                dht.entries[key, own, subkey] = FakeEntry(value, subkey, own, NOW_S + ttl_s)
-                return StoreResult(True, 1)
-
-            async def store_blob(
-                self, key: Key, blob: bytes, *, ttl_s: float, timeout_s: float = 10.0
-            ) -> StoreResult:
-                return await self.store(key, blob, ttl_s=ttl_s)
-
-            async def get_all(
-                self, key: Key, *, latest: bool = False, timeout_s: float = 10.0
-            ) -> list[FakeEntry]:
-                if dht.failing_reads:
-                    dht.failing_reads -= 1
-                    raise NetworkError("none of the 1 peers asked answered")
-                return [entry for (stored, _, _), entry in dht.entries.items() if stored == key]
-
-        return View()
-
-    def directory(self, own: PeerId | None = None) -> RunDirectory:
-        own = own or Identity.generate().peer_id
-        return RunDirectory(self.as_peer(own), own, clock=FixedClock(), rng=random.Random(0))
+from tests.run.fake_dht import NOW_S, FakeDht, FixedClock
 
 
 def specification(name: str = "tiny", batch_size: int = 8) -> RunSpecification:

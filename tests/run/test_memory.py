@@ -12,7 +12,8 @@ from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.run import events
 from swarm.run.memory import MemoryEstimate, estimate_memory
-from swarm.run.specification import RunSpecification, sign
+from swarm.run.signed import sign
+from swarm.run.specification import RunSpecification
 from swarm.run.task import TaskDescription
 from swarm.run.volunteer import Volunteer, VolunteerConfig
 

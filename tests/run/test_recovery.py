@@ -23,15 +23,8 @@ from swarm.dht.logic.records import RecordValidator, record_of_blob
 from swarm.dht.logic.storage import Storage
 from swarm.run.changes import Change, differences, sign_change
 from swarm.run.recovery import recover
-from swarm.run.specification import (
-    RunSpecification,
-    SignedSpecification,
-    newest,
-    run_id_of,
-    sign,
-    specification_key,
-    verified,
-)
+from swarm.run.signed import SignedSpecification, newest, run_id_of, sign, specification_key, verified
+from swarm.run.specification import RunSpecification
 
 OWNER, RECOVERY, NEXT, THIEF = (Identity.generate() for _ in range(4))
 TABLE = {

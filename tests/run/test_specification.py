@@ -19,14 +19,8 @@ from swarm.core.identity import Identity
 from swarm.run.changes import restart_needed
 from swarm.run.choices import RANK_MAX
 from swarm.run.estimate import round_bytes
-from swarm.run.specification import (
-    SPECIFICATION_BYTES_MAX,
-    RunSpecification,
-    newest,
-    run_id_of,
-    sign,
-    verified,
-)
+from swarm.run.signed import SPECIFICATION_BYTES_MAX, newest, run_id_of, sign, verified
+from swarm.run.specification import RunSpecification
 from swarm.run.task import TaskDescription
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from swarm.core.identity import Identity
-from swarm.run.specification import RunSpecification, SignedSpecification, sign
+from swarm.run.signed import SignedSpecification, sign
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SPECIFICATIONS_MAX, SpecificationStore
 
 

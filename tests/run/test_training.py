@@ -19,7 +19,8 @@ from swarm.core.errors import NotEnoughPeers
 from swarm.core.identity import Identity
 from swarm.run import events
 from swarm.run.microbatches import MicroBatches, StepSize
-from swarm.run.specification import RunSpecification, sign
+from swarm.run.signed import sign
+from swarm.run.specification import RunSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import Draw
 from swarm.run.training import Training

@@ -23,7 +23,8 @@ from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE
 from swarm.dht.service.wire import key_to_wire, record_to_wire
 from swarm.net.contacts import contact_to_wire
 from swarm.run.directory import RunDirectory
-from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
+from swarm.run.signed import SignedSpecification, sign, specification_key
+from swarm.run.specification import RunSpecification
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.wire.dht_pb2 import (
     DhtFindQuery,

@@ -15,7 +15,7 @@ from swarm.core.ids import Key, open_run_id
 from swarm.dht.logic.companions import LISTING_KEY
 from swarm.dht.service.dht_service import DhtService
 from swarm.run.directory import RunDirectory
-from swarm.run.specification import run_id_of
+from swarm.run.signed import run_id_of
 from swarm.testing.hostile import HostilePeer, SilentPeer, nearest_identities, only_colluders
 from swarm.testing.network import SimulatedNetwork
 from tests.sim.dht_scenarios import play, service_of, swarm_of

@@ -8,7 +8,7 @@ import asyncio
 
 from moe.protocol.declarations import GRIDS, RENEW_S, TTL_S, Declarations, Directory, GridBranch, ServerLoad
 from moe.protocol.names import ExpertGrid, ExpertUid
-from moe.server.free_places import taken_places
+from moe.server.places import read_load
 from swarm.core.ids import Contact
 from swarm.dht.service.dht_service import DhtService, StoreItem
 from swarm.testing.dht_swarm import DhtSwarm
@@ -40,7 +40,7 @@ def test_replicas_are_found_level_by_level_best_first_and_withdrawn() -> None:
     async def scenario() -> None:
         network, services = await grown(1, 6)
         one, two, reader = services[1], services[2], services[4]
-        first = declarations(one, uids("ffn.0.1", "ffn.0.2", "ffn.3.1", "ffn.7"), ServerLoad(2.0, 10.0))
+        first = declarations(one, uids("ffn.0.1", "ffn.0.2", "ffn.3.1", "ffn.7"), ServerLoad(2.0, 10.0, 0.25))
         second = declarations(two, {**uids("ffn.0.1"), ExpertUid.parse("ffn.0.2"): B}, ServerLoad(1.0))
         assert await first.declare()
         assert await second.declare()
@@ -55,7 +55,7 @@ def test_replicas_are_found_level_by_level_best_first_and_withdrawn() -> None:
         # the less busy one first
         assert [replica.peer_id for replica in branches[zero].experts[1]] == [two.peer_id, one.peer_id]
         assert {replica.schema for replica in branches[zero].experts[2]} == {A, B}
-        assert branches[zero].experts[1][1].load == ServerLoad(2.0, 10.0)
+        assert branches[zero].experts[1][1].load == ServerLoad(2.0, 10.0, 0.25)
         assert branches[zero].experts[1][0].contact == two.own()
         assert branches[nowhere] == GridBranch()
         assert list(await directory.live(three, timeout_s=10.0)) == [1]
@@ -63,9 +63,13 @@ def test_replicas_are_found_level_by_level_best_first_and_withdrawn() -> None:
             [ExpertUid.parse("ffn.0.2"), ExpertUid.parse("ffn.9.9")], timeout_s=10.0
         )
         assert [len(replicas) for replicas in found.values()] == [2, 0]
-        assert await taken_places(directory, ExpertGrid.parse("ffn.[0:4].[0:4]"), timeout_s=10.0) == set(
-            uids("ffn.0.1", "ffn.0.2", "ffn.3.1")
-        )
+        load = await read_load(directory, ExpertGrid.parse("ffn.[0:4].[0:4]"), timeout_s=10.0)
+        assert len(load) == 16
+        assert {str(uid): servers for uid, servers in load.items() if servers} == {
+            "ffn.0.1": {one.peer_id: 0.25, two.peer_id: 0.0},
+            "ffn.0.2": {one.peer_id: 0.25, two.peer_id: 0.0},
+            "ffn.3.1": {one.peer_id: 0.25},
+        }
         await first.withdraw()
         branches = await directory.branches([root, zero], timeout_s=10.0)
         assert branches[root].coordinates == {0}
@@ -129,14 +133,9 @@ def test_a_large_grid_takes_a_record_per_prefix_and_server() -> None:
         storage, held = services[1].storage, services[1].storage.keys()
         records = sum(len(storage.records(key, services[1].overlay.now_us)) for key in held)
         assert records == 17 + 1  # its grids
-        assert (
-            len(
-                await taken_places(
-                    Directory(services[3]), ExpertGrid.parse("ffn.[0:16].[0:16]"), timeout_s=10.0
-                )
-            )
-            == 256
-        )
+        grid = ExpertGrid.parse("ffn.[0:16].[0:16]")
+        load = await read_load(Directory(services[3]), grid, timeout_s=10.0)
+        assert sum(len(servers) for servers in load.values()) == 256
         await network.close()
 
     run_virtual(scenario())

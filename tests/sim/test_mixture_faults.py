@@ -137,7 +137,8 @@ def test_without_experts_the_layer_raises_or_returns_zeros_as_configured(
     swarm: ExpertSwarm, allowed: bool
 ) -> None:
     servers = serve_rows(swarm)
-    layer, x = layer_of(swarm, allow_zero_outputs=allowed), batch()
+    # three steps take less than the time until declarations expire
+    layer, x = layer_of(swarm, allow_zero_outputs=allowed, forward_timeout_s=5.0), batch()
     output_of(layer, x)
     for server in servers:
         swarm.crash(server)

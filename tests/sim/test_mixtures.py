@@ -161,7 +161,7 @@ def test_wrong_arguments_raise_usage_errors(swarm: ExpertSwarm) -> None:
         with pytest.raises(UsageError):
             layer_of(swarm, **wrong)
     layer = layer_of(swarm)
-    for x in (torch.zeros(3, 5), torch.zeros(0, WIDTH), torch.zeros(WIDTH)):
+    for x in (torch.zeros(3, 5), torch.zeros(WIDTH)):
         with pytest.raises(UsageError):
             layer(x)
     with pytest.raises(UsageError, match="1 input tensors, not 2"):

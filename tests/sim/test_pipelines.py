@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moe.client.pipeline.sequential import PipelineConfig, RemoteSequential
-from swarm.core.errors import NotEnoughPeers, UsageError
+from swarm.core.errors import NotEnoughPeers, SwarmError, UsageError
 from swarm.testing.expert_swarm import ExpertSwarm, SimulatedExperts
 
 WIDTH, STAGES = 6, 6
@@ -119,6 +119,20 @@ def test_every_stage_learns_once_per_micro_batch(swarm: ExpertSwarm) -> None:
         for name in MODULES
         for a, b in zip(before[name].parameters(), MODULES[name].parameters(), strict=True)
     )
+
+
+def test_a_backward_pass_that_timed_out_and_is_repeated_is_applied_once(swarm: ExpertSwarm) -> None:
+    servers = serve(swarm, learning_rate=0.1)
+    pipeline = pipeline_of(swarm, micro_batch_size=8, backward_timeout_s=2.0)
+    loss = through(pipeline, batch()).square().sum()
+    for (server,) in servers[:2]:
+        server.lose_replies = 100
+    with pytest.raises(SwarmError):
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    for (server,) in servers[:2]:
+        server.lose_replies = 0
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    assert {version for (server,) in servers for version in server.versions.values()} == {2}
 
 
 @pytest.mark.parametrize("how", ["crash", "freeze"])

@@ -16,8 +16,8 @@ from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import GradientPass
 from moe.protocol.declarations import Directory
 from moe.protocol.names import ExpertUid
-from moe.server.hosting import HostingService
-from moe.server.logic.input_cache import InputCache
+from moe.server.hosting import INPUT_LIMITS, HostingService
+from moe.server.logic.caller_cache import CallerCache
 from swarm.core.errors import NotEnoughPeers, UsageError
 from tests.wire.expert_pair import UID, expert, gated, network, pair, sgd
 
@@ -131,7 +131,7 @@ def test_inputs_are_sent_again_only_when_the_server_no_longer_has_them(forgets: 
         mirror = x.detach().clone().requires_grad_()
         y = remote(x)
         if forgets == "all":
-            two.host.service(HostingService).input_cache = InputCache()
+            two.host.service(HostingService).input_cache = CallerCache(INPUT_LIMITS, lambda caller: False)
         y.sum().backward()
         module(mirror.clone()).sum().backward()
         assert x.grad is not None

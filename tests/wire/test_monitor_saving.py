@@ -22,7 +22,7 @@ from swarm.monitor.watching import Watch, WatchConfig
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.inner_optimizer import build_optimizer, schedule_factory
-from swarm.run.specification import SignedSpecification
+from swarm.run.signed import SignedSpecification
 from swarm.run.task import make_task
 from tests.wire.lone_donor import lone_donor
 from tests.wire.volunteers import HERE, VolunteerThread, created_run

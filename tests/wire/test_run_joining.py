@@ -16,7 +16,8 @@ from swarm.core.ids import PeerId
 from swarm.node import Node
 from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
-from swarm.run.specification import RunSpecification, specification_key
+from swarm.run.signed import specification_key
+from swarm.run.specification import RunSpecification
 
 HERE = "127.0.0.1:0"
 

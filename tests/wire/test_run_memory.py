@@ -18,7 +18,8 @@ from swarm.run import events
 from swarm.run import volunteer as volunteer_module
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import estimate_run
-from swarm.run.specification import End, RunSpecification, sign
+from swarm.run.signed import sign
+from swarm.run.specification import End, RunSpecification
 from swarm.run.task import Task, TaskData, make_task
 from swarm.run.volunteer import VolunteerConfig
 

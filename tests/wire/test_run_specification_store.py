@@ -15,7 +15,8 @@ from swarm.core.identity import Identity
 from swarm.node import Node
 from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
-from swarm.run.specification import RunSpecification, SignedSpecification, sign
+from swarm.run.signed import SignedSpecification, sign
+from swarm.run.specification import RunSpecification
 from swarm.run.specification_store import SpecificationStore
 
 HERE = "127.0.0.1:0"

@@ -20,7 +20,7 @@ from swarm.run.directory import RunDirectory
 from swarm.run.estimate import read_members, round_bytes
 from swarm.run.exporting import export, newest_checkpoint
 from swarm.run.recovery import recover
-from swarm.run.specification import VERSION_MAX, SignedSpecification, sign
+from swarm.run.signed import VERSION_MAX, SignedSpecification, sign
 from swarm.run.task import make_task
 from tests.wire.volunteers import HERE, VolunteerThread, created_run
 

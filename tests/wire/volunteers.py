@@ -17,7 +17,8 @@ from swarm.node import Node
 from swarm.run import events
 from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
-from swarm.run.specification import RunSpecification, SignedSpecification
+from swarm.run.signed import SignedSpecification
+from swarm.run.specification import RunSpecification
 from swarm.run.volunteer import Volunteer, VolunteerConfig
 
 HERE = "127.0.0.1:0"

@@ -5,7 +5,13 @@ from __future__ import annotations
 from averaging.allreduce.logic.assembly import Assembly
 from averaging.allreduce.logic.effects import CheckAverage, CloseStream, OpenStream
 from averaging.allreduce.logic.setup import RoundSetup
-from averaging.allreduce.logic.stragglers import REDUCER_S, REDUCER_SHARE, StragglerDetector, TransferEta
+from averaging.allreduce.logic.stragglers import (
+    REDUCER_S,
+    REDUCER_SHARE,
+    StragglerDetector,
+    TransferEta,
+    too_late,
+)
 from averaging.allreduce.logic.versions import Version
 
 
@@ -98,10 +104,7 @@ class ReducerStreams:
         self._eta.due_s = self._setup.due_s(REDUCER_SHARE)
         left_s = self._setup.deadline_s - now_s
         return [
-            (
-                place,
-                f"at its pace its averages would take {more_s:.0f} s more; the round has {left_s:.0f} s",
-            )
+            (place, f"its averages {too_late(more_s)}; the round has {left_s:.0f} s")
             for place, more_s in self._eta.late(self._waited_for(), now_s)
         ]
 

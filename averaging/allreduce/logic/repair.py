@@ -3,8 +3,9 @@
 Missing chunks are downloaded from members that hold them. A chunk that nobody holds, and nobody can still get
 from the lost reducer, is reduced again by the successor: the first member after it in group order that is
 alive and can be dialed. A successor that lives and makes nothing of the chunks is passed over after some
-time: the next one takes over too. Each member determines the successor by its own view; when two members take
-the role, votes decide between their results.
+time: the next one takes over too; and it waits only for a while for averages that are said to be on their way
+to others. Each member determines the successor by its own view; when two members take the role, votes decide
+between their results.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Repair:
         # the successor cannot ask this member, which asks it, whether it lacks anything or not
         self._helping = own not in self._dialable
         self._reports = {place: _Report() for place in self._dialable if place != own}
+        self._waits = True  # for members that may still get averages of the lost reducer
         self._passed_over: set[int] = set()  # successors that live and were waited for in vain
         self._lacking: set[int] = set()
         self._busy: set[int] = set()
@@ -136,6 +138,10 @@ class Repair:
         """Expect nothing more of the lost reducer."""
         self.trusted = False
         self._living.discard(self.reducer)
+
+    def wait_no_more(self) -> None:
+        """Reduce again what nobody holds, although a member says that it may still come to it."""
+        self._waits = False
 
     def pass_over(self) -> None:
         """Let the next member take over too: the successor has made nothing for too long."""
@@ -184,8 +190,9 @@ class Repair:
             return []
         todo: list[Ask | Take | Redo] = list(self._asks())
         asked = [place for place in sorted(self._reports) if place in self._living]
-        everybody = self.owned and all(
-            self._reports[place].heard and self._reports[place].sealed for place in asked
+        may_redo = self.owned and (
+            not self._waits
+            or all(self._reports[place].heard and self._reports[place].sealed for place in asked)
         )
         for chunk in sorted(self._lacking - self._busy):
             take = self._source(chunk, asked)
@@ -193,7 +200,7 @@ class Repair:
                 if len(self._busy) - len(self._redoing) < FETCHES_MAX:
                     self._busy.add(chunk)
                     todo.append(take)
-            elif everybody and len(self._redoing) < REDUCTIONS_MAX:
+            elif may_redo and len(self._redoing) < REDUCTIONS_MAX:
                 self._busy.add(chunk)
                 self._redoing.add(chunk)
                 todo.append(Redo(chunk))

@@ -250,10 +250,16 @@ class Repairs:
         return found
 
     def pace(self, own: bool, now_s: float) -> list[Effect]:
-        """Do not wait for ever for a reducer that lives and whose stream broke, a successor, or offers."""
+        """Do not wait for ever for a reducer that lives and whose stream broke, for its averages that are on
+        their way to others, for a successor, or for offers.
+        """
         for reducer, repair in self._repairs.items():
-            if repair.trusted and repair.lacking and now_s - self._lost_s[reducer] > REDUCER_S:
-                repair.distrust()
+            if repair.lacking and now_s - self._lost_s[reducer] > REDUCER_S:
+                if repair.trusted:
+                    repair.distrust()
+                    self._lost_s[reducer] = now_s  # the others may go on to trust it for as long
+                else:
+                    repair.wait_no_more()
             self._pace_successor(reducer, repair, now_s)
         found: list[Effect] = []
         for chunk, takeover in list(self._takeovers.items()):

@@ -8,7 +8,13 @@ from collections.abc import Iterable, Mapping
 
 from averaging.allreduce.logic.effects import Reduce, RefuseSender
 from averaging.allreduce.logic.setup import RoundSetup
-from averaging.allreduce.logic.stragglers import SENDER_S, SENDER_SHARE, StragglerDetector, TransferEta
+from averaging.allreduce.logic.stragglers import (
+    SENDER_S,
+    SENDER_SHARE,
+    StragglerDetector,
+    TransferEta,
+    too_late,
+)
 from averaging.reduction.reduce import Reduction
 from swarm.core.errors import PeerError
 
@@ -128,8 +134,7 @@ class OwnShard:
         for place, more_s in self._eta.late(sending, now_s):
             found += self.leave_out(
                 place,
-                f"at its pace it would send for {more_s:.0f} s more; the round has "
-                f"{self._setup.deadline_s - now_s:.0f} s",
+                f"its values {too_late(more_s)}; the round has {self._setup.deadline_s - now_s:.0f} s",
                 own=own,
             )
         return found

@@ -3,7 +3,8 @@
 A member that sends heartbeats and does not work would delay all others for ever. It is given up after a
 multiple of the longest recent pause of any member in this round, and never before a minimum time; time during
 which this process itself did not run does not count. A member that works steadily but too slowly for the time
-of the round is detected from its transfer rate.
+of the round is detected from its transfer rate. Everybody is given up once a share of the round's time is
+over: no message extends that.
 """
 
 from __future__ import annotations
@@ -99,18 +100,26 @@ class TransferEta:
     def late(self, waited_for: Collection[int], now_s: float) -> list[tuple[int, float]]:
         """Return the members that will not finish in time, with the number of seconds that they still need.
 
-        Empty when most members are late: then this member is slow to receive. A member that has sent nothing
-        has no rate, and is returned once the time is over.
+        Once the time is over, every member that is waited for is late, with an infinite number: whatever it
+        says, it cannot extend its time. Empty when most members are late: then this member is slow to
+        receive.
         """
         found = []
         for place in waited_for:
             came, owed = self._came.get(place, 0), self._owed.get(place, 0)
             since_s, before = self._since.get(place, (now_s, 0))
             elapsed_s = now_s - since_s
-            if not came and now_s > self.due_s:
+            if now_s > self.due_s:
                 found.append((place, math.inf))
             elif came > before and owed > came and elapsed_s >= self._floor_s:
                 more_s = (owed - came) * elapsed_s / (came - before + UNDER_WAY_BYTES)
                 if now_s + more_s > self.due_s:
                     found.append((place, more_s))
         return found if 2 * len(found) <= len(self._owed) or len(self._owed) == 1 else []
+
+
+def too_late(more_s: float) -> str:
+    """Return what `TransferEta.late` says of a member's transfer, for the sentence about it."""
+    if math.isinf(more_s):
+        return "had not come when their time was over"
+    return f"would take {more_s:.0f} s more at its pace"

@@ -5,6 +5,7 @@ Shapes: B samples, S slots for experts per sample (-1: empty), F features of an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,6 @@ def weighted_sum(weights_BS: torch.Tensor, outputs_BS: torch.Tensor) -> torch.Te
     dtype.
     """
     batch, width = weights_BS.shape
-    flat_BSF = outputs_BS.reshape(batch, width, -1)
+    flat_BSF = outputs_BS.reshape(batch, width, math.prod(outputs_BS.shape[2:]))
     total_B1F = torch.bmm(weights_BS.to(flat_BSF.dtype).unsqueeze(1), flat_BSF)
     return total_B1F.reshape(batch, *outputs_BS.shape[2:])

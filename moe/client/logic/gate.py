@@ -87,8 +87,10 @@ def balancing_loss(scores: Sequence[torch.Tensor], utilization: Sequence[torch.T
     coordinate i, and P_i its mean probability.
 
     Fedus et al., section 2.2, for each dimension of the grid. The loss is D when both are uniform, and at
-    least D when f equals P. Gradients flow through P.
+    least D when f equals P, and 0 for an empty batch. Gradients flow through P.
     """
+    if not len(scores[0]):  # no sample: the mean would be NaN
+        return torch.stack([score.sum() for score in scores]).sum()
     parts = [
         len(share_used) * (share_used.to(score.device) * score.softmax(dim=-1).mean(dim=0)).sum()
         for score, share_used in zip(scores, utilization, strict=True)

@@ -15,8 +15,8 @@ from moe.client.logic.dispatch import sum_input_gradients
 from moe.client.logic.gathering import Gathering
 from moe.client.mixture.forward import REASONS_SHOWN, ExpertCall, MixtureOutput, offload, select_rows
 from moe.client.mixture.options import MixtureOptions, PassReport
-from moe.client.replicas.calling import ReplicaCalls, with_new_request_id
-from moe.protocol.calls import GradientPass
+from moe.client.replicas.calling import ReplicaCalls
+from moe.protocol.calls import BackwardReply, GradientPass
 from swarm.core.errors import NotEnoughPeers, SwarmError
 
 
@@ -40,11 +40,11 @@ class BackwardPass:
         )
 
     async def run(
-        self, gradients: Sequence[torch.Tensor | None], *, repeated: bool
+        self, gradients: Sequence[torch.Tensor | None], pass_number: int
     ) -> tuple[list[torch.Tensor | None], PassReport]:
         """Return the gradients of the floating-point inputs, and a report. `gradients` holds [B, S, …] or
-        None for every floating-point output. `repeated` means a further backward pass of the same forward
-        pass, to be applied as well.
+        None for every floating-point output. `pass_number` is that of this backward pass among those of one
+        forward pass, from 0 on; a repeated one has the number that it had.
 
         Raises NotEnoughPeers when a sample got fewer than `backward_k_min` gradients.
         """
@@ -62,12 +62,13 @@ class BackwardPass:
         )
         branches = self._mixture_output.branches
         found: dict[int, Sequence[torch.Tensor | None]] = {}
+        versions_apart: dict[str, int] = {}
         failed: dict[int, str] = {}
         async with asyncio.TaskGroup() as tasks:
             running = {}
             for number, branch in enumerate(branches):
                 gathering.expect(number, branch.places.rows, begun_s)
-                running[tasks.create_task(self._call(branch, gradients, deadline_s, repeated))] = number
+                running[tasks.create_task(self._call(branch, gradients, deadline_s, pass_number))] = number
             while not gathering.over(now_s := clock.monotonic_s()):
                 timeout_s = max(gathering.deadline_s() - now_s, 0.0)
                 done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -77,7 +78,10 @@ class BackwardPass:
                         failed[number] = str(outcome)
                         gathering.failed(number, clock.monotonic_s())
                     else:
-                        found[number] = outcome
+                        found[number] = outcome.gradients
+                        forward = branches[number].result
+                        if outcome.version != forward.forward_reply.version:
+                            versions_apart[str(forward.uid)] = outcome.version - forward.forward_reply.version
                         gathering.answered(number, clock.monotonic_s())
             for task, number in running.items():
                 task.cancel()
@@ -102,12 +106,17 @@ class BackwardPass:
             failed={names[number]: why for number, why in failed.items()},
             short_samples=below_k_min,
             seconds=clock.monotonic_s() - begun_s,
+            versions_apart=versions_apart,
         )
 
     async def _call(
-        self, branch: ExpertCall, gradients: Sequence[torch.Tensor | None], deadline_s: float, repeated: bool
-    ) -> Sequence[torch.Tensor | None] | SwarmError:
-        places, result = branch.places, branch.result
+        self,
+        branch: ExpertCall,
+        gradients: Sequence[torch.Tensor | None],
+        deadline_s: float,
+        pass_number: int,
+    ) -> BackwardReply | SwarmError:
+        places, result = branch.places, branch.result.for_pass(pass_number)
         inputs = await select_rows(self._pool, self._inputs, places.rows)
         size = sum(one.nbytes for one in gradients if one is not None)
         expert_gradients = await offload(
@@ -115,13 +124,10 @@ class BackwardPass:
             size,
             lambda: [one[places.rows, places.columns] if one is not None else None for one in gradients],
         )
-        if repeated:
-            result = with_new_request_id(result)
         try:
             tensors = GradientPass(inputs, expert_gradients)
-            answer = await self._calls.backward(
+            return await self._calls.backward(
                 result, tensors, deadline_s=deadline_s, codecs=self._options.codecs
             )
         except SwarmError as error:
             return error
-        return answer.gradients

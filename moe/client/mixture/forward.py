@@ -1,8 +1,9 @@
 """The forward pass of one batch through a mixture of experts on other peers. Runs on the network loop.
 
 Every expert is called once for all samples that selected it. Experts that fail are replaced, for the samples
-that lack answers then, by the next best ones. Slow experts are dropped once every sample has enough answers
-(`gathering`).
+that lack answers then, by the next best ones. Samples for which nobody is left are tried again after growing
+pauses, until the deadline, since servers restart. Slow experts are dropped once every sample has enough
+answers (`gathering`).
 
 Shapes: B samples, S slots for experts per sample (the first K as selected, further ones for replacements), K
 best experts, D dimensions of the grid.
@@ -25,7 +26,9 @@ from moe.client.mixture.options import REPLACEMENTS_MAX, MixtureOptions, PassRep
 from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.declarations import GridBranch as GridBranch
+from moe.protocol.errors import ExpertFailed
 from moe.protocol.names import ExpertUid
+from swarm.core.backoff import Backoff
 from swarm.core.errors import NetworkError, NotEnoughPeers, SwarmError, UsageError
 from swarm.core.ids import PeerId
 
@@ -33,6 +36,10 @@ T = TypeVar("T")
 
 _INLINE_BYTES_MAX = 256 << 10  # larger tensors are split and joined in a thread of the pool
 REASONS_SHOWN = 4
+# before experts that failed are asked again; doubles. Too small: restarting servers are asked all the time;
+# too large: a step waits although it is back.
+_RETRY_PAUSE_FIRST_S = 0.1
+_RETRY_PAUSE_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -90,7 +97,11 @@ class ForwardPass:
         self._tasks: dict[asyncio.Task[ForwardResult | SwarmError], int] = {}
         self._excluded: set[ExpertUid] = set()  # failed or suspected in this pass
         self._replicas: dict[ExpertUid, Sequence[ExpertReplica]] = {}
-        self._refresh_directory = self._has_refreshed = self._include_avoided = self._include_silent = False
+        self._refresh_directory = self._has_refreshed = self._include_silent = False
+        # avoided replicas are asked as well, except those that failed since this time; None: they are not
+        self._avoided_since_s: float | None = None
+        self._retry_pauses = Backoff(_RETRY_PAUSE_FIRST_S, _RETRY_PAUSE_S_MAX)
+        self._retry_at_s: float | None = None  # when samples without any expert are tried again
         self._may_lack_experts = True  # some sample may have lost experts since the last check
         self._silent: set[PeerId] = set()  # peers that did not answer in this pass when others did
         # how often replacements were searched for
@@ -107,22 +118,29 @@ class ForwardPass:
         selection = await self._search(self._scores, self._options.k_best)
         async with asyncio.TaskGroup() as tasks:
             self._start_calls(tasks, selection, torch.arange(len(self._occupied_BS), device="cpu"))
-            initially_occupied = self._occupied_BS
+            initially_occupied = self._occupied_BS.clone()
             while True:
                 self._suspect_stalled()
                 await self._replace_missing(tasks)
-                if gathering.over(now_s := clock.monotonic_s()):
+                await self._retry_missing(tasks)
+                now_s, retry_at_s = clock.monotonic_s(), self._retry_at_s
+                if now_s >= self._deadline_s or (retry_at_s is None and gathering.over(now_s)):
                     break
-                timeout_s = max(min(gathering.deadline_s(), self._suspect_at_s()) - now_s, 0.0)
-                done, _ = await asyncio.wait(
-                    self._tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    self._on_outcome(self._tasks.pop(task), task.result())
+                until_s = gathering.deadline_s() if retry_at_s is None else min(retry_at_s, self._deadline_s)
+                await self._wait(max(min(until_s, self._suspect_at_s()) - now_s, 0.0))
             for task, number in self._tasks.items():
                 task.cancel()
                 self._failed[number] = NotEnoughPeers("it was too late")
         return await self._result(initially_occupied, empty)
+
+    async def _wait(self, timeout_s: float) -> None:
+        """Wait for the next outcomes."""
+        if not self._tasks:
+            await asyncio.sleep(timeout_s)
+            return
+        done, _ = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            self._on_outcome(self._tasks.pop(task), task.result())
 
     async def _search(self, scores: Sequence[torch.Tensor], k: int) -> Selection:
         """Return the best experts that exist. When the DHT cannot be read, the search covers what is
@@ -158,7 +176,7 @@ class ForwardPass:
             if (
                 expert not in self._excluded
                 and not silent
-                and self._calls.available(expert, replicas, self._begun_s if self._include_avoided else None)
+                and self._calls.available(expert, replicas, self._avoided_since_s)
             ):
                 self._replicas[expert] = replicas
                 usable.append(place)
@@ -185,15 +203,13 @@ class ForwardPass:
                 default=0.0,
             )
             self._gathering.expect(number, batch_places.rows, self._calls.clock.monotonic_s(), expected_s)
-            self._tasks[tasks.create_task(self._call(uid, batch_places.rows, self._include_avoided))] = number
+            self._tasks[tasks.create_task(self._call(uid, batch_places.rows, self._avoided_since_s))] = number
 
     async def _call(
-        self, uid: ExpertUid, rows: torch.Tensor, include_avoided: bool
+        self, uid: ExpertUid, rows: torch.Tensor, include_avoided_since_s: float | None
     ) -> ForwardResult | SwarmError:
         inputs = await select_rows(self._pool, self._inputs, rows)
-        call = ForwardCall(
-            uid, self._replicas[uid], inputs, self._keep, self._begun_s if include_avoided else None
-        )
+        call = ForwardCall(uid, self._replicas[uid], inputs, self._keep, include_avoided_since_s)
         try:
             return await self._calls.forward(call, deadline_s=self._deadline_s, codecs=self._options.codecs)
         except SwarmError as error:
@@ -243,9 +259,45 @@ class ForwardPass:
             rows = rows[self._replaced_B[rows] == times]
             if len(rows) and self._calls.clock.monotonic_s() < self._deadline_s:
                 self._replaced_B[rows] += 1
-                self._include_avoided, self._include_silent = times > 0, times + 1 == times_max
+                self._avoided_since_s = self._begun_s if times > 0 else None
+                self._include_silent = times + 1 == times_max
                 await self._replace(tasks, rows)
-        self._include_avoided = self._include_silent = False
+        self._avoided_since_s, self._include_silent = None, False
+
+    async def _retry_missing(self, tasks: asyncio.TaskGroup) -> None:
+        """After a pause, ask again for samples that nobody is left to compute: for them experts that failed
+        count as not asked yet, and the directory is read again. Every second time also peers that were silent
+        in this pass are asked.
+        """
+        rows = (
+            self._gathering.unsatisfiable_rows if self._may_retry else self._gathering.unsatisfiable_rows[:0]
+        )
+        now_s = self._calls.clock.monotonic_s()
+        if not len(rows):
+            self._retry_at_s = None
+        elif self._retry_at_s is None:
+            self._retry_at_s = now_s + self._retry_pauses.next_s()
+        elif now_s >= self._retry_at_s:
+            self._retry_at_s = now_s + self._retry_pauses.next_s()
+            self._excluded.intersection_update(self._uids[number] for number in self._tasks.values())
+            for number in self._failed:
+                places = self._places[number]
+                self._occupied_BS[places.rows, places.columns] = False
+            self._avoided_since_s, self._refresh_directory = now_s, True
+            self._include_silent = self._retry_pauses.failures % 2 == 1
+            self._start_calls(tasks, await self._search_alternatives(rows), rows)
+            self._avoided_since_s, self._refresh_directory, self._include_silent = None, False, False
+
+    @property
+    def _may_retry(self) -> bool:
+        """Return whether trying again may help: some failure was of a kind that passes, and an answer is
+        required.
+        """
+        if self._options.allow_zero_outputs:
+            return False
+        return bool(self._directory_error or self._silent) or any(
+            not isinstance(error, UsageError | ExpertFailed) for error in self._failed.values()
+        )
 
     async def _replace(self, tasks: asyncio.TaskGroup, rows: torch.Tensor) -> None:
         """Call the best experts that these rows have not selected yet. When some rows find none, the
@@ -281,9 +333,7 @@ class ForwardPass:
         below_k_min = self._gathering.rows_below_k_min
         if len(below_k_min) and not self._options.allow_zero_outputs:
             raise self._too_few(len(below_k_min))
-        branches = [ExpertCall(self._results[number], self._places[number]) for number in numbers]
-        answers = [branch.result.forward_reply.outputs for branch in branches]
-        batch, width = self._occupied_BS.shape
+        answers = [self._results[number].forward_reply.outputs for number in numbers]
         like = answers[0] if answers else empty
         if any(
             [(one.shape[1:], one.dtype) for one in answer] != [(one.shape[1:], one.dtype) for one in like]
@@ -293,20 +343,31 @@ class ForwardPass:
                 f"the experts of {self._options.grid} have outputs of different shapes: a mixture needs one"
             )
         answered = torch.zeros_like(self._occupied_BS)
-        for branch in branches:
-            answered[branch.places.rows, branch.places.columns] = True
+        for number in numbers:
+            answered[self._places[number].rows, self._places[number].columns] = True
+        # of the slots for replacements only those with an answer: each takes as much memory as the batch
+        used_S = answered.any(dim=0)
+        used_S[: initially_occupied.shape[1]] = True
+        column_of = used_S.cumsum(0) - 1
+        places = [
+            Places(one.rows, column_of[one.columns]) for one in (self._places[number] for number in numbers)
+        ]
+        batch, width = len(answered), int(used_S.sum())
         size = sum(batch * width * one[:1].nbytes for one in like)
-        places = [branch.places for branch in branches]
         outputs = await offload(
             self._pool, size, lambda: scatter_outputs(batch, width, places, answers, like)
         )
         # `outputs` has them now: do not hold them twice until the backward pass
-        branches = [ExpertCall(one.result.without_outputs(), one.places) for one in branches]
-        selected = torch.zeros_like(self._occupied_BS)
+        branches = [
+            ExpertCall(self._results[number].without_outputs(), one)
+            for number, one in zip(numbers, places, strict=True)
+        ]
+        selected = torch.zeros(batch, width, dtype=torch.bool, device="cpu")
         selected[:, : initially_occupied.shape[1]] = initially_occupied
         seconds = self._calls.clock.monotonic_s() - self._begun_s
+        report = self._report(len(below_k_min), seconds)
         return MixtureOutput(
-            self._coordinates, selected, answered, outputs, branches, self._report(len(below_k_min), seconds)
+            self._coordinates[:, used_S], selected, answered[:, used_S], outputs, branches, report
         )
 
     def _report(self, short_samples: int, seconds: float) -> PassReport:

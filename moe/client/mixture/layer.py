@@ -15,7 +15,7 @@ from moe.client.logic.gate import ProductKeyGate, gate_input, logits_of, softmax
 from moe.client.logic.gathering import GatherTimeouts
 from moe.client.mixture.options import MixtureOptions, PassReport
 from moe.client.mixture.session import LastPasses, Session
-from moe.client.replicas.autograd_bridge import NodeBridge, check_batch
+from moe.client.replicas.autograd_bridge import NodeBridge, check_batch, uncompiled
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
 from swarm.core.errors import UsageError
@@ -78,6 +78,7 @@ class RemoteMixtureOfExperts(nn.Module):
         self.gate = ProductKeyGate(in_features, self.grid.shape)
         self._bridge, self._last_passes = NodeBridge(node), LastPasses()
 
+    @uncompiled
     def forward(self, inputs: torch.Tensor, *more: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         check_batch((inputs, *more))
         scores = self.gate(gate_input(inputs, self.in_features, self.gate.projection.weight))

@@ -12,7 +12,12 @@ import torch
 from moe.client.mixture.backward import BackwardPass
 from moe.client.mixture.forward import ForwardPass, MixtureOutput
 from moe.client.mixture.options import MixtureOptions, PassReport
-from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, to_host_checked
+from moe.client.replicas.autograd_bridge import (
+    NodeBridge,
+    attach_backward,
+    attach_empty,
+    to_host_checked,
+)
 
 
 @dataclass(slots=True)
@@ -42,7 +47,10 @@ class Session:
         host_inputs = to_host_checked(inputs, "layer")
         search_scores = [score.detach().to("cpu", torch.float32).nan_to_num() for score in scores]
         keep = torch.is_grad_enabled()
-        empty = last_passes.empty_outputs or [host_inputs[0][:0]]
+        # as many features as the inputs have, until some expert has answered
+        empty = last_passes.empty_outputs or [host_inputs[0][:0].clone()]
+        if not len(host_inputs[0]):
+            return self._empty_output(inputs, empty)
         pool = bridge.node.network.pool
 
         async def work() -> MixtureOutput:
@@ -50,7 +58,9 @@ class Session:
 
         mixture_output = bridge.run(work(), options.forward_timeout_s)
         if mixture_output.branches:
-            last_passes.empty_outputs = [output[:0, 0] for output in mixture_output.outputs]
+            last_passes.empty_outputs = [
+                output.new_empty((0, *output.shape[2:])) for output in mixture_output.outputs
+            ]
         last_passes.forward = mixture_output.report
         # the graph holds this object, which must not hold the graph's own outputs
         self._mixture_output = replace(mixture_output, outputs=[])
@@ -58,12 +68,27 @@ class Session:
             mixture_output, outputs=list(attach_backward(inputs, mixture_output.outputs, self._backward))
         )
 
+    def _empty_output(self, inputs: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]) -> MixtureOutput:
+        """Return the output for a batch without samples; no expert is called."""
+        slots, dimensions = self._options.k_best, len(self._options.grid.dimensions)
+        none = torch.zeros(0, slots, dtype=torch.bool, device="cpu")
+        outputs = [one.new_empty((0, slots, *one.shape[1:])) for one in empty]
+        self._last_passes.forward = PassReport(asked=(), answered=(), failed={}, short_samples=0, seconds=0.0)
+        return MixtureOutput(
+            coordinates_BSD=torch.zeros(0, slots, dimensions, dtype=torch.int64, device="cpu"),
+            selected_BS=none,
+            answered_BS=none,
+            outputs=list(attach_empty(inputs, outputs)),
+            branches=[],
+            report=self._last_passes.forward,
+        )
+
     def _backward(
-        self, inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
+        self, inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
     ) -> Sequence[torch.Tensor | None]:
         bridge, options = self._bridge, self._options
         work = BackwardPass(
             bridge.calls, bridge.node.network.pool, options, self._mixture_output, inputs
-        ).run(gradients, repeated=repeated)
+        ).run(gradients, number)
         sums, self._last_passes.backward = bridge.run(work, options.backward_timeout_s)
         return sums

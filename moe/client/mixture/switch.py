@@ -13,7 +13,7 @@ from torch import nn
 from moe.client.logic.gate import ProductKeyGate, balancing_loss, gate_input, switch_weights
 from moe.client.mixture.layer import RemoteMixtureOfExperts, weighted_outputs
 from moe.client.mixture.options import PassReport
-from moe.client.replicas.autograd_bridge import check_batch
+from moe.client.replicas.autograd_bridge import check_batch, uncompiled
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from swarm.core.errors import UsageError
 
@@ -109,6 +109,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
     def last_backward(self) -> PassReport | None:
         return self._mixture.last_backward
 
+    @uncompiled
     def forward(
         self, inputs: torch.Tensor, *more: torch.Tensor
     ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], torch.Tensor]:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls, with_new_request_id
+from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
+from moe.client.replicas.together import run_together
 from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
 from moe.protocol.errors import ExpertRefused
 from moe.protocol.names import ExpertUid
@@ -83,7 +84,6 @@ class PipelinePass:
         self._calls, self._options = calls, options
         self._begun_s = calls.clock.monotonic_s()
         self._deadline_s = self._begun_s + options.timeout_s
-        self._slots = asyncio.Semaphore(options.in_flight_max)
         self.report = PipelineReport()
 
     async def forward(self, inputs: Sequence[torch.Tensor], *, keep: bool) -> list[MicroBatch]:
@@ -103,21 +103,22 @@ class PipelinePass:
         return await self._run_all([run_forward(part) for part in parts])
 
     async def backward(
-        self, micro_batches: Sequence[MicroBatch], gradients: Sequence[torch.Tensor | None], *, repeated: bool
+        self, micro_batches: Sequence[MicroBatch], gradients: Sequence[torch.Tensor | None], pass_number: int
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the floating-point inputs. `gradients` are those of the floating-point
-        outputs of the whole batch. Every stage makes its optimizer step on the way.
+        outputs of the whole batch. Every stage makes its optimizer step on the way. `pass_number` is that of
+        this backward pass among those of one forward pass, from 0 on; a repeated one has the number it had.
         """
 
         async def run_backward(
             micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None]
         ) -> Sequence[torch.Tensor | None]:
-            for call in reversed(micro_batch.stage_calls):
+            for stage in reversed(range(len(micro_batch.stage_calls))):
                 if all(one is None for one in gradients):
                     return [
                         None for tensor in micro_batch.stage_calls[0].inputs if tensor.is_floating_point()
                     ]
-                gradients = await self._backward_stage(call, gradients, repeated)
+                gradients = await self._backward_stage(micro_batch, stage, gradients, pass_number)
             return gradients
 
         sizes = [len(micro_batch.outputs[0]) for micro_batch in micro_batches]
@@ -136,25 +137,9 @@ class PipelinePass:
     async def _run_all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Run all coroutines, as many at a time as the options allow; the first error ends the others."""
         self.report.micro_batches = len(work)
-
-        async def run_in_slot(one: Coroutine[Any, Any, T]) -> T:
-            async with self._slots:
-                return await one
-
-        # raised below: early versions of Python 3.11 wrap errors raised within `except*` in a group
-        failed: BaseException | None = None
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(run_in_slot(one)) for one in work]
-        except* SwarmError as errors:
-            failed = _first_error(errors)
-        finally:
-            for one in work:
-                one.close()  # coroutines that never began must be closed
-        if failed is not None:
-            raise failed
+        found = await run_together(work, self._options.in_flight_max)
         self.report.seconds = self._calls.clock.monotonic_s() - self._begun_s
-        return [task.result() for task in running]
+        return found
 
     async def _forward_stage(
         self, uid: ExpertUid, inputs: Sequence[torch.Tensor], keep: bool
@@ -183,14 +168,17 @@ class PipelinePass:
         )
 
     async def _backward_stage(
-        self, call: StageCall, gradients: Sequence[torch.Tensor | None], repeated: bool
+        self,
+        micro_batch: MicroBatch,
+        stage: int,
+        gradients: Sequence[torch.Tensor | None],
+        pass_number: int,
     ) -> Sequence[torch.Tensor | None]:
         """Run the backward pass of a stage where forward was answered. When that peer has failed, run forward
-        and backward at another one.
+        and backward at another one, which a repeated backward pass then asks first.
         """
-        clock, options, result = self._calls.clock, self._options, call.result
-        if repeated:
-            result = with_new_request_id(result)
+        clock, options, call = self._calls.clock, self._options, micro_batch.stage_calls[stage]
+        result = call.result.for_pass(pass_number)
         tensors = GradientPass(call.inputs, gradients)
         while True:
             limit_s = min(clock.monotonic_s() + options.stage_timeout_s, self._deadline_s)
@@ -202,7 +190,9 @@ class PipelinePass:
                 if isinstance(failure, ExpertRefused) or clock.monotonic_s() >= self._deadline_s:
                     raise
                 self.report.rerouted.append(f"{result.uid}, backward: {failure}")
-            result = await self._forward_stage(result.uid, call.inputs, keep=True)
+            found = await self._forward_stage(result.uid, call.inputs, keep=True)
+            micro_batch.stage_calls[stage] = StageCall(found.without_outputs(), call.inputs)
+            result = found.for_pass(pass_number)
 
 
 def _join_gradients(
@@ -221,11 +211,3 @@ def _join_gradients(
             for part, like in zip(parts, floating, strict=True)
         ]
     )
-
-
-def _first_error(errors: BaseExceptionGroup[SwarmError]) -> SwarmError:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, SwarmError)
-    return error

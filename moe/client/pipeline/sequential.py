@@ -10,9 +10,17 @@ import torch
 from torch import nn
 
 from moe.client.pipeline.passes import STAGES_MAX, MicroBatch, PipelineOptions, PipelinePass, PipelineReport
-from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, check_batch, to_host_checked
+from moe.client.replicas.autograd_bridge import (
+    NodeBridge,
+    attach_backward,
+    attach_empty,
+    check_batch,
+    to_host_checked,
+    uncompiled,
+)
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
+from moe.protocol.schema import ExpertSchema
 from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,16 +84,20 @@ class RemoteSequential(nn.Module):
     def __len__(self) -> int:
         return self.grid.count
 
+    @uncompiled
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not inputs:
             raise UsageError("a pipeline takes at least one tensor")
         check_batch(inputs)
+        if not len(inputs[0]):
+            empty = attach_empty(inputs, self._empty_outputs())
+            return empty[0] if len(empty) == 1 else empty
         micro_batches = self._run_forward(inputs)
 
         def run_backward(
-            _: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
+            _: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
         ) -> Sequence[torch.Tensor | None]:
-            return self._run_backward(micro_batches, gradients, repeated)
+            return self._run_backward(micro_batches, gradients, number)
 
         outputs = attach_backward(
             inputs,
@@ -112,6 +124,18 @@ class RemoteSequential(nn.Module):
     def extra_repr(self) -> str:
         return str(self.grid)
 
+    def _empty_outputs(self) -> list[torch.Tensor]:
+        """Return the outputs of the last stage for an empty batch."""
+
+        async def work() -> ExpertSchema:
+            calls, last = self._bridge.calls, list(self.grid.names())[-1]
+            return await calls.schema(last, deadline_s=calls.clock.monotonic_s() + self._forward_timeout_s)
+
+        schema = self._bridge.run(work(), self._forward_timeout_s)
+        return [
+            torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in schema.output_leaves
+        ]
+
     def _run_forward(self, inputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
         host_inputs, keep = to_host_checked(inputs, "pipeline"), torch.is_grad_enabled()
         options = self.pass_options(len(host_inputs[0]), self._forward_timeout_s)
@@ -124,15 +148,13 @@ class RemoteSequential(nn.Module):
         return micro_batches
 
     def _run_backward(
-        self, micro_batches: list[MicroBatch], gradients: list[torch.Tensor | None], repeated: bool
+        self, micro_batches: list[MicroBatch], gradients: list[torch.Tensor | None], number: int
     ) -> list[torch.Tensor | None]:
         options = self.pass_options(len(micro_batches[0].outputs[0]), self._backward_timeout_s)
 
         async def work() -> tuple[list[torch.Tensor | None], PipelineReport]:
             pipeline_pass = PipelinePass(self._bridge.calls, options)
-            return await pipeline_pass.backward(
-                micro_batches, gradients, repeated=repeated
-            ), pipeline_pass.report
+            return await pipeline_pass.backward(micro_batches, gradients, number), pipeline_pass.report
 
         found, self.last_backward = self._bridge.run(work(), options.timeout_s)
         return found

@@ -6,28 +6,33 @@ A layer enters the network thread once for a forward pass and once for each of i
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from moe.client.replicas.calling import ReplicaCalls
-from moe.protocol.tensors import is_finite
+from moe.protocol.methods import INLINE_BYTES_MAX
+from moe.protocol.tensors import flat_bytes, is_finite
 from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
 T = TypeVar("T")
+ParametersT = ParamSpec("ParametersT")
 
 _MARGIN_S = 10.0  # passes have their own deadlines; this is added for a busy network thread
 
-# (inputs, gradients of the floating-point outputs, whether this forward pass had a backward pass before) ->
+# (inputs, gradients of the floating-point outputs, number of this backward pass of one forward pass) ->
 # gradients of the floating-point inputs, in order. All on the host; None: the outputs do not depend on it.
 Backward: TypeAlias = Callable[
-    [list[torch.Tensor], list[torch.Tensor | None], bool], Sequence[torch.Tensor | None]
+    [list[torch.Tensor], list[torch.Tensor | None], int], Sequence[torch.Tensor | None]
 ]
 
 
@@ -88,27 +93,71 @@ def to_host_checked(inputs: Sequence[torch.Tensor], what: str) -> list[torch.Ten
 
 
 def check_batch(inputs: Sequence[torch.Tensor]) -> None:
-    """Raise UsageError unless all inputs are tensors with the same, non-empty first dimension."""
+    """Raise UsageError unless all inputs are tensors with the same first dimension, which may be 0."""
     for tensor in inputs:
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.ndim == 0
-            or not len(tensor)
-            or len(tensor) != len(inputs[0])
-        ):
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != len(inputs[0]):
             raise UsageError(
-                "a layer of experts takes tensors whose first dimension is the batch, "
-                "the same for all, and at least 1"
+                "a layer of experts takes tensors whose first dimension is the batch, the same for all"
             )
 
 
+def attach_empty(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the outputs for an empty batch as part of the caller's autograd graph. No expert is called for
+    them, forward or backward.
+    """
+
+    def no_gradients(
+        inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
+    ) -> Sequence[torch.Tensor | None]:
+        return [torch.zeros_like(tensor) for tensor in inputs if tensor.is_floating_point()]
+
+    return attach_backward(inputs, outputs, no_gradients)
+
+
+def uncompiled(function: Callable[ParametersT, T]) -> Callable[ParametersT, T]:
+    """Decorate a layer's `forward` so that `torch.compile` leaves it as it is: a graph break. It blocks on
+    other peers, so there is nothing to compile.
+    """
+    disabled: list[Callable[ParametersT, T]] = []
+
+    @functools.wraps(function)
+    def call(*arguments: ParametersT.args, **named: ParametersT.kwargs) -> T:
+        # the compiler takes a second to import; where nobody has imported it, nothing is compiled
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments, **named)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*arguments, **named)
+
+    # read by the compiler before it would trace `call` itself
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def _own_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is no view, since autograd forbids to change views of a custom function in place.
+    Small ones are copied: their memory may be that of a message.
+    """
+    if not tensor._is_view():
+        return tensor
+    if tensor.nbytes <= INLINE_BYTES_MAX:
+        return tensor.clone()
+    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    own.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return own
+
+
 class _RemoteBackward:
-    """The backward passes of one forward pass."""
+    """The backward passes of one forward pass, numbered from 0. A pass that failed may have been applied by
+    some experts; when it is repeated with the same gradients it keeps its number, so that these experts do
+    not apply it again.
+    """
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
         self._lock = threading.Lock()
         self._passes = 0
+        self._failed: dict[bytes, int] = {}  # digest of the gradients -> number of the pass that failed
 
     def backward(
         self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -122,8 +171,26 @@ class _RemoteBackward:
                 torch.full_like(tensor, float("nan")) for tensor in host_inputs if tensor.is_floating_point()
             ]
         with self._lock:
-            repeated, self._passes = self._passes > 0, self._passes + 1
-        return self._backward(host_inputs, given, repeated)
+            number = self._failed.pop(_digest(given), None) if self._failed else None
+            if number is None:
+                number, self._passes = self._passes, self._passes + 1
+        try:
+            return self._backward(host_inputs, given, number)
+        except BaseException:
+            with self._lock:
+                self._failed[_digest(given)] = number
+            raise
+
+
+def _digest(tensors: Sequence[torch.Tensor | None]) -> bytes:
+    """Return a digest of the tensors' elements, by which a repeated pass is recognized."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        raw = None if tensor is None else flat_bytes(tensor)
+        found.update(b"\0" if raw is None else b"\1" + raw.numel().to_bytes(8, "big"))
+        if raw is not None and raw.numel():
+            found.update(raw.numpy().data)
+    return found.digest()
 
 
 class _RemoteFunction(torch.autograd.Function):
@@ -143,7 +210,7 @@ class _RemoteFunction(torch.autograd.Function):
         # saved, so that autograd notices when inputs are overwritten: views of them are sent again
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        outputs = tuple(output.to(inputs[0].device) for output in remote_outputs)
+        outputs = tuple(_own_tensor(output.to(inputs[0].device)) for output in remote_outputs)
         ctx.floating = [output.is_floating_point() for output in outputs]
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return outputs

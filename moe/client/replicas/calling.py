@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import torch
 from moe.client.logic.hedging import ATTEMPTS_MAX, HedgedCall
 from moe.client.logic.replica_stats import ReplicaStats
 from moe.client.replicas.directory_cache import ExpertDirectoryCache
+from moe.client.replicas.splitting import SplitCalls
 from moe.protocol.calls import (
     BackwardReply,
     ExpertCalls,
@@ -30,7 +30,7 @@ from moe.protocol.calls import (
     WireCodecs,
 )
 from moe.protocol.declarations import Directory, ExpertReplica
-from moe.protocol.errors import ExpertApplied, ExpertMissing, ExpertOverloaded
+from moe.protocol.errors import ExpertApplied, ExpertMissing, ExpertOverloaded, ExpertStale
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Leaf
 from swarm.core.backoff import Backoff
@@ -67,7 +67,11 @@ class ForwardResult:
 
     def without_outputs(self) -> ForwardResult:
         """Return a copy without the outputs, which a backward pass does not need."""
-        return replace(self, forward_reply=replace(self.forward_reply, outputs=[]))
+        return replace(self, forward_reply=self.forward_reply.without_outputs())
+
+    def for_pass(self, number: int) -> ForwardResult:
+        """Return the result for the backward pass with this number (`ForwardReply.for_pass`)."""
+        return replace(self, forward_reply=self.forward_reply.for_pass(number)) if number else self
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -100,7 +104,7 @@ class ReplicaCalls:
         """
         directory = ExpertDirectoryCache(Directory(node.dht.service), node.clock, node.supervisor)
         stats = ReplicaStats(rng or random.SystemRandom())
-        return cls(node.service(ExpertCalls.from_node), stats, directory, node.clock)
+        return cls(SplitCalls(node.service(ExpertCalls.from_node)), stats, directory, node.clock)
 
     async def schema(self, uid: ExpertUid, *, deadline_s: float) -> ExpertSchema:
         """Return the expert's schema from the first of its replicas that answers. Raises the same errors as
@@ -224,6 +228,7 @@ class ReplicaCalls:
         tensors = GradientPass(
             cast_to_schema(schema.input_leaves, tensors.inputs),
             cast_to_schema(schema.gradient_leaves, tensors.gradients),
+            tensors.staleness_max,
         )
         for left in range(_REPEATS_MAX, -1, -1):
             timeout_s = (deadline_s - self.clock.monotonic_s()) * (_WAIT_SHARE if left else 1.0)
@@ -294,7 +299,7 @@ class ReplicaCalls:
 
     def _record_failure(self, uid: ExpertUid, replica: ExpertReplica, error: SwarmError) -> None:
         now_s, peer = self.clock.monotonic_s(), replica.peer_id
-        if isinstance(error, ExpertOverloaded | ExpertApplied):  # the peer is alive and honest
+        if isinstance(error, ExpertOverloaded | ExpertApplied | ExpertStale):  # the peer is alive and honest
             if isinstance(error, ExpertOverloaded):
                 self.stats.overloaded(peer, now_s)
             return
@@ -333,19 +338,6 @@ class ReplicaCalls:
             )
         why = self.stats.why_avoided(str(uid), replicas[0].peer_id, now_s) or "they failed just now"
         return NotEnoughPeers(f"no replica of {uid} can be asked: all {len(replicas)} are avoided, {why}")
-
-
-def with_new_request_id(result: ForwardResult) -> ForwardResult:
-    """Return a copy with a new request id: its backward pass is applied in addition to the one under the
-    first id.
-    """
-    forward_reply = result.forward_reply
-    return replace(
-        result,
-        forward_reply=replace(
-            forward_reply, request_id=os.urandom(len(forward_reply.request_id)), kept=False
-        ),
-    )
 
 
 TensorT = TypeVar("TensorT", torch.Tensor, torch.Tensor | None)

@@ -7,16 +7,19 @@ still not applied again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
+
+from moe.server.logic.caller_cache import CacheLimits, CallerCache
 
 T = TypeVar("T")
 
-
-IDS_MAX = 65536  # about 200 bytes each; callers repeat within seconds
-ANSWERS_BYTES_MAX = 128 << 20  # the answers to the last seconds' passes; an older one is computed again
-IDS_PER_CALLER_MAX = 8192  # so that one caller cannot evict the others' ids
+# about 500 bytes each; callers repeat within seconds. Of one caller at most an eighth
+IDS = CacheLimits(
+    bytes_max=65536, bytes_per_caller_max=8192, strangers_bytes_max=32768, entry_overhead_bytes=0
+)
+# the answers to the last seconds' passes; a caller that repeats an older one learns that it was applied
+ANSWERS = CacheLimits(bytes_max=128 << 20, bytes_per_caller_max=128 << 20, strangers_bytes_max=8 << 20)
 
 
 class AppliedRequests(Generic[T]):
@@ -24,56 +27,28 @@ class AppliedRequests(Generic[T]):
 
     def __init__(
         self,
+        is_stranger: Callable[[Hashable], bool],
         *,
-        ids_max: int = IDS_MAX,
-        answers_bytes_max: int = ANSWERS_BYTES_MAX,
-        ids_per_caller_max: int = IDS_PER_CALLER_MAX,
+        ids: CacheLimits = IDS,
+        answers: CacheLimits = ANSWERS,
     ) -> None:
-        self._ids_max, self._ids_per_caller_max = ids_max, ids_per_caller_max
-        self._answers_bytes_max = answers_bytes_max
-        # the most recent caller comes last
-        self._by_caller: OrderedDict[Hashable, OrderedDict[bytes, None]] = OrderedDict()
-        self._answers: OrderedDict[tuple[Hashable, bytes], tuple[T, int]] = OrderedDict()
-        self._ids = 0
-        self._bytes = 0
+        """`ids` counts each id as one byte."""
+        self._ids: CallerCache[None] = CallerCache(ids, is_stranger)
+        self._answers: CallerCache[T] = CallerCache(answers, is_stranger)
 
     def __len__(self) -> int:
-        return self._ids
+        return len(self._ids)
 
     def is_known(self, caller: Hashable, request_id: bytes) -> bool:
         """Return whether the pass was applied."""
-        return request_id in self._by_caller.get(caller, ())
+        return self._ids.has(caller, request_id)
 
     def answer(self, caller: Hashable, request_id: bytes) -> T | None:
         """Return the answer of an applied pass; None when it is forgotten."""
-        found = self._answers.get((caller, request_id))
-        return found[0] if found is not None else None
+        return self._answers.get(caller, request_id)
 
     def note(self, caller: Hashable, request_id: bytes, answer: T, size_bytes: int) -> None:
         """Record an applied pass."""
-        ids = self._by_caller.setdefault(caller, OrderedDict())
-        self._by_caller.move_to_end(caller)
-        if request_id in ids:
-            return
-        ids[request_id] = None
-        self._ids += 1
-        self._answers[caller, request_id] = (answer, size_bytes)
-        self._bytes += size_bytes
-        if len(ids) > self._ids_per_caller_max:
-            self._forget(caller)
-        while self._ids > self._ids_max:
-            self._forget(next(iter(self._by_caller)))
-        while self._bytes > self._answers_bytes_max and self._answers:
-            _, (_, freed_bytes) = self._answers.popitem(last=False)
-            self._bytes -= freed_bytes
-
-    def _forget(self, caller: Hashable) -> None:
-        """Forget a caller's oldest pass."""
-        ids = self._by_caller[caller]
-        request_id, _ = ids.popitem(last=False)
-        self._ids -= 1
-        dropped = self._answers.pop((caller, request_id), None)
-        if dropped is not None:
-            self._bytes -= dropped[1]
-        if not ids:
-            del self._by_caller[caller]
+        if not self.is_known(caller, request_id):
+            self._ids.put(caller, request_id, None, 1)
+            self._answers.put(caller, request_id, answer, size_bytes)

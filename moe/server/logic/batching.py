@@ -6,7 +6,7 @@ The order between queues and within them is that of start-time fair queueing (Go
 each request gets a virtual start, which is the virtual time or the end of its caller's previous request,
 whichever is later. A caller alone is served oldest first; several callers get equal shares of samples,
 whatever the number of requests that each has waiting; and no request waits for ever. A full queue refuses at
-once.
+once; strangers together may fill half of it.
 
 Times are parameters. Not thread-safe: threads that share it hold a lock.
 """
@@ -61,6 +61,7 @@ class QueuedRequest:
     samples: int
     size_bytes: int
     cost: float
+    is_stranger: bool = False
 
 
 @dataclass(slots=True)
@@ -86,7 +87,8 @@ class Batcher:
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
         self.limits = limits or BatchLimits()
-        self.queued_bytes = 0
+        self.queued_bytes = self._strangers_bytes = 0
+        self._strangers_queued = 0
         self.queued_cost = 0.0
         self._queues: dict[Hashable, _Queue] = {}  # queues that have requests
         self._queue_of: dict[int, Hashable] = {}
@@ -101,9 +103,19 @@ class Batcher:
         """Return the number of requests that wait."""
         return len(self._queue_of)
 
-    def refusal(self, caller: Hashable, size_bytes: int) -> str:
+    def refusal(self, caller: Hashable, size_bytes: int, *, is_stranger: bool) -> str:
         """Return why such a request cannot wait here now; "" when it can."""
         limits = self.limits
+        if is_stranger and self._strangers_queued:
+            sum_bytes = self._strangers_bytes + size_bytes
+            if (
+                2 * self._strangers_queued >= limits.queued_requests_max
+                or 2 * sum_bytes > limits.queued_bytes_max
+            ):
+                return (
+                    f"strangers have their half of the queue: {self._strangers_bytes} bytes in "
+                    f"{self._strangers_queued} of {len(self._queue_of)} queued"
+                )
         if len(self._queue_of) >= limits.queued_requests_max:
             return f"the queue is full: {len(self._queue_of)} queued"
         if self.queued_bytes + size_bytes > limits.queued_bytes_max and self._queue_of:
@@ -116,7 +128,7 @@ class Batcher:
     def offer(self, request: QueuedRequest, now_s: float) -> str:
         """Queue a request. Return "", or the reason why it cannot wait; nothing has changed then."""
         assert 0 < request.samples <= self.limits.batch_samples_max
-        refusal = self.refusal(request.caller, request.size_bytes)
+        refusal = self.refusal(request.caller, request.size_bytes, is_stranger=request.is_stranger)
         if refusal:
             return refusal
         start = max(self._virtual_time, self._virtual_ends.get(request.caller, 0.0))
@@ -133,6 +145,8 @@ class Batcher:
         queue.samples += request.samples
         self._queue_of[request.number] = request.queue
         self._waiting_by_caller[request.caller] = self._waiting_by_caller.get(request.caller, 0) + 1
+        self._strangers_queued += request.is_stranger
+        self._strangers_bytes += request.size_bytes if request.is_stranger else 0
         self.queued_bytes += request.size_bytes
         self.queued_cost += request.cost
         return ""
@@ -210,6 +224,8 @@ class Batcher:
         queue.samples -= request.samples
         if not queue.waiting:
             del self._queues[key]
+        self._strangers_queued -= request.is_stranger
+        self._strangers_bytes -= request.size_bytes if request.is_stranger else 0
         self.queued_bytes -= request.size_bytes
         self.queued_cost = self.queued_cost - request.cost if self._queue_of else 0.0
         left = self._waiting_by_caller[request.caller] - 1

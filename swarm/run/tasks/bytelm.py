@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from swarm.core.errors import UsageError
-from swarm.run.specification import explain
+from swarm.run.owned import explain
 from swarm.run.task import TaskDescription
 from swarm.run.tasks.corpus import VALIDATION_SAMPLES, VOCABULARY
 

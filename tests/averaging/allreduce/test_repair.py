@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -275,6 +276,24 @@ def test_the_rate_of_a_delayed_member_is_measured_afterwards() -> None:
     given.excused(7, 1.0)  # nobody we know
     assert given.late([1, 7], 59.0) == []
     assert [place for place, _ in given.late([1], 61.0)] == [1]  # nothing came, and it is too late
+
+
+def test_a_member_that_is_excused_again_and_again_is_late_once_its_time_is_over() -> None:
+    """Before, a reducer that said every other second that it waits was waited for until the round failed."""
+    given = forecast()
+    given.came(0, 2_000)
+    for now_s in range(0, 62, 2):
+        given.excused(0, float(now_s))
+        given.came(0, 20)
+        assert given.late([0], float(now_s)) == ([(0, math.inf)] if now_s > 60 else [])
+
+
+def test_a_member_that_sent_more_than_it_owed_is_late_once_its_time_is_over() -> None:
+    """Before, one that sent anything in place of what it owed had no time that could be over."""
+    given = forecast()
+    given.came(0, 2 << 20)
+    assert given.late([0], 60.0) == []
+    assert given.late([0], 60.5) == [(0, math.inf)]
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count_as_idleness() -> None:

@@ -32,6 +32,7 @@ class Observed:
         self.held: dict[int, dict[int, Version]] = {place: {} for place in setup.members}
         self.asked: list[tuple[float, int]] = []  # when a question that may wait was asked, and which member
         self.fetched: dict[int, Version] = {}
+        self.unsealed: set[int] = set()  # members that say for ever that averages are on their way to them
         self.took_over: dict[int, float] = {}  # by chunk: when the values of others were fetched
         self._waiting: list[tuple[float, do.AskInventory]] = []
         self._perform(self.machine.begin())
@@ -67,9 +68,10 @@ class Observed:
     def _answer(self) -> None:
         waiting, self._waiting = self._waiting, []
         for due_s, ask in waiting:
-            known = len(self.held[ask.place]), True
+            sealed = ask.place not in self.unsealed
+            known = len(self.held[ask.place]), sealed
             if self.now_s >= due_s or known != (ask.question.known, ask.question.known_sealed):
-                inventory = Inventory(dict(self.held[ask.place]), sealed=True)
+                inventory = Inventory(dict(self.held[ask.place]), sealed=sealed)
                 self.step(on.InventoryAnswered(ask.place, ask.question, inventory))
             else:
                 self._waiting.append((due_s, ask))
@@ -120,6 +122,19 @@ def test_a_successor_is_passed_over_that_stops_in_the_middle() -> None:
     one.run(110.0)
     assert [*one.took_over] == one.chunks[1:]
     assert 20.0 + 30.0 < one.took_over[one.chunks[1]] < 20.0 + PATIENCE_MAX_S
+
+
+def test_a_successor_does_not_wait_for_a_member_that_says_for_ever_that_averages_come_to_it() -> None:
+    """Before, no chunk of the lost reducer was reduced again until the round failed at its deadline."""
+    one = Observed(round_setup(IDENTITIES, clients=[3], deadline_s=60.0))
+    one.unsealed = {1}
+    one.averages(1)
+    one.step(on.PingAnswered(LOST, RoundState.FAILED, "out of memory", 0.01))
+    for half_s in range(24):
+        one.step(on.Heard(3))  # a client; the successor is member 0
+        one.run(half_s / 2)
+    assert [*one.took_over] == one.chunks
+    assert one.took_over[one.chunks[0]] > 9.0, "its averages may be on their way"
 
 
 def test_what_a_successor_makes_that_was_passed_over_is_taken() -> None:

@@ -1,0 +1,208 @@
+"""The options of `swarm serve`, and the grid of experts that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from moe.protocol.names import ExpertGrid
+from swarm.cli import options
+from swarm.cli.invite import contacts_of
+from swarm.core.errors import UsageError
+from swarm.core.ids import Contact
+from swarm.core.presets import Preset
+from swarm.run.grid import GridSpecification
+from swarm.run.grid_entry import module_hash
+from swarm.run.limits import parse_size
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+    from swarm.run.grid_experts import ExpertFactory
+    from swarm.run.placing import Placing
+
+# The options that are settings of the grid, and which key of its specification each one is.
+_GRID_OPTIONS = {
+    "experts": "experts",
+    "expert_class": "expert_class",
+    "module": "module",
+    "hidden_dim": "hidden_dim",
+    "sequence_length": "sequence_length",
+    "dtype": "dtype",
+    "average_s": "average_s",
+    "optimizer": "optimizer.name",
+    "lr": "optimizer.learning_rate",
+    "clip_norm": "optimizer.clip_norm",
+    "warmup_steps": "optimizer.warmup_steps",
+    "training_steps": "optimizer.training_steps",
+}
+# the keys of a file in which a server that joins the grid may differ
+_OWNERS_MATTERS = {"description", "members", "recovery_key", "confirmed", *GridSpecification.OWNERS_KEYS}
+_LOAD_S = 0.5  # between two load events
+_LOAD_JSON_S = 2.0  # the same with --json
+_WITH_A_FILE = {"experts", "module"}  # the options of these that a grid's file does not replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeChoices:
+    """The options of `swarm serve`."""
+
+    given: frozenset[str]  # the options in `_GRID_OPTIONS` that the user has written
+    file: Path | None  # of a grid
+    addresses: tuple[str, ...]
+    grid: str | None
+    experts: tuple[str, ...]
+    num_experts: int | None
+    memory: str | None
+    expert_class: str
+    module: Path | None
+    hidden_dim: int
+    sequence_length: int
+    optimizer: str
+    lr: float
+    clip_norm: float | None
+    warmup_steps: int
+    training_steps: int | None
+    device: str
+    dtype: str
+    max_batch_size: int
+    checkpoint: Path | None
+    keep_activations_mb: int
+    average_s: float
+    identity: str | None
+    listen: str | None
+    announce: tuple[str, ...]
+    relay_mbit: float
+    preset: Preset
+    as_json: bool
+    exit_with_parent: bool
+
+    @classmethod
+    def of(cls, context: click.Context) -> ServeChoices:
+        """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
+        options = dict(context.params)
+        entries = options.pop("addresses")
+        files = [one for one in entries if one.endswith(".toml")]
+        written = click.core.ParameterSource.COMMANDLINE
+        choices = cls(
+            given=frozenset(name for name in _GRID_OPTIONS if context.get_parameter_source(name) is written),
+            file=Path(files[0]).expanduser() if files else None,
+            addresses=tuple(one for one in entries if one not in files),
+            **options,
+        )
+        choices._check(len(files))
+        return choices
+
+    def _check(self, files: int) -> None:
+        if files > 1:
+            raise UsageError("a server hosts the experts of one grid: give one file")
+        if not files and not self.experts and not self.addresses:
+            raise UsageError(
+                "say what to host: --experts PATTERN, a GRID.toml, or the address of a swarm that has a grid"
+            )
+        if files and (replaced := self.given - _WITH_A_FILE):
+            names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in replaced))
+            raise UsageError(f"{self.file} says what the experts are: leave {names} out")
+        if self.training_steps is not None and self.training_steps <= self.warmup_steps:
+            raise UsageError(
+                "--training-steps are counted from the start, so there are more of them than --warmup-steps"
+            )
+        if self.memory is not None:
+            parse_size(self.memory)
+        if self.num_experts is not None and len(self.experts) > 1:
+            raise UsageError("--num-experts picks places in one grid: give --experts once")
+        if self.listen_at() is None:
+            raise UsageError("others call experts: --listen none leaves nobody who can")
+
+    def contacts(self) -> list[Contact]:
+        return contacts_of(self.addresses)
+
+    def listen_at(self) -> str | None:
+        """Return where to listen; None: nowhere."""
+        return options.listen_at(self.listen, self.announce, self.contacts())
+
+    def offered(self) -> GridSpecification | None:
+        """Return the grid that the file says, or the options with --experts; None without any of these."""
+        if self.file is None:
+            return self.described(self.experts) if self.experts else None
+        grid = GridSpecification.from_file(self.file)
+        missing = [one for one in self.patterns(grid) if not grid.has(one)]
+        if missing:
+            raise UsageError(f"{self.file} has no experts {missing[0]}: it names {', '.join(grid.experts)}")
+        return grid.model_copy(update={"module": self._module_hash()}) if self.module is not None else grid
+
+    def described(self, experts: Sequence[str]) -> GridSpecification:
+        """Return the grid of these experts that the options describe. It is open: there is no option."""
+        table = {
+            "experts": list(experts),
+            "members": "open",
+            "expert_class": self.expert_class,
+            "module": self._module_hash(),
+            "hidden_dim": self.hidden_dim,
+            "sequence_length": self.sequence_length,
+            "dtype": self.dtype,
+            "average_s": self.average_s,
+            "optimizer": {
+                "name": self.optimizer,
+                "learning_rate": self.lr,
+                "clip_norm": self.clip_norm,
+                "warmup_steps": self.warmup_steps,
+                "training_steps": self.training_steps,
+            },
+        }
+        return GridSpecification.from_table(table, "the options")
+
+    def given_keys(self, grid: GridSpecification) -> set[str]:
+        """Return the keys of the grid that the user has set: by options, or all of them by a file."""
+        if self.file is not None:
+            return set(grid.flat_table()) - {
+                "description",
+                "members",
+                "recovery_key",
+                "confirmed",
+                *grid.OWNERS_KEYS,
+            }
+        return {_GRID_OPTIONS[name] for name in self.given}
+
+    def factory(self, grid: GridSpecification) -> ExpertFactory:
+        """Return what makes the experts of a grid here. Raise UsageError when this machine cannot."""
+        from swarm.run.grid_experts import ExpertFactory
+
+        return ExpertFactory(
+            grid,
+            device=self.device,
+            module=self.module,
+            keep_activations_bytes=self.keep_activations_mb << 20,
+        )
+
+    def placing(self, grid: GridSpecification, node: Node, factory: ExpertFactory) -> Placing:
+        """Return which experts of a grid this machine hosts. Raise UsageError when the options are wrong."""
+        from moe.server.expert_server import EXPERTS_MAX
+        from swarm.run.placing import Placing
+
+        count = self.num_experts
+        if self.memory is not None:
+            needed = factory.bytes_of_one()
+            room = parse_size(self.memory) // needed
+            if not room:
+                raise UsageError(
+                    f"--memory {self.memory} is less than one expert takes: {needed / 1e6:,.0f} MB"
+                )
+            count = min(room, count or sum(pattern.count for pattern in self.patterns(grid)), EXPERTS_MAX)
+        folder = self.checkpoint.expanduser() if self.checkpoint is not None else None
+        return Placing(node, self.patterns(grid), count, folder)
+
+    @property
+    def load_interval_s(self) -> float:
+        """Return the time between two load events."""
+        return _LOAD_JSON_S if self.as_json else _LOAD_S
+
+    def _module_hash(self) -> str | None:
+        return module_hash(self.module) if self.module is not None else None
+
+    def patterns(self, grid: GridSpecification) -> list[ExpertGrid]:
+        """Return the patterns of the experts to host."""
+        return [ExpertGrid.parse(one) for one in self.experts] or grid.patterns

@@ -1,0 +1,93 @@
+"""Specification of a grid of experts: what `swarm serve` hosts, so that volunteers copy no options, and every
+replica has the same shapes, the same optimizer and the same initial parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from moe.protocol.names import ExpertGrid
+from swarm.core.errors import UsageError
+from swarm.run.owned import GRID_PREFIX, OwnedSpecification, SpecificationTable
+
+_HASH = r"^[0-9a-f]{64}$"
+_Size = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class GridOptimizer(SpecificationTable):
+    """The optimizer of every expert, with its schedule in steps of the expert: a linear warm-up and then, if
+    `training_steps` is given, a linear fall to zero at that step.
+    """
+
+    name: Literal["adam", "adamw", "sgd", "none"] = "adam"  # none: the experts are frozen
+    learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    # samples of one step of an expert; 0: one step for each batch of requests, whatever its size
+    target_batch_size: Annotated[int, Field(ge=0, le=1 << 32)] = 0
+    warmup_steps: int = Field(default=0, ge=0, le=1 << 40)
+    training_steps: int | None = Field(default=None, ge=1, le=1 << 40)
+
+    @model_validator(mode="after")
+    def _falls_after_the_warm_up(self) -> GridOptimizer:
+        if self.training_steps is not None and self.training_steps <= self.warmup_steps:
+            raise ValueError(
+                "training_steps are counted from the start, so there are more of them than warmup_steps"
+            )
+        return self
+
+
+class GridSpecification(OwnedSpecification):
+    """All settings of a grid that its servers must have in common, as in the TOML file."""
+
+    # patterns of the experts' names: "ffn.[0:4].[0:4]"; one may be written without a list
+    experts: tuple[Annotated[str, Field(max_length=200)], ...] = Field(min_length=1, max_length=64)
+    expert_class: str = Field(default="ffn", min_length=1, max_length=64)
+    # SHA-256 of the file that has the class, if it comes with `--module`; every server needs the same file
+    module: str | None = Field(default=None, pattern=_HASH)
+    hidden_dim: _Size = 1024
+    sequence_length: _Size = 128  # of classes that take sequences
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # of the initial parameters, together with the expert's name
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    # seconds between two averages of replicas; 0: never
+    average_s: Annotated[float, Field(ge=0, le=86400.0, allow_inf_nan=False)] = 60.0
+    optimizer: GridOptimizer = GridOptimizer()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_after_its_experts(cls, table: Any) -> Any:
+        """Add the name, if none is given: "grid.ffn" for "ffn.[0:4]"."""
+        if not isinstance(table, dict):
+            return table
+        experts = table.get("experts")
+        patterns = [experts] if isinstance(experts, str) else experts
+        if not isinstance(patterns, list | tuple) or not all(isinstance(one, str) for one in patterns):
+            return table
+        named = {"name": GRID_PREFIX + patterns[0].partition(".")[0].lower()} if patterns else {}
+        return {**named, **table, "experts": tuple(patterns)}
+
+    @field_validator("experts")
+    @classmethod
+    def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(str(ExpertGrid.parse(one)) for one in value)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_of_a_grid(cls, value: str) -> str:
+        if not value.startswith(GRID_PREFIX):
+            raise ValueError(f"the name of a grid begins with {GRID_PREFIX!r}")
+        return value
+
+    @property
+    def patterns(self) -> list[ExpertGrid]:
+        """Return the patterns of the experts' names."""
+        return [ExpertGrid.parse(one) for one in self.experts]
+
+    def has(self, pattern: ExpertGrid) -> bool:
+        """Return whether all experts that a pattern names belong to this grid."""
+        return any(own.covers(pattern) for own in self.patterns)

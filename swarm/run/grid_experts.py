@@ -1,0 +1,106 @@
+"""Make the experts of a grid on this machine, as its specification says. Imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe.server.classes import ExpertSettings, expert_class, make
+from moe.server.expert import Expert
+from swarm.core.device import resolve_device
+
+if TYPE_CHECKING:
+    from moe.protocol.names import ExpertUid
+    from swarm.run.grid import GridSpecification
+
+
+def seed_of(seed: int, uid: ExpertUid) -> int:
+    """Return the seed of an expert's initial parameters: a hash of the grid's seed and its name, of 63
+    bits.
+    """
+    digest = hashlib.sha256(f"swarm expert 1\0{seed}\0{uid}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+class ExpertFactory:
+    """Makes the experts of a grid on this machine."""
+
+    def __init__(
+        self, grid: GridSpecification, *, device: str, module: Path | None, keep_activations_bytes: int
+    ) -> None:
+        """`device`: as `resolve_device` takes it. `module`: the user's own file that has the expert class.
+        `keep_activations_bytes`: activations that each expert keeps for the backward pass instead of
+        computing them again.
+
+        Raises UsageError when there is no such class, or no such device.
+        """
+        self._grid, self._keep_activations_bytes = grid, keep_activations_bytes
+        self._class = expert_class(grid.expert_class, module)
+        self._settings = ExpertSettings(hidden_dim=grid.hidden_dim, sequence_length=grid.sequence_length)
+        self.device = resolve_device(device)
+        self.dtype: torch.dtype = getattr(torch, grid.dtype)
+
+    def make(self, uid: ExpertUid) -> Expert:
+        """Return a new expert. Its initial parameters follow from the grid's seed and its name, so replicas
+        that start on two machines are equal.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self._grid.seed, uid))
+            module, sample = make(self._grid.expert_class, self._class, self._settings)
+        optimizer = self._grid.optimizer
+        expert = Expert(
+            module.to(self.dtype),
+            tuple(_cast(one, self.dtype) for one in sample),
+            self._optimizer if optimizer.name != "none" else None,
+            schedule=self._schedule if optimizer.warmup_steps or optimizer.training_steps else None,
+            clip_norm=optimizer.clip_norm,
+            device=self.device,
+            keep_activations_bytes=self._keep_activations_bytes,
+        )
+        expert.target_batch_size = optimizer.target_batch_size
+        return expert
+
+    def bytes_of_one(self) -> int:
+        """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
+        and float32 copies of smaller parameters. Activations come on top.
+        """
+        module, _ = make(self._grid.expert_class, self._class, self._settings)
+        count = sum(parameter.numel() for parameter in module.parameters())
+        size = self.dtype.itemsize
+        if self._grid.optimizer.name == "none":
+            return max(1, count * size)
+        statistics = 8 if self._grid.optimizer.name in ("adam", "adamw") else 0
+        return max(1, count * (2 * size + statistics + (4 if size < 4 else 0)))
+
+    def _optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        chosen = self._grid.optimizer
+        kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[
+            chosen.name
+        ]
+        optimizer: torch.optim.Optimizer = kind(parameters, lr=chosen.learning_rate)
+        return optimizer
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """Return a schedule that rises over the warm-up and falls to zero at the last training step."""
+        warmup, last = self._grid.optimizer.warmup_steps, self._grid.optimizer.training_steps
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            return 1.0 if last is None else max(0.0, (last - step) / (last - warmup))
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype.is_floating_point else value
+    if isinstance(value, dict):
+        return {key: _cast(one, dtype) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(one, dtype) for one in value)
+    return value

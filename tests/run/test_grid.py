@@ -1,0 +1,218 @@
+"""A grid's specification is signed like that of a run, and servers enter the grid without copying options."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe.protocol.names import ExpertGrid, ExpertUid
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.run.changes import Change, restart_needed, sign_change
+from swarm.run.grid import GridSpecification
+from swarm.run.grid_entry import check_agrees, check_module, found_or_enter, module_hash
+from swarm.run.grid_experts import ExpertFactory
+from swarm.run.signed import SignedSpecification, sign, verified
+from swarm.run.specification import RunSpecification
+from tests.run.fake_dht import FakeDht, FixedClock
+
+ROOT = Path(__file__).parents[2]
+
+
+def grid(**changes: object) -> GridSpecification:
+    return GridSpecification.from_table({"experts": "ffn.[0:2].[0:4]", "members": "open", **changes}, "test")
+
+
+def signed(owner: Identity, **changes: object) -> SignedSpecification:
+    return sign(grid(**changes), owner, version=1, created_s=0.0)
+
+
+def test_the_shipped_example_is_valid() -> None:
+    assert GridSpecification.from_file(ROOT / "examples" / "grid.toml").name == "grid.ffn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": "ffn"}, "test: experts: 'ffn' has no dimensions"),
+        ({"experts": []}, "test: experts"),
+        ({"experts": 3}, "test: experts"),
+        ({"name": "ffn"}, "test: name: the name of a grid begins with 'grid.'"),
+        ({"dtype": "int8"}, "test: dtype must be one of"),
+        ({"module": "short"}, "test: module"),
+        ({"optimizer": {"learning_rate": -1}}, "test: optimizer.learning_rate must be greater than or equal"),
+        ({"optimizer": {"warmup_steps": 5, "training_steps": 5}}, "there are more of them than warmup_steps"),
+        ({"hiden_dim": 5}, "test: hiden_dim is not a known key (misspelt?)"),
+    ],
+    ids=[
+        "no-dimensions",
+        "no-patterns",
+        "no-text",
+        "name-of-a-run",
+        "dtype",
+        "module",
+        "rate",
+        "schedule",
+        "misspelt",
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_key(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        grid(**changes)
+    assert message in str(caught.value)
+
+
+def test_a_run_cannot_take_the_name_of_a_grid() -> None:
+    with pytest.raises(UsageError, match=r"begin with 'grid\.' are those of grids"):
+        RunSpecification.from_table(
+            {"name": "grid.x", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}, "test"
+        )
+
+
+def test_a_grid_survives_signing_and_is_no_run() -> None:
+    owner = Identity.generate()
+    one = signed(owner, hidden_dim=32)
+    again = verified(one.blob, one.run_id)
+    assert again.grid == grid(hidden_dim=32)
+    assert again.grid.patterns == [ExpertGrid.parse("ffn.[0:2].[0:4]")]
+    with pytest.raises(UsageError, match="is a grid of experts, not a run that trains"):
+        _ = again.training
+    with pytest.raises(PeerError, match="its signature is not its owner's"):
+        verified(one.blob.replace(b"hidden_dim", b"hidden_dip"), one.run_id)
+
+
+def test_a_server_joins_the_grid_that_the_swarm_has_and_takes_its_settings() -> None:
+    dht, owner, volunteer = FakeDht(), Identity.generate(), Identity.generate()
+    founded, new = asyncio.run(
+        found_or_enter(
+            dht.directory(owner.peer_id), grid(optimizer={"learning_rate": 0.5}), (), owner, FixedClock()
+        )
+    )
+    assert new
+    entered, new = asyncio.run(
+        found_or_enter(dht.directory(volunteer.peer_id), grid(), {"experts"}, volunteer, FixedClock())
+    )
+    assert not new
+    assert entered == founded
+    assert entered.grid.optimizer.learning_rate == 0.5
+    assert asyncio.run(dht.directory().find(None, grid=True)) == founded
+    assert asyncio.run(dht.directory().find("ffn", grid=True)) == founded
+    with pytest.raises(UsageError, match=r"no run that trains, but the grid grid\.ffn@"):
+        asyncio.run(dht.directory().find(None))
+
+
+def test_the_owner_publishes_a_change_by_offering_it() -> None:
+    dht, owner = FakeDht(), Identity.generate()
+    directory = dht.directory(owner.peer_id)
+    asyncio.run(found_or_enter(directory, grid(), (), owner, FixedClock()))
+    changed, new = asyncio.run(found_or_enter(directory, grid(average_s=5.0), (), owner, FixedClock()))
+    assert (changed.version, changed.grid.average_s, new) == (2, 5.0, False)
+
+
+def test_two_grids_of_one_name_are_told_apart_by_the_user() -> None:
+    dht = FakeDht()
+    for owner in (Identity.generate(), Identity.generate()):
+        asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
+    stranger = Identity.generate()
+    with pytest.raises(UsageError, match=r"2 grids have this name: grid\.ffn@.*--grid NAME@ID"):
+        asyncio.run(found_or_enter(dht.directory(), grid(), (), stranger, FixedClock()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        (
+            {"optimizer": {"learning_rate": 0.1}},
+            {"optimizer.learning_rate"},
+            "learning_rate is 0.001, not 0.1",
+        ),
+        ({"hidden_dim": 8}, {"hidden_dim"}, "hidden_dim is 1024, not 8"),
+        ({"experts": "ffn.[0:3].[0:4]"}, {"experts"}, "it has no experts ffn.[0:3].[0:4]"),
+        ({"experts": "ffn.[0:2]"}, {"experts"}, "it has no experts ffn.[0:2]"),
+    ],
+    ids=["rate", "width", "beyond", "other-depth"],
+)
+def test_options_that_contradict_the_grid_are_named(
+    changes: dict[str, object], given: set[str], message: str
+) -> None:
+    one = signed(Identity.generate())
+    check_agrees(one, grid(**changes), ())  # defaults contradict nothing
+    with pytest.raises(UsageError) as caught:
+        check_agrees(one, grid(**changes), given)
+    assert message in str(caught.value)
+
+
+def test_some_experts_of_the_grid_may_be_hosted() -> None:
+    check_agrees(signed(Identity.generate()), grid(experts=["ffn.1.[2:4]", "ffn.0.0"]), {"experts"})
+
+
+def test_the_file_of_a_users_own_class_must_be_the_grids(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine.py", tmp_path / "other.py"
+    mine.write_text("def make(settings): ...\n")
+    other.write_text("def make(settings): return 1\n")
+    assert module_hash(mine) == hashlib.sha256(mine.read_bytes()).hexdigest()
+    owner = Identity.generate()
+    with_module = signed(owner, module=module_hash(mine))
+    check_module(with_module, mine)
+    check_module(signed(owner), None)
+    with pytest.raises(UsageError, match="is another file than that of"):
+        check_module(with_module, other)
+    with pytest.raises(UsageError, match=r"get it from the owner, read it, and pass it with --module"):
+        check_module(with_module, None)
+    with pytest.raises(UsageError, match="leave --module out"):
+        check_module(signed(owner), mine)
+
+
+def test_an_owner_revokes_and_ends_but_cannot_pause_a_grid() -> None:
+    owner, banned = Identity.generate(), Identity.generate().peer_id
+    one = signed(owner)
+    after = sign_change(one, Change(ended=True, ban=(str(banned),)), owner)
+    assert after.grid.ended
+    assert after.grid.banned_peers == {banned}
+    assert not restart_needed(one.grid, after.grid)
+    assert restart_needed(one.grid, grid(hidden_dim=8))
+    with pytest.raises(UsageError, match="paused is not a known key"):
+        sign_change(one, Change(paused=True), owner)
+
+
+def test_experts_are_made_as_the_grid_says() -> None:
+    settings = {
+        "name": "sgd",
+        "learning_rate": 0.25,
+        "clip_norm": 3.0,
+        "warmup_steps": 2,
+        "training_steps": 6,
+        "target_batch_size": 96,
+    }
+    factory = ExpertFactory(
+        grid(hidden_dim=8, dtype="bfloat16", optimizer=settings),
+        device="cpu",
+        module=None,
+        keep_activations_bytes=0,
+    )
+    expert = factory.make(ExpertUid.parse("ffn.0.1"))
+    assert str(expert.schema) == "(bfloat16(batch, 8)) -> bfloat16(batch, 8)"
+    assert (expert.clip_norm, expert.target_batch_size) == (3.0, 96)
+
+
+def weights(seed: int, name: str) -> torch.Tensor:
+    factory = ExpertFactory(
+        grid(hidden_dim=8, seed=seed), device="cpu", module=None, keep_activations_bytes=0
+    )
+    return next(factory.make(ExpertUid.parse(name)).module.parameters()).detach()
+
+
+def test_replicas_of_an_expert_start_equal_and_other_experts_differ() -> None:
+    torch.manual_seed(1)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    one = weights(7, "ffn.0.1")
+    assert torch.equal(torch.rand(3), drawn), "the caller's generator is left as it was"
+    torch.manual_seed(2)
+    assert torch.equal(weights(7, "ffn.0.1"), one)
+    assert not torch.equal(weights(7, "ffn.1.0"), one)
+    assert not torch.equal(weights(8, "ffn.0.1"), one)

@@ -1,0 +1,85 @@
+"""`swarm serve` founds a grid, and other servers join it without copying options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import swarm
+from tests.wire.served import OPTIONS, READY_S, serving
+
+GRID = """
+experts = "ffn.[0:2]"
+hidden_dim = 16
+average_s = 0.0
+[optimizer]
+name = "sgd"
+learning_rate = 0.5
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swarm.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=READY_S,
+        check=False,
+    )
+
+
+def refusal(*arguments: str) -> str:
+    """Return what a server that does not start says."""
+    done = command("serve", *arguments, *OPTIONS)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "ffn.toml"
+    file.write_text(GRID)
+    with serving(str(file)) as first:
+        listening = first.hear("listening")
+        invite, address = listening["invite"], listening["addresses"][0]
+        founded = first.hear("serving")
+        with serving(invite) as second:
+            joined = second.hear("serving")
+        assert (founded["founded"], joined["founded"]) == (True, False)
+        assert joined["grid"] == founded["grid"]
+        assert joined["experts"] == founded["experts"] == ["ffn.0", "ffn.1"]
+        assert joined["schema"] == founded["schema"] == "(float32(batch, 16)) -> float32(batch, 16)"
+
+        wrong = refusal(invite, "--lr", "0.25")
+        assert f"has the grid {founded['grid']}, and its optimizer.learning_rate is 0.5, not 0.25" in wrong
+
+        with swarm.Node(bootstrap=[invite], listen=None) as node:
+            remote = swarm.RemoteExpert(node, "ffn.1", forward_timeout_s=READY_S)
+            assert remote(torch.zeros(3, 16)).shape == (3, 16)
+
+        with serving(invite) as second:
+            second.hear("serving")
+            done = command("change", founded["grid"], "--end", "--from", address)
+            assert "the run is over. 2 of 2 members that were asked follow it" in done.stdout, done.stderr
+            for served in (first, second):
+                assert served.hear("changed")["changes"] == ["the run is over"]
+                assert served.process.wait(READY_S) == 0
+
+
+def test_an_open_grid_is_founded_by_options_and_hosted_in_part() -> None:
+    with serving("--experts", "ffn.[0:4]", "--hidden-dim", "16", "--optimizer", "none") as first:
+        address = first.hear("listening")["addresses"][0]
+        founded = first.hear("serving")
+        with serving(address, "--experts", "ffn.[1:3]") as second:
+            joined = second.hear("serving")
+        assert joined["grid"] == founded["grid"]
+        assert joined["experts"] == ["ffn.1", "ffn.2"]
+        assert "it has no experts ffn.4" in refusal(address, "--experts", "ffn.4")
