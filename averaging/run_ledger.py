@@ -22,6 +22,10 @@ _SAVE_INTERVAL_S = 60.0
 _FILE_BYTES_MAX = 1 << 20
 
 
+def _nobody(peer: PeerId) -> bool:
+    return False
+
+
 class RunLedger:
     """A `MemberLedger` that any thread may use."""
 
@@ -97,7 +101,7 @@ class RunLedger:
             is_member=lambda peer: self._standing.is_member(peer, self._run),
             is_proven=self.has_standing,
             is_holding=self._ledger.is_holding,
-            is_passed_over=lambda peer: bool(electors) and passes_over and self._ledger.is_passed_over(peer),
+            is_passed_over=self._ledger.is_passed_over if electors and passes_over else _nobody,
         )
 
     def save(self, *, now: bool = False) -> None:

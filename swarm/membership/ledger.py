@@ -136,7 +136,7 @@ class MemberLedger:
         entry = self._entries.get(peer)
         if entry is not None and self.rounds < entry.account.until:
             return True
-        return not self.is_proven(peer) and self.rounds < self._strangers.until
+        return self.rounds < self._strangers.until and not (entry is not None and entry.is_member)
 
     def is_holding(self, peer: PeerId) -> bool:
         """Return whether a peer is passed over because it led a group and did not begin."""
