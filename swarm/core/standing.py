@@ -7,7 +7,6 @@ at most half, and members displace them.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +31,8 @@ class PeerStanding:
     """The members of the runs that this node takes part in: peers that are or were electors, or owners, and
     in an invited run the holders of capabilities. All others are strangers.
 
-    Any thread may ask, and change those that certificates name: they are replaced as a whole.
+    Any thread may ask, and one thread per run may change those that certificates name: they are replaced as a
+    whole.
     """
 
     def __init__(self, holders: Mapping[str, Collection[PeerId]] | None = None) -> None:
@@ -40,9 +40,6 @@ class PeerStanding:
         self._members: dict[str, dict[PeerId, None]] = {}
         self._holders = dict(holders or {})
         self._foundings: dict[str, Founding] = {}
-        self._changing = threading.Lock()
-        # the members of all runs, replaced with every change of them: each call of each peer asks
-        self._all: tuple[Collection[PeerId], ...] = tuple(self._holders.values())
 
     def set_founding(self, run: str, founding: Founding) -> None:
         """Remember how a run began, before this node takes part in it."""
@@ -57,18 +54,14 @@ class PeerStanding:
         named = dict.fromkeys(peers)
         if not named:
             return
-        with self._changing:
-            earlier = [peer for peer in self._members.get(run, ()) if peer not in named]
-            self._members[run] = dict.fromkeys([*earlier, *named][-MEMBERS_MAX:])
-            self._all = (*self._holders.values(), *self._members.values())
+        earlier = [peer for peer in self._members.get(run, ()) if peer not in named]
+        self._members[run] = dict.fromkeys([*earlier, *named][-MEMBERS_MAX:])
 
     def forget_run(self, run: str) -> None:
         """Forget the members that certificates of a run named: this node has left it. Holders of capabilities
         stay members.
         """
-        with self._changing:
-            self._members.pop(run, None)
-            self._all = (*self._holders.values(), *self._members.values())
+        self._members.pop(run, None)
 
     def has_members(self, run: str | None = None) -> bool:
         """Return whether this node knows members of the run, or without one of any run."""
@@ -80,9 +73,10 @@ class PeerStanding:
         """Return whether a peer is a member of the run, or without one of any run that this node knows."""
         if run is not None:
             return peer in self._members.get(run, ()) or peer in self._holders.get(run, ())
-        for members in self._all:  # without a generator: it costs more than the rest
-            if peer in members:
-                return True
+        for tables in (self._members, self._holders):
+            for members in list(tables.values()):
+                if peer in members:  # without a generator: each call of each peer asks this
+                    return True
         return False
 
     def runs(self) -> list[str]:
