@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from averaging.reduction.lowrank import PowerSgd
     from averaging.reduction.robust import Aggregation
+    from moe.client.finding import FoundExpert, FoundReplica, find_experts
     from moe.client.mixture.layer import PassReport, RemoteMixtureOfExperts
     from moe.client.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
     from moe.client.pipeline.sequential import PipelineConfig, PipelineReport, RemoteSequential
@@ -79,6 +80,8 @@ _HOMES = {
     "ExpertRefused": "moe.protocol.errors",
     "ExpertServer": "moe.server.expert_server",
     "ExpertServerConfig": "moe.server.expert_server",
+    "FoundExpert": "moe.client.finding",
+    "FoundReplica": "moe.client.finding",
     "Gossip": "averaging.optim.optimizer",
     "Gradients": "averaging.optim.optimizer",
     "Identity": "swarm.core.identity",
@@ -112,6 +115,7 @@ _HOMES = {
     "SwitchConfig": "moe.client.mixture.switch",
     "UsageError": "swarm.core.errors",
     "WireCodecs": "moe.client.remote",
+    "find_experts": "moe.client.finding",
 }
 
 __all__ = [
@@ -134,6 +138,8 @@ __all__ = [
     "ExpertRefused",
     "ExpertServer",
     "ExpertServerConfig",
+    "FoundExpert",
+    "FoundReplica",
     "Gossip",
     "Gradients",
     "Identity",
@@ -168,6 +174,7 @@ __all__ = [
     "UsageError",
     "WireCodecs",
     "__version__",
+    "find_experts",
 ]
 
 

@@ -22,6 +22,8 @@ VALUES = {
     swarm.Contact,
     RunAverager,
     swarm.Entry,
+    swarm.FoundExpert,
+    swarm.FoundReplica,
     swarm.Key,
     swarm.LoadResult,
     swarm.ManyAnswers,

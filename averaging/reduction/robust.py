@@ -8,8 +8,9 @@ can recompute an average. (A process that flushes denormals would break that.)
 
 Weights are not verified. The mean uses them; the robust rules count every contributor once, because a
 dishonest member could otherwise claim a large batch. With one contributor every rule returns its values, with
-two their mean: a rule cannot distinguish which of two is dishonest. Robust rules limit what senders can do,
-not what a reducer can: that takes an audit (`averaging.reduction.audit`).
+two their mean (`median_of_three`: by weights, within limits): no rule can tell which of two is dishonest.
+Robust rules limit what senders can do, not what a reducer can: that takes an audit
+(`averaging.reduction.audit`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from swarm.core.errors import UsageError
 
 Row: TypeAlias = npt.NDArray[np.float32]
 F = TypeVar("F", np.float32, np.float64)
-AggregationRule: TypeAlias = Literal["mean", "trimmed_mean", "median", "centered_clip"]
+AggregationRule: TypeAlias = Literal["mean", "trimmed_mean", "median", "centered_clip", "median_of_three"]
 RULES: tuple[AggregationRule, ...] = typing.get_args(AggregationRule)
 
 # elements of all members' rows processed at once: half a megabyte, which stays in a core's cache
@@ -42,6 +43,7 @@ _SQUARES_MIN = 1e-24  # a sum of squares below this has lost some to underflow i
 _SUM_WIDTH = 64  # partial sums over a chunk have this width until its end
 # centered_clip: steps towards the centre; they are cheap, and each lets dishonest members pull once more
 CLIP_ITERATIONS = 5
+PAIR_RATIO_MAX = 4.0  # median_of_three: a weight is a claim
 _SETTLED = 1e-6  # of the radius: iteration stops when the centre moves less
 
 
@@ -51,7 +53,9 @@ class Aggregation:
     settings are in their schema.
     """
 
-    # "trimmed_mean", "median" and "centered_clip" resist a minority of dishonest members; "mean" does not
+    # "trimmed_mean", "median" and "centered_clip" resist a minority of dishonest members; "mean" does not.
+    # "median_of_three" is the median from three contributors on, and the mean by weights of two, one of which
+    # may have done much more than the other; the larger weight counts at most PAIR_RATIO_MAX times as much.
     rule: AggregationRule = "mean"
     # trimmed_mean: share of the contributors cut off at either end; must be at least the expected share of
     # dishonest members
@@ -80,6 +84,7 @@ class Aggregation:
         own = {
             "trimmed_mean": f" trim {self.trim!r}",
             "centered_clip": f" radius {self.radius!r} in {CLIP_ITERATIONS}",
+            "median_of_three": f" pairs to {PAIR_RATIO_MAX!r}",
         }
         clip = "" if self.clip_to_median is None else f", clipped to {float(self.clip_to_median)!r} medians"
         return f"{self.rule}{own.get(self.rule, '')}{clip}"
@@ -173,13 +178,21 @@ def prepare(
     values = Values(contributions, codec, scales)
     if aggregation.rule == "mean":
         return Prepared(Mean(contributions, codec, scales), clipped)
-    if aggregation.rule == "median":
+    if aggregation.rule == "median_of_three" and len(contributions) == 2:
+        return Prepared(Mean(_capped_pair(contributions), codec, scales), clipped)
+    if aggregation.rule in ("median", "median_of_three"):
         return Prepared(Ranked(values, rows, (len(contributions) - 1) // 2), clipped)
     if aggregation.rule == "trimmed_mean":
         return Prepared(Ranked(values, rows, trimmed(aggregation.trim, len(contributions))), clipped)
     centered = CenteredClip(values, rows, aggregation)
     centered.find(cut, total)
     return Prepared(centered, clipped)
+
+
+def _capped_pair(contributions: Sequence[Contribution]) -> list[Contribution]:
+    """Return two contributions with the larger weight cut to PAIR_RATIO_MAX times the smaller one."""
+    weight_max = PAIR_RATIO_MAX * min(item.weight for item in contributions)
+    return [replace(item, weight=min(item.weight, weight_max)) for item in contributions]
 
 
 # ---- clipping

@@ -17,6 +17,7 @@ from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertReply, E
 INLINE_BYTES_MAX = 256 << 10
 PAYLOAD_BYTES_MAX = 256 << 20
 UIDS_PER_DESCRIBE_MAX = 192  # with schemas and settings of the largest size they fit into one reply
+LINEAGES_PER_DESCRIBE_MAX = 64  # the same with lineages
 REQUEST_ID_BYTES = 16
 SILENCE_S_MAX = 30.0
 # A payload arrives at least this fast, on average and after the first silence: it holds memory meanwhile.
@@ -38,6 +39,7 @@ CALL = Method(
     reply_bytes_max=INLINE_BYTES_MAX + _HEADER_BYTES_MAX,
 )
 EXCHANGE = StreamMethod(name="/swarm.Expert/Exchange", message_bytes_max=CHUNK_BYTES + _HEADER_BYTES_MAX)
+STATE = StreamMethod(name="/swarm.Expert/State", message_bytes_max=CHUNK_BYTES + _HEADER_BYTES_MAX)
 
 
 def wire_headers(payloads: Sequence[TensorPayload]) -> list[TensorHeader]:

@@ -1,47 +1,40 @@
-"""Checkpoints of experts: a folder with one file per expert, each replaced atomically. A server killed at any
-time resumes from complete files.
+"""Checkpoints of experts: a folder with one folder per expert, which holds the last generations of its state.
+Each file is written completely or not at all, and verified by its digest when it is read
+(`averaging.optim.state.checkpoint`). A server killed at any time resumes from complete files; a damaged one
+costs its expert that generation, and the other experts nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import pickle
-import struct
+import json
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 
+from averaging.optim.state.checkpoint import Checkpoint, Checkpoints, read
+from averaging.optim.state.snapshot import is_finite
+from averaging.optim.state.view import StateView
 from moe.protocol.names import ExpertUid
 from moe.server.expert import Expert
-from swarm.core.errors import UsageError
-from swarm.core.files import replace_durably
+from moe.server.logic.lineage import PAST_MAX, CommonVersion, ExpertLineage
+from swarm.core.errors import PeerError, SwarmError, UsageError
 
-_SUFFIX = ".expert.pt"
-# What torch raises for a damaged file, by where its unpickler notices it.
-_DAMAGED = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    MemoryError,
-    struct.error,
-    pickle.UnpicklingError,
-)
+_log = logging.getLogger(__name__)
+
+_GENERATIONS = 2  # of one expert: the newest may be damaged, for instance by a disk that lies
 
 
 def saved_names(folder: Path) -> list[ExpertUid]:
     """Return the names of the experts that a folder has checkpoints of."""
     names = []
-    for path in sorted(folder.expanduser().glob(f"[!.]*{_SUFFIX}")):
-        with contextlib.suppress(UsageError):
-            names.append(ExpertUid.parse(path.name.removesuffix(_SUFFIX)))
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.expanduser().iterdir()):
+            with contextlib.suppress(UsageError):
+                if Checkpoints(path).newest_first():
+                    names.append(ExpertUid.parse(path.name))
     return names
 
 
@@ -55,66 +48,84 @@ class ExpertCheckpoints:
         self._saved: dict[ExpertUid, tuple[int, int]] = {}  # version and samples when last saved
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(f".*{_SUFFIX}.*"):  # of a server that was killed while writing
-                leftover.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot keep checkpoints in {folder}: {error}") from error
 
-    def path(self, uid: ExpertUid) -> Path:
-        """Return the path of an expert's checkpoint."""
-        return self.folder / f"{uid}{_SUFFIX}"
+    def generations(self, uid: ExpertUid) -> Checkpoints:
+        """Return the checkpoints of one expert."""
+        return Checkpoints(self.folder / str(uid), kept_max=_GENERATIONS)
 
     def load(self) -> list[ExpertUid]:
-        """Restore every expert that has a checkpoint, and return their names. Raises UsageError when a
-        checkpoint cannot be used.
+        """Restore every expert from its newest checkpoint that is not damaged, and return their names.
+        Damaged ones are logged as errors. Raises UsageError when a checkpoint is of an expert with another
+        schema.
         """
-        resumed = []
-        for uid, expert in self._experts.items():
-            path = self.path(uid)
-            if not path.exists():
-                continue
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            except _DAMAGED as error:
-                raise UsageError(
-                    f"the checkpoint {path} cannot be read: {error}. "
-                    "Move it away to start that expert from its initial parameters"
-                ) from error
-            if not isinstance(state, dict):
-                raise UsageError(
-                    f"{path} is no checkpoint of an expert. "
-                    "Move it away to start that expert from its initial parameters"
-                )
-            with expert.lock:
-                try:
-                    expert.load_state(state)
-                except UsageError as error:
-                    raise UsageError(f"the checkpoint {path} does not fit {uid}: {error}") from error
-            self._saved[uid] = (expert.version, expert.samples)
-            resumed.append(uid)
-        return resumed
+        return [uid for uid, expert in self._experts.items() if self._load(uid, expert)]
 
     def save(self, failed: Collection[torch.device] = ()) -> int:
         """Write the experts that have changed, and return their number. Experts on a `failed` device are left
-        out: nothing on it can be trusted.
+        out, since nothing on it can be trusted, and so are those whose buffers contain NaN or infinity.
 
-        Raises OSError when the disk does not take it, and DeviceFailed when a device cannot be read; the
-        earlier files stay complete.
+        Raises SwarmError when the disk does not take one of them, after the others were written, and
+        DeviceFailed when a device cannot be read; the earlier files stay complete.
         """
-        written = 0
+        written, problem = 0, None
         for uid, expert in self._experts.items():
             stamp = (expert.version, expert.samples)
             if self._saved.get(uid) == stamp or expert.device in failed:
                 continue
-            with expert.lock:
-                stamp, state = (expert.version, expert.samples), expert.state()
-            replace_durably(self.path(uid), functools.partial(_save_to, state=state))
+            try:
+                with expert.lock:
+                    stamp, about, view = (expert.version, expert.samples), _about(expert), expert.state()
+                if not _is_finite(view):
+                    _log.error("%s is not saved: its state contains NaN or infinity", uid)
+                    continue
+                self.generations(uid).save(view, expert.parameter_names, about)
+            except SwarmError as error:
+                problem = problem or error
+                continue
             self._saved[uid] = stamp
             written += 1
+        if problem is not None:
+            raise problem
         return written
 
+    def _load(self, uid: ExpertUid, expert: Expert) -> bool:
+        for path in self.generations(uid).newest_first():
+            try:
+                checkpoint = read(path)
+                lineage, samples = _read_about(checkpoint)
+                if checkpoint.about.get("schema") != expert.schema.digest.hex():
+                    raise UsageError(
+                        f"the checkpoint {path} does not fit {uid}: it is of an expert with another schema"
+                    )
+                with expert.lock:
+                    expert.load_state(checkpoint.blob, lineage)
+                    expert.samples = samples
+            except PeerError as error:
+                _log.error("a checkpoint of %s is left out: %s", uid, error)
+                continue
+            self._saved[uid] = (lineage.version, samples)
+            return True
+        return False
 
-def _save_to(path: Path, state: object) -> None:
-    # by a file object: with a path, torch reports a full disk as a RuntimeError
-    with path.open("wb") as file:
-        torch.save(state, file)
+
+def _about(expert: Expert) -> dict[str, str]:
+    lineage = expert.lineage
+    past = [[one.name.hex(), one.version] for one in lineage.past]
+    counts = {"version": lineage.version, "past": past, "samples": expert.samples}
+    return {"schema": expert.schema.digest.hex(), "expert": json.dumps(counts)}
+
+
+def _read_about(checkpoint: Checkpoint) -> tuple[ExpertLineage, int]:
+    """Return lineage and samples. Raises PeerError when the file is of something else than an expert."""
+    try:
+        counts = json.loads(checkpoint.about["expert"])
+        past = [CommonVersion(bytes.fromhex(name), int(version)) for name, version in counts["past"]]
+        return ExpertLineage(int(counts["version"]), tuple(past[-PAST_MAX:])), int(counts["samples"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise PeerError(f"{checkpoint.path} is no checkpoint of an expert") from error
+
+
+def _is_finite(view: StateView) -> bool:
+    return all(is_finite(view.tensor(place)) for place in range(len(view.names)))

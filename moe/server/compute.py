@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -199,10 +200,28 @@ class ComputeThread:
                 ("swarm-experts", lambda: self._work(staged.get, self._compute, computed.put)),
                 ("swarm-experts-out", lambda: self._work(computed.get, finish, lambda _: None)),
             ]
-        threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in work]
+        threads = [
+            threading.Thread(target=self._guard, args=(target,), name=name, daemon=True)
+            for name, target in work
+        ]
         for thread in threads:
             thread.start()
         return threads
+
+    def _guard(self, target: Callable[[], None]) -> None:
+        """Run the work of a thread. One that ends early would leave experts declared that nobody computes, so
+        that is reported like a lost device.
+        """
+        has_ended = False
+        try:
+            target()
+            has_ended = True
+        finally:  # the error goes on: Python reports it, unless it is SystemExit
+            if not has_ended:
+                self._fail(DeviceFailed(self._device, sys.exception() or RuntimeError("its thread ended")))
+                if not self._reported and self._failure is not None:
+                    self._reported = True
+                    self._report(self._failure)
 
     def _run(self) -> None:
         """Do all work on one thread."""

@@ -4,21 +4,22 @@ passes.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
+from averaging.optim.state.snapshot import Blob
+from averaging.optim.state.view import StateView
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.devices import using
+from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
+from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
 
-OptimizerFactory: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-ScheduleFactory: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Tensors: TypeAlias = list[torch.Tensor]
 Gradients: TypeAlias = Sequence[torch.Tensor | None]
 
@@ -32,8 +33,9 @@ class Expert:
     lists and dictionaries of them; the first dimension of each is the batch) and of the module's result for
     them. The module's mode (train or eval) is left as it is.
 
-    `optimizer`: called with the trainable parameters; it makes one step per backward batch. None: the expert
-    is frozen, and a backward pass only gives the gradients of its inputs. `schedule`: called with the
+    `optimizer`: called with the trainable parameters, in float32 copies where they have 16 bits; it makes one
+    step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is frozen,
+    and a backward pass only gives the gradients of its inputs. `schedule`: called with the
     optimizer, returns a learning-rate schedule, which is stepped once per optimizer step. `clip_norm`:
     gradients are scaled down to this norm. `device`: the module is moved there; `cuda` means the current CUDA
     device, and None the device that the module is on.
@@ -75,19 +77,23 @@ class Expert:
         with using(self.device), torch.no_grad():
             outputs = self.module(*unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
         self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
-        self.schedule = (
-            schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
-        )
         self.clip_norm = clip_norm
+        self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
+        self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
+        # its state is one of its replicas: it was averaged with them, or taken over by this server or another
+        self.settled = False
+        self.turns = 1  # its server averages it once in this many periods
         self.samples = 0  # samples of backward passes
         # held by the computing thread, checkpoints and averaging while they use the expert
         self.lock = threading.Lock()
-        self._trainable = trainable if self.optimizer is not None else []
         self._accumulated = 0  # samples whose gradients wait for `apply`
         self._activations = _ActivationCache(keep_activations_bytes)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer; None for a frozen expert."""
+        return self._learner.optimizer
 
     @property
     def frozen(self) -> bool:
@@ -172,63 +178,70 @@ class Expert:
         """Run the second half of `backward`: one optimizer step with the accumulated gradients. Raises
         ComputationFailed when no step was made.
         """
-        if self.optimizer is not None:
-            with using(self.device):
-                self._step()
+        with using(self.device):
+            try:
+                stepped = self._learner.step()
+            except StepRefused as refusal:
+                self._activations.clear()  # a step that was undone has written the tensors of their graphs
+                raise ComputationFailed(str(refusal)) from refusal
+        self.version += stepped
         self.samples += self._accumulated
         self._accumulated = 0
 
     def discard(self) -> None:
         """Discard the accumulated gradients."""
         self._accumulated = 0
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        self._learner.discard()
 
-    def parameters_replaced(self, version: int) -> None:
-        """Record that something else (averaging, a checkpoint) has written the parameters. The lock must be
-        held.
-        """
-        self.version = version
-        self._activations.clear()
+    @property
+    def lineage(self) -> ExpertLineage:
+        """Return the lineage of the parameters. The lock must be held, or only the version used."""
+        return ExpertLineage(self.version, self._past)
 
-    def state(self) -> dict[str, Any]:
-        """Return a copy on the host of everything that a checkpoint needs. Raises DeviceFailed when the
-        device cannot be read any more.
+    def averaged(self, name: bytes, version: int) -> None:
+        """Record that an average with replicas has written the averaged tensors: the common version `name`,
+        which has this number here. The lock must be held.
         """
         with using(self.device):
-            return {
-                "schema": self.schema.digest,
-                "version": self.version,
-                "samples": self.samples,
-                "module": _copy_to_host(self.module.state_dict()),
-                "optimizer": _copy_to_host(self.optimizer.state_dict())
-                if self.optimizer is not None
-                else None,
-                "schedule": self.schedule.state_dict() if self.schedule is not None else None,
-            }
+            self._learner.replaced()
+        self._continue(self.lineage.averaged(name, version))
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a state. Raises UsageError when it belongs to another expert; the expert may then be half
-        loaded and must not be used.
+    @property
+    def parameter_names(self) -> list[str]:
+        """Return the module's names of the parameters in its state, in the order of the state."""
+        return self._learner.parameter_names
+
+    @property
+    def state_bytes_max(self) -> int:
+        """Return the largest size of a state that `load_state` may accept."""
+        return self._learner.state_bytes_max
+
+    def state(self) -> StateView:
+        """Return a copy on the host of parameters, optimizer statistics, schedule and buffers. The lock must
+        be held. Raises DeviceFailed when the device cannot be read any more, and PeerError when there is no
+        memory for the copy.
         """
-        try:
-            if state["schema"] != self.schema.digest:
-                raise UsageError("it is of an expert with another schema")
-            with using(self.device):
-                self.module.load_state_dict(state["module"])
-                if self.optimizer is not None and state["optimizer"] is not None:
-                    self.optimizer.load_state_dict(state["optimizer"])
-            if self.schedule is not None and state["schedule"] is not None:
-                self.schedule.load_state_dict(state["schedule"])
-            self.parameters_replaced(int(state["version"]))
-            self.samples = int(state["samples"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"this is no checkpoint of such an expert: {error}") from error
+        with using(self.device):
+            return self._learner.view()
+
+    def load_state(self, blob: Blob, lineage: ExpertLineage) -> None:
+        """Replace everything by a state of such an expert, from a checkpoint or a replica. The lock must be
+        held. Raises PeerError, with nothing changed, when the state does not fit: names, shapes and dtypes
+        are those of this expert, numbers are finite. Hyperparameters are not taken over.
+        """
+        with using(self.device):
+            self._learner.load(blob)
+        self._continue(lineage)
 
     def averaged_tensors(self) -> Tensors:
-        """Return the tensors that replicas of this expert average: parameters and floating-point buffers."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return [tensor.data for tensor in tensors if tensor.dtype.is_floating_point and tensor.numel()]
+        """Return the tensors that replicas of this expert average: parameters (float32 master weights of
+        those with 16 bits) and floating-point buffers.
+        """
+        return self._learner.averaged_tensors(self.module)
+
+    def _continue(self, lineage: ExpertLineage) -> None:
+        self.version, self._past = lineage.version, lineage.past
+        self._activations.clear()
 
     def _to_device(self, tensors: Iterable[torch.Tensor]) -> Tensors:
         return [tensor.to(self.device) for tensor in tensors]
@@ -249,7 +262,7 @@ class Expert:
                 outputs = self._cast(outputs)
             found = check(self.schema.output_leaves, outputs, "output")
         # a module's error is the answer to its caller, and ends nothing else
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _raise_if_of_device(error)
             raise ComputationFailed(f"the module failed: {type(error).__name__}: {error}") from error
         if found != batch:
@@ -301,40 +314,14 @@ class Expert:
             return [None] * len(wanted)
         try:
             roots, seeds = [output for output, _ in pairs], [gradient for _, gradient in pairs]
-            into = [*wanted, *self._trainable]
+            into = [*wanted, *self._learner.parameters]
             if into:
                 torch.autograd.backward(roots, seeds, inputs=into)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _raise_if_of_device(error)
-            raise ComputationFailed(f"the module's backward pass failed: {error}") from error
+            text = f"the module's backward pass failed: {type(error).__name__}: {error}"
+            raise ComputationFailed(text) from error
         return [tensor.grad for tensor in wanted]
-
-    def _step(self) -> None:
-        assert self.optimizer is not None
-        gradients = [parameter.grad for parameter in self._trainable if parameter.grad is not None]
-        if not gradients:
-            return
-        norm = float(
-            torch.linalg.vector_norm(torch.stack([one.float() for one in torch._foreach_norm(gradients)]))
-        )
-        if not math.isfinite(norm):
-            raise ComputationFailed(
-                "the gradients of its parameters are not finite, so the step was not made"
-            )
-        if self.clip_norm is not None and norm > self.clip_norm:
-            torch._foreach_mul_(gradients, self.clip_norm / norm)
-        # counted first: a step that fails half-way has changed parameters
-        self.version += 1
-        try:
-            self.optimizer.step()
-            if self.schedule is not None:
-                self.schedule.step()
-        except Exception as error:
-            if is_device_failure(error):
-                raise
-            # also when memory ran out: a step that may be half made is not repeated
-            raise ComputationFailed(f"the optimizer failed: {type(error).__name__}: {error}") from error
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 class _ActivationCache:
@@ -411,18 +398,7 @@ def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
     return size
 
 
-def _copy_to_host(value: Any) -> Any:
-    """Return a nested state with its tensors copied to the host."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy_to_host(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copy_to_host(one) for one in value)
-    return value
-
-
-def _raise_if_of_device(error: Exception) -> None:
+def _raise_if_of_device(error: BaseException) -> None:
     """Raise errors that are not the module's fault unchanged: the device is out of memory, or is lost."""
     if is_out_of_memory(error) or is_device_failure(error):
         raise error

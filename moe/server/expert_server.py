@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +24,11 @@ from moe.server.hosting import HostingService
 from moe.server.jobs import Counts, Job, Outcome
 from moe.server.links import link_of
 from moe.server.logic.batching import BatchLimits
+from moe.server.logic.placement import BusyMeter
 from moe.server.replicating import Replicating
 from moe.server.requests import HostedExpert
 from swarm.core.device import is_device_failure
-from swarm.core.errors import DeadlineExceeded, UsageError
+from swarm.core.errors import DeadlineExceeded, SwarmError, UsageError
 from swarm.core.notify import wait_until_set
 from swarm.runtime.thread import TURN_S_MAX
 
@@ -39,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 EXPERTS_MAX = 4096
 _DECLARE_S = 1.0  # how long the constructor waits until others can find the experts
+# how long it waits for states that are taken over; larger ones arrive in the background
+_TAKE_OVER_S = 30.0
 _DRAIN_S = 1.0  # time for waiting requests when the server closes
 # when the node closes first: it gives its services one second in all
 _DRAIN_WITH_NODE_S = 0.2
@@ -76,8 +80,10 @@ class ServerStatistics:
 
 
 class ExpertServer:
-    """Hosts experts: `{"ffn.0": swarm.Expert(...)}`. It answers in the background as soon as it is created.
-    It is a context manager.
+    """Hosts experts: `{"ffn.0": swarm.Expert(...)}`, and answers in the background. It is a context manager.
+
+    Of an expert that other servers host, too, it first takes over the state (parameters, optimizer, buffers),
+    and serves it from then on as a replica. The constructor waits up to half a minute for that.
 
     Requests of many callers are batched per expert, up to `max_batch_size` samples (also the largest
     request). Experts may be on several devices, each of which computes independently. The experts are
@@ -160,6 +166,12 @@ class ExpertServer:
         wait_s = sum(waits_s[one.compute] for one in self._hosted) / len(self._hosted)
         return ServerLoad(wait_s, sum(compute.samples_per_s for compute in self._compute.values()))
 
+    def _declared_load(self) -> ServerLoad:
+        """Return the load with how busy the devices are, for declarations. Runs on the network loop."""
+        counts = [one for compute in self._compute.values() for one in list(compute.counts.values())]
+        busy_s = sum(one.busy_s for one in counts) / len(self._compute)
+        return replace(self._load(), busy=self._busy.fraction(busy_s, time.monotonic()))
+
     def save(self) -> int:
         """Write checkpoints of experts that have changed. Return the number of experts written."""
         if self._checkpoints is None:
@@ -167,7 +179,7 @@ class ExpertServer:
         with self._saving:
             try:
                 return self._checkpoints.save(self._failed_devices)
-            except OSError as error:
+            except SwarmError as error:
                 _log.error("checkpoints of this server's experts were not written: %s", error)
             except DeviceFailed as failure:
                 self._device_failed(failure)
@@ -213,23 +225,33 @@ class ExpertServer:
             node.dht.service,
             lambda: node.contact,
             {uid: expert.schema.digest for uid, expert in self.experts.items()},
-            self._load,
+            self._declared_load,
         )
+        self._busy = BusyMeter(time.monotonic())
         try:
-            self._service.open(self._hosted)
+            self._service.reserve(self._hosted)
         except ValueError as error:
             raise UsageError(str(error)) from None
         self.replicating = Replicating(node, self.experts, self.config.average_s)
-        spawn = node.supervisor.spawn
-        self._tasks = [
+        self._ready = asyncio.Event()
+        self._tasks = [node.supervisor.spawn("opening experts", self._begin, restart=True)]
+        node.at_close(self._close_with_node)
+        self._forget_addresses = node.at_announced(self._declarations.renew_soon)
+        if await wait_until_set(self._ready, _TAKE_OVER_S):
+            await wait_until_set(self._declarations.declared, _DECLARE_S)
+
+    async def _begin(self) -> None:
+        """Take over the states of replicas, then answer calls and declare the experts."""
+        await self.replicating.take_over()
+        self._service.open(self._hosted)
+        spawn = self.node.supervisor.spawn
+        self._tasks += [
             spawn("declarations of experts", self._declarations.renew, restart=True),
             spawn("averaging with replicas of experts", self.replicating.run, restart=True),
         ]
         if self._checkpoints is not None:
             self._tasks.append(spawn("checkpoints of experts", self._save_periodically, restart=True))
-        node.at_close(self._close_with_node)
-        self._forget_addresses = node.at_announced(self._declarations.renew_soon)
-        await wait_until_set(self._declarations.declared, _DECLARE_S)
+        self._ready.set()
 
     async def _close_with_node(self) -> None:
         await self._close_on_loop(_DRAIN_WITH_NODE_S)

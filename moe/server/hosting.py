@@ -28,6 +28,7 @@ from moe.protocol.tensors import (
 from moe.server.jobs import Job, Outcome, ReceivedTensor
 from moe.server.logic.applied import AppliedRequests
 from moe.server.logic.caller_cache import CacheLimits, CallerCache
+from moe.server.replica_states import StateDonor, wire_past
 from moe.server.requests import (
     AdmittedRequest,
     HostedExpert,
@@ -67,6 +68,7 @@ class HostingService:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._hosted: dict[str, HostedExpert] = {}
+        self._reserved: set[str] = set()  # names, also of experts that are not ready for calls yet
         self._applied: AppliedRequests[Outcome] = AppliedRequests(self._is_stranger)
         # by caller and (request id, expert)
         self.input_cache: CallerCache[KeptInputs] = CallerCache(INPUT_LIMITS, self._is_stranger)
@@ -75,21 +77,31 @@ class HostingService:
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
         self._receiving: Counter[PeerId] = Counter()  # bytes by caller
+        self._states = StateDonor(self._hosted)
         node.handlers.direct(methods.DESCRIBE, self._describe)
         node.handlers.unary(methods.CALL, self._call)
         node.handlers.stream(methods.EXCHANGE, self._exchange)
+        node.handlers.stream(methods.STATE, self._states.give)
 
-    def open(self, hosted: Sequence[HostedExpert]) -> None:
-        """Answer calls for these experts, too. Raises ValueError, which names one that is open already."""
-        taken = [str(one.uid) for one in hosted if str(one.uid) in self._hosted]
+    def reserve(self, hosted: Sequence[HostedExpert]) -> None:
+        """Reserve the names of these experts, for which calls are refused until `open`. Raises ValueError,
+        which names one that is taken already.
+        """
+        names = [str(one.uid) for one in hosted]
+        taken = [name for name in names if name in self._reserved]
         if taken:
             raise ValueError(f"{taken[0]} is hosted on this node already")
-        self._hosted.update({str(one.uid): one for one in hosted})
+        self._reserved.update(names)
+
+    def open(self, hosted: Sequence[HostedExpert]) -> None:
+        """Answer calls for these experts, whose names are reserved, from now on."""
+        self._hosted.update({str(one.uid): one for one in hosted if str(one.uid) in self._reserved})
 
     def close(self, hosted: Sequence[HostedExpert]) -> None:
         """Answer no new calls for these experts; calls under way continue."""
         for one in hosted:
             self._hosted.pop(str(one.uid), None)
+            self._reserved.discard(str(one.uid))
 
     def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
         """Take the results of a computing thread. Called on the loop."""
@@ -134,8 +146,11 @@ class HostingService:
     # --- handlers
 
     def _describe(self, caller: PeerId, request: DescribeRequest) -> DescribeReply:
-        if len(request.uids) > methods.UIDS_PER_DESCRIBE_MAX:
-            raise PeerError(f"at most {methods.UIDS_PER_DESCRIBE_MAX} experts are described at a time")
+        count_max = (
+            methods.LINEAGES_PER_DESCRIBE_MAX if request.with_lineage else methods.UIDS_PER_DESCRIBE_MAX
+        )
+        if len(request.uids) > count_max:
+            raise PeerError(f"at most {count_max} experts are described at a time")
         reply = DescribeReply()
         for uid in request.uids:
             hosted = self._hosted.get(uid)
@@ -151,6 +166,8 @@ class HostingService:
                     frozen=hosted.expert.frozen,
                     wait_s=hosted.compute.wait_s,
                     samples_per_s=hosted.compute.samples_per_s,
+                    past=wire_past(hosted.expert.lineage) if request.with_lineage else (),
+                    turns=hosted.expert.turns if request.with_lineage else 0,
                 )
             )
         return reply
@@ -216,7 +233,12 @@ class HostingService:
         """Check everything that is known before the payload is read. Raises RequestRefused."""
         hosted = self._hosted.get(request.uid)
         if hosted is None:
-            raise RequestRefused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
+            raise RequestRefused(
+                expert_pb2.EXPERT_MISSING,
+                f"{request.uid[:100]!r} is not ready here yet"
+                if request.uid in self._reserved
+                else f"{request.uid[:100]!r} is not hosted here",
+            )
         schema, batch = hosted.expert.schema, request.batch
         if request.schema_digest != schema.digest:
             raise request_refused(f"it was made for another schema than this expert's, which is {schema}")

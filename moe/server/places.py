@@ -5,39 +5,24 @@ from __future__ import annotations
 import random
 
 from moe.protocol.declarations import Directory
+from moe.protocol.finding import ExpertPattern, hosted_experts
 from moe.protocol.names import NAMES_MAX, ExpertGrid, ExpertUid
 from moe.server.logic.placement import GridLoad, choose_needed
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
-_PREFIXES_AT_ONCE = 1024
 _DRAWS_PER_PLACE_MAX = 64
 
 
 async def read_load(directory: Directory, grid: ExpertGrid, *, timeout_s: float) -> GridLoad:
     """Return the servers of a grid's experts, and how busy each of them is. Experts that nobody hosts are in
-    it unless the grid is too large to list. Reads the directory level by level; the cost depends on the live
-    experts, not on the size of the grid.
+    it unless the grid is too large to list.
     """
-    found: dict[ExpertUid, dict[PeerId, float]] = {}
-    prefixes = [grid.root]
-    for depth, dimension in enumerate(grid.dimensions):
-        leaves = depth + 1 == len(grid.dimensions)
-        below: list[ExpertUid] = []
-        for start in range(0, len(prefixes), _PREFIXES_AT_ONCE):
-            branches = await directory.branches(
-                prefixes[start : start + _PREFIXES_AT_ONCE], timeout_s=timeout_s
-            )
-            for prefix, branch in branches.items():
-                alive = branch.experts.keys() if leaves else branch.deeper
-                below += [prefix.child(coordinate) for coordinate in alive if coordinate in dimension]
-                if leaves:
-                    found |= {
-                        prefix.child(coordinate): {one.peer_id: one.load.busy for one in replicas}
-                        for coordinate, replicas in branch.experts.items()
-                        if coordinate in dimension
-                    }
-        prefixes = below[:NAMES_MAX]
+    pattern = ExpertPattern(grid.block, grid.dimensions)
+    found = {
+        uid: {one.peer_id: one.load.busy for one in replicas}
+        for uid, replicas in (await hosted_experts(directory, [pattern], timeout_s=timeout_s)).items()
+    }
     return {**{uid: {} for uid in grid.names()}, **found} if grid.count <= NAMES_MAX else found
 
 

@@ -1,11 +1,14 @@
-"""Averaging of replicas: experts that several servers host are averaged in the background, so that all
-replicas give nearly the same answers.
+"""Replicas: an expert that several servers host has the same parameters on all of them, nearly.
 
-At the same moments of swarm time (multiples of a period) every server looks for experts of its own that
-others host, too, and averages their parameters with them, weighted by the samples that each replica has
-learned from since the last time. An expert that has learned nothing yet only receives from those that have,
-so a new server becomes a replica by its first average. Computation goes on meanwhile: what an expert learns
-during a round is added to the average.
+A server takes over the state of an expert, with optimizer and buffers, from a replica that is there before it
+declares its own. Afterwards all servers average at the same moments of swarm time (multiples of a period),
+while they compute: what an expert learns during a round is added to the average. Two replicas count by the
+steps since their last common version, within limits; from three on the median counts, so that one liar among
+three changes little. Every shared expert has its turn, however many there are.
+
+A replica whose state is not known to be that of the others, because it resumed from a checkpoint or the
+others were not found when it started, compares its lineage with theirs before the first averages, and takes
+over their state where it lies behind (`moe.server.logic.lineage`).
 """
 
 from __future__ import annotations
@@ -15,15 +18,17 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from averaging.averager import Averager
-from moe.protocol.calls import ExpertCalls
 from moe.protocol.declarations import Directory, ExpertReplica
 from moe.protocol.names import ExpertUid
 from moe.server.expert import Expert
+from moe.server.logic.lineage import NAME_BYTES, donors, next_version
+from moe.server.logic.turns import is_due, turns_for
+from moe.server.replica_states import ReplicaLineage, ReplicaStates
 from swarm.core.errors import SwarmError, UsageError
+from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
     from averaging.result import RoundResult
@@ -32,88 +37,135 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
-# experts of a server that are averaged in one period: always the first of those that others host, too
-_EXPERTS_PER_PERIOD_MAX = 64
 _ROUND_TIMEOUT_S = 20.0  # of a round; at most half the period is used
 _GROUP_SIZE = 8
 _CODEC = "float16"
 _READ_TIMEOUT_S = 5.0
+_UNSETTLED_PERIODS = 10  # a server that was alone for this long goes on from its own state
+_TAKEN_OVER_AT_ONCE = 4  # states: each is in memory twice for a moment
 
-
-@dataclass(slots=True)
-class _ReplicaAverager:
-    averager: Averager
-    samples: int = 0  # the expert's samples when it was last averaged
+_Others = Mapping[ExpertUid, list[ExpertReplica]]
+_Lineages = Mapping[ExpertUid, Mapping[PeerId, ReplicaLineage]]
 
 
 class Replicating:
-    """Averages one server's experts with their replicas. Lives on the network loop; blocking calls run in a
-    thread of its own.
+    """Keeps one server's experts and their replicas together. Lives on the network loop; blocking calls run
+    in a thread of its own.
     """
 
     def __init__(self, node: Node, experts: Mapping[ExpertUid, Expert], period_s: float) -> None:
-        self._node, self._period_s = node, period_s
-        self._experts = {uid: expert for uid, expert in experts.items() if not expert.frozen}
+        self._node, self._experts, self._period_s = node, dict(experts), period_s
         self._directory = Directory(node.dht.service)
-        self._calls = node.service(ExpertCalls.from_node)
-        self._averagers: dict[ExpertUid, _ReplicaAverager] = {}
+        self._states = ReplicaStates(node)
+        self._averagers: dict[ExpertUid, Averager] = {}
+        # experts that receive in their next round and do not contribute
+        self._receiving: set[ExpertUid] = set()
+        self._periods = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-replicas")
         self.rounds = 0  # number of successful rounds
 
+    async def take_over(self) -> None:
+        """Take over the states of experts that other servers host, too, where theirs are better. To be called
+        before this server's own are declared.
+        """
+        try:
+            others = await self._find_others(list(self._experts))
+            await self._take_over(others, await self._states.lineages(others), is_declared=False)
+        except SwarmError as error:
+            _log.info("replicas of this server's experts were not found: %s", error)
+
     async def run(self) -> None:
         """Average once per period, for as long as the server runs."""
-        if not self._period_s or not self._experts:
+        if not self._period_s:
             return
         while True:
             period_s = self._period_s
             await asyncio.sleep(period_s - self._node.clock.swarm_s() % period_s)
             try:
-                await self.average()
+                await self.average(round(self._node.clock.swarm_s() / period_s))
             except SwarmError as error:
                 _log.info("replicas of this server's experts were not averaged: %s", error)
 
-    async def average(self) -> None:
-        """Average once all experts of this server that others host, too."""
-        found = await self._directory.replicas(list(self._experts), timeout_s=_READ_TIMEOUT_S)
-        shared = {}
-        for uid, replicas in found.items():
-            others = [
-                one
-                for one in replicas
-                if one.peer_id != self._node.peer_id and one.schema == self._experts[uid].schema.digest
-            ]
-            if others:
-                shared[uid] = others
-            elif uid in self._averagers:
-                await self._run_on_thread(self._averagers.pop(uid).averager.close)
-        selected = dict(list(shared.items())[:_EXPERTS_PER_PERIOD_MAX])
-        async with asyncio.TaskGroup() as tasks:
-            weights = {uid: tasks.create_task(self._weight(uid, others)) for uid, others in selected.items()}
-        if selected:
-            await self._run_on_thread(self._run_rounds, {uid: task.result() for uid, task in weights.items()})
+    async def average(self, period: int = 0) -> None:
+        """Average the experts of this server that others host, too, and that have their turn in this period
+        of swarm time.
+        """
+        self._periods += 1
+        learning = [uid for uid, expert in self._experts.items() if not expert.frozen]
+        others = await self._find_others(learning)
+        for uid in [uid for uid in self._averagers if uid not in others]:
+            await self._run_on_thread(self._averagers.pop(uid).close)
+        own_turns = turns_for(len(others))
+        for expert in self._experts.values():
+            expert.turns = own_turns
+        lineages = await self._states.lineages(others)
+        if self._periods <= _UNSETTLED_PERIODS:
+            unsettled = {uid: others[uid] for uid in others if not self._experts[uid].settled}
+            await self._take_over(unsettled, lineages, is_declared=True)
+        due = {
+            uid: self._weight(uid, len(others[uid]), lineages[uid])
+            for uid in others
+            if is_due(uid, max([own_turns, *(one.turns for one in lineages[uid].values())]), period)
+        }
+        if due:
+            await self._run_on_thread(self._run_rounds, due)
 
     def close(self) -> None:
         """Leave the groups. Must not be called on the network thread. A node that closes ends its averagers
         by itself.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for entry in list(self._averagers.values()):
-            entry.averager.close()
+        for averager in list(self._averagers.values()):
+            averager.close()
 
-    async def _weight(self, uid: ExpertUid, others: list[ExpertReplica]) -> float:
-        """Return the samples learned since the last average plus one, so that no replica has weight 0; or 0
-        for a new expert when some replica has learned.
+    async def _find_others(self, uids: list[ExpertUid]) -> dict[ExpertUid, list[ExpertReplica]]:
+        """Return the replicas of these experts on other servers, without experts that nobody else hosts."""
+        if not uids:
+            return {}
+        found = await self._directory.replicas(uids, timeout_s=_READ_TIMEOUT_S)
+        others = {
+            uid: [
+                one
+                for one in replicas
+                if one.peer_id != self._node.peer_id and one.schema == self._experts[uid].schema.digest
+            ]
+            for uid, replicas in found.items()
+        }
+        return {uid: replicas for uid, replicas in others.items() if replicas}
+
+    async def _take_over(self, others: _Others, lineages: _Lineages, *, is_declared: bool) -> None:
+        slots = asyncio.Semaphore(_TAKEN_OVER_AT_ONCE)
+
+        async def take_over(uid: ExpertUid) -> None:
+            theirs = {peer: one.lineage for peer, one in lineages[uid].items()}
+            own = self._experts[uid].lineage
+            chosen = donors(own, theirs, self._node.peer_id, is_declared=is_declared)
+            if not chosen:
+                return
+            by_peer = {one.peer_id: one for one in others[uid]}
+            async with slots:
+                taken = await self._states.take_over(
+                    uid, self._experts[uid], [by_peer[peer] for peer in chosen]
+                )
+            # Of several replicas one may lie: a state counts only after a median has put it right. And one
+            # that lies behind never counts.
+            if not taken or len(others[uid]) > 1:
+                self._receiving.add(uid)
+
+        async with asyncio.TaskGroup() as tasks:
+            for uid in others:
+                tasks.create_task(take_over(uid))
+
+    def _weight(self, uid: ExpertUid, others: int, lineages: Mapping[PeerId, ReplicaLineage]) -> float:
+        """Return the weight in the next round: 0 only receives. Only between two replicas it makes a
+        difference how large it is.
         """
-        expert, entry = self._experts[uid], self._averagers.get(uid)
-        if expert.version == 0:
-            for replica in others:
-                try:
-                    described = (await self._calls.describe(replica, [uid], timeout_s=_READ_TIMEOUT_S))[0]
-                except SwarmError:
-                    continue
-                if described is not None and described.version > 0:
-                    return 0.0
-        return 1.0 + max(expert.samples - (entry.samples if entry else 0), 0)
+        if uid in self._receiving:
+            return 0.0
+        if others > 1 or not lineages:
+            return 1.0
+        (other,) = lineages.values()
+        return 1.0 + self._experts[uid].lineage.steps_since_common(other.lineage)
 
     async def _run_on_thread(self, function: Callable[..., object], *arguments: object) -> None:
         loop = asyncio.get_running_loop()
@@ -126,14 +178,14 @@ class Replicating:
         for uid, weight in weights.items():
             expert = self._experts[uid]
             try:
-                entry = self._averagers.get(uid) or self._open_averager(uid)
+                averager = self._averagers.get(uid) or self._open_averager(uid)
                 with expert.lock:
-                    version, samples = expert.version, expert.samples
-                    step = entry.averager.step(weight, timeout_s, gather=version, wait=False, apply="delta")
-                pending[uid] = (entry, samples, step)
+                    pending[uid] = averager.step(
+                        weight, timeout_s, gather=expert.version, wait=False, apply="delta"
+                    )
             except UsageError as error:
                 _log.info("%s is not averaged with its replicas: %s", uid, error)
-        for uid, (entry, samples, step) in pending.items():
+        for uid, step in pending.items():
             expert = self._experts[uid]
             if not step.wait(timeout_s + 1.0):
                 step.cancel()
@@ -141,33 +193,33 @@ class Replicating:
             with expert.lock:  # the difference is added, so steps made meanwhile are kept
                 result = step.result()
                 if not result.failed:
-                    expert.parameters_replaced(_next_version(result, expert.version))
-                    entry.samples = samples
+                    expert.averaged(_name_of(result), next_version(expert.version, result.gathered.values()))
+                    expert.settled = True
+                    self._receiving.discard(uid)
                     self.rounds += 1
             if result.failed:
                 _log.info("%s was not averaged with its replicas: %s", uid, result.reason)
+                if result.reason == "nobody contributes":
+                    self._receiving.discard(uid)  # all of them were waiting to receive
 
-    def _open_averager(self, uid: ExpertUid) -> _ReplicaAverager:
+    def _open_averager(self, uid: ExpertUid) -> Averager:
         expert = self._experts[uid]
         name = (
             str(uid)
             if len(str(uid)) <= _NAME_MAX
             else hashlib.sha256(str(uid).encode()).hexdigest()[:_NAME_MAX]
         )
-        averager = Averager(
+        averager = self._averagers[uid] = Averager(
             self._node,
             expert.averaged_tensors(),
             name=f"expert-{name}",
             target_group_size=_GROUP_SIZE,
             codec=_CODEC,
+            aggregation="median_of_three",
         )
-        entry = self._averagers[uid] = _ReplicaAverager(averager)
-        return entry
+        return averager
 
 
-def _next_version(result: RoundResult, own: int) -> int:
-    """Return a version above that of every replica that took part."""
-    versions = [
-        value for value in result.gathered.values() if isinstance(value, int) and 0 <= value < 1 << 62
-    ]
-    return max([own, *versions]) + 1
+def _name_of(result: RoundResult) -> bytes:
+    """Return the name of the common version that a round made: equal on all members."""
+    return hashlib.blake2b(f"{result.group_id} {result.digest}".encode(), digest_size=NAME_BYTES).digest()

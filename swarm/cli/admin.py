@@ -167,10 +167,17 @@ def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecificatio
     """
     from swarm.run.changes import send_version
     from swarm.run.estimate import read_members
+    from swarm.run.grid import GridSpecification
+    from swarm.run.grid_entry import read_servers
 
     node.network.run(directory.publish(signed), 30.0)
     node.network.run(directory.save(signed), 10.0)
-    contacts = node.network.run(read_members(node.dht.service, signed.run_id, node.clock), 12.0)
+    reading = (
+        read_servers(node.dht.service, signed.grid)
+        if isinstance(signed.specification, GridSpecification)
+        else read_members(node.dht.service, signed.run_id, node.clock)
+    )
+    contacts = node.network.run(reading, 12.0)
     versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
     return len(contacts), sum(version >= signed.version for version in versions.values())
 

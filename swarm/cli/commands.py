@@ -19,6 +19,7 @@ COMMANDS = {
     "change": ("admin", "Change a run that you own while others train it."),
     "demo": ("demo", "Watch several peers train a model on this machine."),
     "doctor": ("doctor", "Find out whether this machine can volunteer."),
+    "experts": ("experts", "List the experts of a swarm."),
     "export": ("admin", "Write a run's model to a file."),
     "identity": ("identity", "Show, make, export or import an identity."),
     "invite": ("invite", "Make an invite to a run."),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,25 +22,22 @@ from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.membership.invite import is_invite
 from swarm.run.entering import enter, find_run
-from swarm.run.events import Listening, Notice, RunChanged
+from swarm.run.events import Event, Listening, Notice, RunChanged
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
     import torch
 
-    from moe.protocol.names import ExpertGrid, ExpertUid
+    from moe.protocol.names import ExpertUid
+    from moe.server.expert import Expert
     from moe.server.expert_server import ExpertServer
-    from moe.server.logic.placement import GridLoad
+    from moe.server.logic.placement import Move
     from swarm.node import Node
     from swarm.run.grid import GridSpecification
-    from swarm.run.grid_experts import ExpertFactory
     from swarm.run.signed import SignedSpecification
 
 _READ_TIMEOUT_S = 10.0
-_LOAD_S = 0.5  # between two load events
 _ABANDON_S = 60.0  # time to write many checkpoints to a slow disk; a second Ctrl-C ends the command at once
-_LOAD_JSON_S = 2.0  # the same with --json
-_EXPERTS_MAX = 4096
 _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 
 
@@ -65,6 +62,12 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     help="Host this many only: those that the grid needs most.",
 )
 @click.option(
+    "--memory",
+    metavar="SIZE",
+    default=None,
+    help="Host as many as need this much memory for parameters, gradients and optimizer: 4G.",
+)
+@click.option(
     "--expert-class",
     default="ffn",
     show_default=True,
@@ -75,7 +78,8 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     metavar="FILE.py",
     type=click.Path(path_type=Path),
     default=None,
-    help="Your own file; --expert-class is a function in it.",
+    help="Your own file; --expert-class is a function in it: def make(settings) returns a module and the "
+    "tuple of its sample inputs; settings has hidden_dim and sequence_length.",
 )
 @click.option(
     "--hidden-dim", type=click.IntRange(1), default=1024, show_default=True, help="Width of the experts."
@@ -162,14 +166,15 @@ def serve(context: click.Context, /, **given: Any) -> int:
     GRID.toml, or --experts with the options for its experts, founds a grid: its signed specification says
     what every server of it hosts. In a swarm that has a grid, ADDRESS is enough; an option that contradicts
     the grid is refused. Without an ADDRESS, a new swarm begins. Experts that several servers host are
-    replicas: callers use any of them, and their parameters are averaged. Ctrl-C finishes the requests that
-    are being computed and withdraws the experts.
+    replicas: a server that joins takes over their state, callers use any of them, and their parameters are
+    averaged. Ctrl-C finishes the requests that are being computed and withdraws the experts.
 
     \b
     Examples:
       swarm serve --expert-class ffn --hidden-dim 1024 --experts 'ffn.[0:4].[0:4]'
       swarm serve ADDRESS
       swarm serve ADDRESS --num-experts 16 --checkpoint ~/experts
+      swarm serve ADDRESS --memory 4G
       swarm serve examples/grid.toml --listen 0.0.0.0:4000
       swarm serve swarm1... --experts 'block.[0:6]' --device cuda
       swarm serve ADDRESS --experts 'mine.[0:8]' --module mine.py --expert-class make_mine --lr 3e-4
@@ -214,22 +219,10 @@ def _serve(choices: ServeChoices) -> int:
                     enter(node, choices.addresses)
                 signed, founded = _enter_grid(choices, node, own, offered)
                 _follow_grid(node, signed, shutdown, output)
-                factory = choices.factory(signed.grid)
                 keep_present_objects()
-                names = _names(choices, choices.patterns(signed.grid), node)
-                with _open_server(choices, signed.grid, node, names, factory) as server:
-                    output.emit(_served_event(signed, founded, node, server, factory.device))
-                    if node.dht.clock_problem:
-                        output.emit(Notice(text=node.dht.clock_problem))
-                    _watch(server, shutdown, output, _LOAD_JSON_S if choices.as_json else _LOAD_S)
-                    output.emit(Notice(text=f"leaving: {shutdown.reason}; finishing what is being computed"))
-                    shutdown.begin_cleanup()
-                output.emit(
-                    Notice(
-                        text="the experts were withdrawn"
-                        + (f" and saved in {choices.checkpoint}" if choices.checkpoint else "")
-                    )
-                )
+                if node.dht.clock_problem:
+                    output.emit(Notice(text=node.dht.clock_problem))
+                _Hosting(choices, signed, node, shutdown, output).run(founded)
         finally:
             own.close()
     return 0
@@ -299,49 +292,60 @@ def _with_experts(sentence: str, reach: str) -> str:
     return sentence
 
 
-def _names(choices: ServeChoices, grids: list[ExpertGrid], node: Node) -> list[ExpertUid]:
-    """Return the experts to host: all names of the patterns or, with --num-experts, those that the grid needs
-    most. Experts that nobody hosts and that have a checkpoint here come first.
-    """
-    from moe.protocol.declarations import Directory
-    from moe.server.places import choose_places, read_load
+class _Hosting:
+    """Hosts experts of a grid until the command should end."""
 
-    if choices.num_experts is None:
-        names = sorted({uid for grid in grids for uid in grid.names()})
-        if len(names) > _EXPERTS_MAX:
-            raise UsageError(
-                f"{len(names)} experts are too many for one server (at most {_EXPERTS_MAX}): "
-                "choose some with --num-experts"
-            )
-        return names
-    grid = grids[0]
+    def __init__(
+        self,
+        choices: ServeChoices,
+        signed: SignedSpecification,
+        node: Node,
+        shutdown: Shutdown,
+        output: Output,
+    ) -> None:
+        self._choices, self._signed, self._node = choices, signed, node
+        self._shutdown, self._output = shutdown, output
 
-    async def read() -> GridLoad:
-        return await read_load(Directory(node.dht.service), grid, timeout_s=_READ_TIMEOUT_S)
+    def run(self, founded: bool) -> None:
+        """Host the experts, and move to others where the grid needs it. `founded`: by this command."""
+        factory = self._choices.factory(self._signed.grid)
+        placing = self._choices.placing(self._signed.grid, self._node, factory)
+        experts = {uid: factory.make(uid) for uid in placing.first()}
+        move: Move | None = None
+        while True:
+            with self._open_server(experts) as server:
+                if move is None:
+                    self._emit(_served_event(self._signed, founded, self._node, server, factory.device))
+                move = watch(
+                    server, self._shutdown, self._output, self._choices.load_interval_s, placing.next_move
+                )
+                if move is None:
+                    self._say(f"leaving: {self._shutdown.reason}; finishing what is being computed")
+                    self._shutdown.begin_cleanup()
+            if move is None:
+                break
+            self._say(f"moving: {move.target} needs a server more than {move.source} does")
+            del experts[move.source]
+            experts[move.target] = factory.make(move.target)
+        folder = self._choices.checkpoint
+        self._say("the experts were withdrawn" + (f" and saved in {folder}" if folder else ""))
 
-    load = node.network.run(read(), 2 * _READ_TIMEOUT_S)
-    own = [uid for uid in _checkpointed(choices.checkpoint, grid) if not load.get(uid)][: choices.num_experts]
-    load = {**load, **{uid: {node.peer_id: 0.0} for uid in own}}
-    rest = choose_places(grid, load, node.peer_id, choices.num_experts - len(own), random.SystemRandom())
-    return sorted([*own, *rest])
+    def _open_server(self, experts: Mapping[ExpertUid, Expert]) -> ExpertServer:
+        from moe.server.expert_server import ExpertServer, ExpertServerConfig
 
+        folder = self._choices.checkpoint
+        config = ExpertServerConfig(
+            checkpoints=folder.expanduser() if folder is not None else None,
+            average_s=self._signed.grid.average_s,
+        )
+        named = {str(uid): expert for uid, expert in experts.items()}
+        return ExpertServer(self._node, named, self._choices.max_batch_size, config=config)
 
-def _checkpointed(folder: Path | None, grid: ExpertGrid) -> list[ExpertUid]:
-    from moe.server.checkpoints import saved_names
+    def _emit(self, event: Event) -> None:
+        self._output.emit(event)
 
-    return [uid for uid in saved_names(folder) if uid in grid] if folder is not None else []
-
-
-def _open_server(
-    choices: ServeChoices, grid: GridSpecification, node: Node, names: list[ExpertUid], factory: ExpertFactory
-) -> ExpertServer:
-    from moe.server.expert_server import ExpertServer, ExpertServerConfig
-
-    folder = choices.checkpoint.expanduser() if choices.checkpoint is not None else None
-    config = ExpertServerConfig(checkpoints=folder, average_s=grid.average_s)
-    return ExpertServer(
-        node, {str(uid): factory.make(uid) for uid in names}, choices.max_batch_size, config=config
-    )
+    def _say(self, text: str) -> None:
+        self._output.emit(Notice(text=text))
 
 
 def _served_event(
@@ -375,8 +379,16 @@ def _served_event(
     )
 
 
-def _watch(server: ExpertServer, shutdown: Shutdown, output: Output, every_s: float) -> None:
-    """Emit the load until the command should end. Raise SwarmError if a device of the server failed."""
+def watch(
+    server: ExpertServer,
+    shutdown: Shutdown,
+    output: Output,
+    every_s: float,
+    next_move: Callable[[], Move | None],
+) -> Move | None:
+    """Emit the load until the command should end, or its server should move; return the move. Raise
+    SwarmError if a device of the server failed.
+    """
     before, before_s = server.statistics(), time.monotonic()
     while not shutdown.requested.wait(every_s):
         if server.failed is not None:
@@ -409,6 +421,9 @@ def _watch(server: ExpertServer, shutdown: Shutdown, output: Output, every_s: fl
             )
         output.emit(ServerLoadShown(queued=now.queued, wait_s=now.wait_s, experts=rows))
         before, before_s = now, now_s
+        if move := next_move():
+            return move
+    return None
 
 
 def _ratio(part: float, whole: float) -> float:

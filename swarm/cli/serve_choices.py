@@ -17,9 +17,12 @@ from swarm.core.ids import Contact
 from swarm.core.presets import Preset
 from swarm.run.grid import GridSpecification
 from swarm.run.grid_entry import module_hash
+from swarm.run.limits import parse_size
 
 if TYPE_CHECKING:
+    from swarm.node import Node
     from swarm.run.grid_experts import ExpertFactory
+    from swarm.run.placing import Placing
 
 # The options that are settings of the grid, and which key of its specification each one is.
 _GRID_OPTIONS = {
@@ -38,6 +41,8 @@ _GRID_OPTIONS = {
 }
 # the keys of a file in which a server that joins the grid may differ
 _OWNERS_MATTERS = {"description", "members", "recovery_key", "confirmed", *GridSpecification.OWNERS_KEYS}
+_LOAD_S = 0.5  # between two load events
+_LOAD_JSON_S = 2.0  # the same with --json
 _WITH_A_FILE = {"experts", "module"}  # the options of these that a grid's file does not replace
 
 
@@ -51,6 +56,7 @@ class ServeChoices:
     grid: str | None
     experts: tuple[str, ...]
     num_experts: int | None
+    memory: str | None
     expert_class: str
     module: Path | None
     hidden_dim: int
@@ -104,6 +110,8 @@ class ServeChoices:
             raise UsageError(
                 "--training-steps are counted from the start, so there are more of them than --warmup-steps"
             )
+        if self.memory is not None:
+            parse_size(self.memory)
         if self.num_experts is not None and len(self.experts) > 1:
             raise UsageError("--num-experts picks places in one grid: give --experts once")
         if self.listen_at() is None:
@@ -169,6 +177,28 @@ class ServeChoices:
             module=self.module,
             keep_activations_bytes=self.keep_activations_mb << 20,
         )
+
+    def placing(self, grid: GridSpecification, node: Node, factory: ExpertFactory) -> Placing:
+        """Return which experts of a grid this machine hosts. Raise UsageError when the options are wrong."""
+        from moe.server.expert_server import EXPERTS_MAX
+        from swarm.run.placing import Placing
+
+        count = self.num_experts
+        if self.memory is not None:
+            needed = factory.bytes_of_one()
+            room = parse_size(self.memory) // needed
+            if not room:
+                raise UsageError(
+                    f"--memory {self.memory} is less than one expert takes: {needed / 1e6:,.0f} MB"
+                )
+            count = min(room, count or sum(pattern.count for pattern in self.patterns(grid)), EXPERTS_MAX)
+        folder = self.checkpoint.expanduser() if self.checkpoint is not None else None
+        return Placing(node, self.patterns(grid), count, folder)
+
+    @property
+    def load_interval_s(self) -> float:
+        """Return the time between two load events."""
+        return _LOAD_JSON_S if self.as_json else _LOAD_S
 
     def _module_hash(self) -> str | None:
         return module_hash(self.module) if self.module is not None else None

@@ -168,6 +168,8 @@ class Announcing:
     async def run(self) -> None:
         """Ask others whenever that is due, and follow the machine's addresses, until cancelled."""
         loop = asyncio.get_running_loop()
+        if self._asks() and not self._is_unresolved and self._is_behind_router():
+            self._mapping.begin()
         while True:
             self._changed.clear()
             self._look_at_interfaces()

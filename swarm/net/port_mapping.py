@@ -19,9 +19,12 @@ _logger = logging.getLogger(__name__)
 
 LEASE_S: Final = 1800  # a check of the verdict, every 600 s at most, renews it
 _PORTS_MAX = 4  # that are tried, where other machines have the first ones
-# for routers to answer, of each of the four kinds that the library asks for one after another: it tells them
-_DISCOVER_MS = 1000
-_FOUND_S = 1.5  # that a node waits for the search; where no router forwards ports it takes all four seconds
+# For routers to answer, of each of the four kinds that the library asks for one after another. It is the
+# least time that a search takes, and an answer that comes later is read while the next kind is asked for.
+_DISCOVER_MS = 500
+# from the begin of a search until a node waits for it no longer; where no router forwards ports, a search
+# takes two seconds
+_FOUND_S = 1.2
 _CALL_S = 4.0
 _CLOSE_S = 0.5  # a node closes in under two seconds
 _SEARCH_S = 600.0  # between two searches for a router
@@ -89,6 +92,11 @@ class PortMapping:
         """
         self._router = self._searched_s = self._searching = None
 
+    def begin(self) -> None:
+        """Begin to search the router, so that `open` need not wait for all of the search."""
+        if self._router is None:
+            self._begin_search()
+
     async def open(self) -> int:
         """Open the port of the router, or renew that. Return the port at which others may get through: this
         node's own if the router does not forward one.
@@ -122,6 +130,20 @@ class PortMapping:
 
     async def _search(self) -> Any:
         """Return the router; None while none has answered."""
+        searching = self._begin_search()
+        if searching is None or self._searched_s is None:
+            return None
+        elapsed_s = asyncio.get_running_loop().time() - self._searched_s
+        await asyncio.wait([searching], timeout=max(_FOUND_S - elapsed_s, 0.0))
+        if not searching.done():
+            searching.add_done_callback(self._found_late)
+            return None
+        if searching is self._searching:
+            self._searching = None
+        return None if _refusal(searching) else searching.result()
+
+    def _begin_search(self) -> asyncio.Future[Any] | None:
+        """Return the search that is going on, or begins now; None where the last one was not long ago."""
         loop = asyncio.get_running_loop()
         if self._searching is None:
             recently = self._searched_s is not None and loop.time() - self._searched_s < _SEARCH_S
@@ -129,14 +151,7 @@ class PortMapping:
                 return None
             self._searched_s = loop.time()
             self._searching = loop.run_in_executor(self._worker, self._find)
-        searching = self._searching
-        await asyncio.wait([searching], timeout=_FOUND_S)
-        if not searching.done():
-            searching.add_done_callback(self._found_late)
-            return None
-        if searching is self._searching:
-            self._searching = None
-        return None if _refusal(searching) else searching.result()
+        return self._searching
 
     def _found_late(self, _: object) -> None:
         if self.has_found_late:

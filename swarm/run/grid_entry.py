@@ -9,17 +9,22 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe.protocol.declarations import Directory
+from moe.protocol.finding import ExpertPattern, hosted_experts
 from swarm.core.clock import Clock
 from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
+from swarm.core.ids import Contact
 from swarm.run.creation import create_run
 from swarm.run.signed import run_id_of
 
 if TYPE_CHECKING:
+    from swarm.dht.service.dht_service import DhtService
     from swarm.run.directory import RunDirectory
     from swarm.run.grid import GridSpecification
     from swarm.run.signed import SignedSpecification
 
+_READ_TIMEOUT_S = 5.0
 _MODULE_BYTES_MAX = 16 << 20
 
 
@@ -70,6 +75,13 @@ def check_agrees(signed: SignedSpecification, offered: GridSpecification, given:
             f"the swarm has the grid {signed.full_name}, and {'; '.join(problems)}. Leave these options out, "
             "or found another grid with other names for its experts"
         )
+
+
+async def read_servers(dht: DhtService, grid: GridSpecification) -> list[Contact]:
+    """Return the servers that declare experts of a grid. Raises NetworkError when nobody answers."""
+    patterns = [ExpertPattern(one.block, one.dimensions) for one in grid.patterns]
+    hosted = await hosted_experts(Directory(dht), patterns, timeout_s=_READ_TIMEOUT_S)
+    return list({one.peer_id: one.contact for replicas in hosted.values() for one in replicas}.values())
 
 
 def module_hash(file: Path) -> str:

@@ -62,6 +62,18 @@ class ExpertFactory:
             keep_activations_bytes=self._keep_activations_bytes,
         )
 
+    def bytes_of_one(self) -> int:
+        """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,
+        and float32 copies of smaller parameters. Activations come on top.
+        """
+        module, _ = make(self._grid.expert_class, self._class, self._settings)
+        count = sum(parameter.numel() for parameter in module.parameters())
+        size = self.dtype.itemsize
+        if self._grid.optimizer.name == "none":
+            return max(1, count * size)
+        statistics = 8 if self._grid.optimizer.name in ("adam", "adamw") else 0
+        return max(1, count * (2 * size + statistics + (4 if size < 4 else 0)))
+
     def _optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         chosen = self._grid.optimizer
         kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[

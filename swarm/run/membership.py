@@ -129,27 +129,21 @@ def follow_run(
     membership = node.membership
     directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
 
-    async def renew(signed: SignedSpecification) -> None:
-        async def accept(newer: SignedSpecification) -> None:
-            on_newer(newer)
-
-        await directory.renew(signed, accept)
-
     async def follow() -> None:
         spawn = node.supervisor.spawn
         if membership is not None:
-            spawn(
-                f"following run {membership.run_id}",
-                lambda: _follow(node, directory, membership, on_newer),
-                restart=True,
-            )
+            name = f"following run {membership.run_id}"
+            spawn(name, lambda: _follow_invited(node, directory, membership, on_newer), restart=True)
         if grid is not None and (membership is None or membership.run_id != grid.run_id):
-            spawn(f"following {grid.full_name}", lambda: renew(grid), restart=True)
+            # A node answers owners of one run; an invited one comes first, for those that it revokes.
+            answers = membership is None
+            name = f"following {grid.full_name}"
+            spawn(name, lambda: _follow(node, directory, grid, on_newer, answers=answers), restart=True)
 
     node.network.run(follow(), TURN_S_MAX)
 
 
-async def _follow(
+async def _follow_invited(
     node: Node,
     directory: RunDirectory,
     membership: RunMembership,
@@ -168,15 +162,22 @@ async def _follow(
         on_newer(newer)
 
     apply(signed)
-    follower = RunFollower(
-        signed,
-        caller=node.channels,
-        directory=directory,
-        members=list,
-        on_newer=apply,
-    )
-    node.handlers.remove(CHANGE.name)
-    node.handlers.unary(CHANGE, follower.on_change)
+    await _follow(node, directory, signed, apply, answers=True)
+
+
+async def _follow(
+    node: Node,
+    directory: RunDirectory,
+    signed: SignedSpecification,
+    on_newer: Callable[[SignedSpecification], None],
+    *,
+    answers: bool,
+) -> None:
+    """Follow a specification. `answers`: also the versions that its owner and other members send."""
+    follower = RunFollower(signed, caller=node.channels, directory=directory, members=list, on_newer=on_newer)
+    if answers:
+        node.handlers.remove(CHANGE.name)
+        node.handlers.unary(CHANGE, follower.on_change)
     await follower.run()
 
 

@@ -24,27 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17swarm/wire/expert.proto\x12\nswarm.wire\"\x1f\n\x0f\x44\x65scribeRequest\x12\x0c\n\x04uids\x18\x01 \x03(\t\"?\n\rDescribeReply\x12.\n\x07\x65xperts\x18\x01 \x03(\x0b\x32\x1d.swarm.wire.ExpertDescription\"\x90\x01\n\x11\x45xpertDescription\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0e\n\x06schema\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61tch_size_max\x18\x04 \x01(\r\x12\x0e\n\x06\x66rozen\x18\x05 \x01(\x08\x12\x0e\n\x06wait_s\x18\x06 \x01(\x02\x12\x15\n\rsamples_per_s\x18\x07 \x01(\x02\"\xb5\x02\n\rExpertRequest\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.swarm.wire.ExpertPass\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x15\n\rschema_digest\x18\x03 \x01(\x0c\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.swarm.wire.TensorHeader\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\x0c\x12\x0f\n\x07version\x18\t \x01(\x04\x12\x0c\n\x04keep\x18\n \x01(\x08\x12\x13\n\x0breply_codec\x18\x0b \x01(\r\x12\x1b\n\x13reply_codec_version\x18\x0c \x01(\r\x12\x13\n\x0binputs_kept\x18\r \x01(\x08\"[\n\x0cTensorHeader\x12\r\n\x05\x63odec\x18\x01 \x01(\r\x12\x15\n\rcodec_version\x18\x02 \x01(\r\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x61\x62sent\x18\x04 \x01(\x08\"\xd9\x01\n\x0b\x45xpertReply\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.swarm.wire.ExpertStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.swarm.wire.TensorHeader\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06wait_s\x18\x08 \x01(\x02\x12\x0c\n\x04kept\x18\t \x01(\x08*5\n\nExpertPass\x12\x12\n\x0e\x45XPERT_FORWARD\x10\x00\x12\x13\n\x0f\x45XPERT_BACKWARD\x10\x01*\x99\x01\n\x0c\x45xpertStatus\x12\r\n\tEXPERT_OK\x10\x00\x12\x15\n\x11\x45XPERT_OVERLOADED\x10\x01\x12\x12\n\x0e\x45XPERT_MISSING\x10\x02\x12\x12\n\x0e\x45XPERT_REFUSED\x10\x03\x12\x11\n\rEXPERT_FAILED\x10\x04\x12\x12\n\x0e\x45XPERT_APPLIED\x10\x05\x12\x14\n\x10\x45XPERT_FORGOTTEN\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17swarm/wire/expert.proto\x12\nswarm.wire\"5\n\x0f\x44\x65scribeRequest\x12\x0c\n\x04uids\x18\x01 \x03(\t\x12\x14\n\x0cwith_lineage\x18\x02 \x01(\x08\"?\n\rDescribeReply\x12.\n\x07\x65xperts\x18\x01 \x03(\x0b\x32\x1d.swarm.wire.ExpertDescription\"\xce\x01\n\x11\x45xpertDescription\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0e\n\x06schema\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61tch_size_max\x18\x04 \x01(\r\x12\x0e\n\x06\x66rozen\x18\x05 \x01(\x08\x12\x0e\n\x06wait_s\x18\x06 \x01(\x02\x12\x15\n\rsamples_per_s\x18\x07 \x01(\x02\x12-\n\x04past\x18\x08 \x03(\x0b\x32\x1f.swarm.wire.ExpertCommonVersion\x12\r\n\x05turns\x18\t \x01(\r\"4\n\x13\x45xpertCommonVersion\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\"8\n\x12\x45xpertStateRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x15\n\rschema_digest\x18\x02 \x01(\x0c\"\xa3\x01\n\x10\x45xpertStateReply\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.swarm.wire.ExpertStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12-\n\x04past\x18\x05 \x03(\x0b\x32\x1f.swarm.wire.ExpertCommonVersion\"\xb5\x02\n\rExpertRequest\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.swarm.wire.ExpertPass\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x15\n\rschema_digest\x18\x03 \x01(\x0c\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.swarm.wire.TensorHeader\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\x0c\x12\x0f\n\x07version\x18\t \x01(\x04\x12\x0c\n\x04keep\x18\n \x01(\x08\x12\x13\n\x0breply_codec\x18\x0b \x01(\r\x12\x1b\n\x13reply_codec_version\x18\x0c \x01(\r\x12\x13\n\x0binputs_kept\x18\r \x01(\x08\"[\n\x0cTensorHeader\x12\r\n\x05\x63odec\x18\x01 \x01(\r\x12\x15\n\rcodec_version\x18\x02 \x01(\r\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x61\x62sent\x18\x04 \x01(\x08\"\xd9\x01\n\x0b\x45xpertReply\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.swarm.wire.ExpertStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.swarm.wire.TensorHeader\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06wait_s\x18\x08 \x01(\x02\x12\x0c\n\x04kept\x18\t \x01(\x08*5\n\nExpertPass\x12\x12\n\x0e\x45XPERT_FORWARD\x10\x00\x12\x13\n\x0f\x45XPERT_BACKWARD\x10\x01*\x99\x01\n\x0c\x45xpertStatus\x12\r\n\tEXPERT_OK\x10\x00\x12\x15\n\x11\x45XPERT_OVERLOADED\x10\x01\x12\x12\n\x0e\x45XPERT_MISSING\x10\x02\x12\x12\n\x0e\x45XPERT_REFUSED\x10\x03\x12\x11\n\rEXPERT_FAILED\x10\x04\x12\x12\n\x0e\x45XPERT_APPLIED\x10\x05\x12\x14\n\x10\x45XPERT_FORGOTTEN\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm.wire.expert_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EXPERTPASS']._serialized_start=909
-  _globals['_EXPERTPASS']._serialized_end=962
-  _globals['_EXPERTSTATUS']._serialized_start=965
-  _globals['_EXPERTSTATUS']._serialized_end=1118
+  _globals['_EXPERTPASS']._serialized_start=1271
+  _globals['_EXPERTPASS']._serialized_end=1324
+  _globals['_EXPERTSTATUS']._serialized_start=1327
+  _globals['_EXPERTSTATUS']._serialized_end=1480
   _globals['_DESCRIBEREQUEST']._serialized_start=39
-  _globals['_DESCRIBEREQUEST']._serialized_end=70
-  _globals['_DESCRIBEREPLY']._serialized_start=72
-  _globals['_DESCRIBEREPLY']._serialized_end=135
-  _globals['_EXPERTDESCRIPTION']._serialized_start=138
-  _globals['_EXPERTDESCRIPTION']._serialized_end=282
-  _globals['_EXPERTREQUEST']._serialized_start=285
-  _globals['_EXPERTREQUEST']._serialized_end=594
-  _globals['_TENSORHEADER']._serialized_start=596
-  _globals['_TENSORHEADER']._serialized_end=687
-  _globals['_EXPERTREPLY']._serialized_start=690
-  _globals['_EXPERTREPLY']._serialized_end=907
+  _globals['_DESCRIBEREQUEST']._serialized_end=92
+  _globals['_DESCRIBEREPLY']._serialized_start=94
+  _globals['_DESCRIBEREPLY']._serialized_end=157
+  _globals['_EXPERTDESCRIPTION']._serialized_start=160
+  _globals['_EXPERTDESCRIPTION']._serialized_end=366
+  _globals['_EXPERTCOMMONVERSION']._serialized_start=368
+  _globals['_EXPERTCOMMONVERSION']._serialized_end=420
+  _globals['_EXPERTSTATEREQUEST']._serialized_start=422
+  _globals['_EXPERTSTATEREQUEST']._serialized_end=478
+  _globals['_EXPERTSTATEREPLY']._serialized_start=481
+  _globals['_EXPERTSTATEREPLY']._serialized_end=644
+  _globals['_EXPERTREQUEST']._serialized_start=647
+  _globals['_EXPERTREQUEST']._serialized_end=956
+  _globals['_TENSORHEADER']._serialized_start=958
+  _globals['_TENSORHEADER']._serialized_end=1049
+  _globals['_EXPERTREPLY']._serialized_start=1052
+  _globals['_EXPERTREPLY']._serialized_end=1269
 # @@protoc_insertion_point(module_scope)

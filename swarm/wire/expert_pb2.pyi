@@ -32,10 +32,12 @@ EXPERT_APPLIED: ExpertStatus
 EXPERT_FORGOTTEN: ExpertStatus
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("uids",)
+    __slots__ = ("uids", "with_lineage")
     UIDS_FIELD_NUMBER: _ClassVar[int]
+    WITH_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     uids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, uids: _Optional[_Iterable[str]] = ...) -> None: ...
+    with_lineage: bool
+    def __init__(self, uids: _Optional[_Iterable[str]] = ..., with_lineage: _Optional[bool] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
     __slots__ = ("experts",)
@@ -44,7 +46,7 @@ class DescribeReply(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[_Union[ExpertDescription, _Mapping]]] = ...) -> None: ...
 
 class ExpertDescription(_message.Message):
-    __slots__ = ("uid", "schema", "version", "batch_size_max", "frozen", "wait_s", "samples_per_s")
+    __slots__ = ("uid", "schema", "version", "batch_size_max", "frozen", "wait_s", "samples_per_s", "past", "turns")
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +54,8 @@ class ExpertDescription(_message.Message):
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PAST_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     uid: str
     schema: bytes
     version: int
@@ -59,7 +63,39 @@ class ExpertDescription(_message.Message):
     frozen: bool
     wait_s: float
     samples_per_s: float
-    def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ...) -> None: ...
+    past: _containers.RepeatedCompositeFieldContainer[ExpertCommonVersion]
+    turns: int
+    def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ..., turns: _Optional[int] = ...) -> None: ...
+
+class ExpertCommonVersion(_message.Message):
+    __slots__ = ("name", "version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    version: int
+    def __init__(self, name: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
+
+class ExpertStateRequest(_message.Message):
+    __slots__ = ("uid", "schema_digest")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    schema_digest: bytes
+    def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ...) -> None: ...
+
+class ExpertStateReply(_message.Message):
+    __slots__ = ("status", "reason", "payload_bytes", "version", "past")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAST_FIELD_NUMBER: _ClassVar[int]
+    status: ExpertStatus
+    reason: str
+    payload_bytes: int
+    version: int
+    past: _containers.RepeatedCompositeFieldContainer[ExpertCommonVersion]
+    def __init__(self, status: _Optional[_Union[ExpertStatus, str]] = ..., reason: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., version: _Optional[int] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ...) -> None: ...
 
 class ExpertRequest(_message.Message):
     __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,9 +18,11 @@ import swarm
 from moe.protocol.declarations import Directory
 from moe.protocol.names import ExpertUid
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError
-from tests.wire.served import READY_S, serving
+from tests.wire.served import READY_S, Served, serving
 
 pytestmark = pytest.mark.chaos
+
+MOVED_S = 180.0  # until a server has moved; 85 s on a quiet machine
 
 
 def test_ctrl_c_saves_withdraws_and_ends_and_the_next_start_resumes(tmp_path: Path) -> None:
@@ -101,3 +104,30 @@ def test_calls_continue_at_the_replica_when_a_server_is_killed() -> None:
                 except (NetworkError, PeerError):
                     lost += 1  # the backward pass of a forward pass that the killed server answered
             assert lost <= 1
+
+
+def test_a_server_moves_to_the_stage_whose_only_server_was_killed() -> None:
+    """The declaration of the killed server expires after 45 s, and the plan must stand for 20 s."""
+    grid = ("--experts", "block.[0:2]", "--hidden-dim", "16", "--optimizer", "none")
+    with (
+        swarm.Node(listen="127.0.0.1:0") as node,
+        contextlib.ExitStack() as stack,
+    ):
+        servers: dict[str, list[Served]] = {"block.0": [], "block.1": []}
+        for number in range(3):
+            options = grid if not number else ()
+            served = stack.enter_context(serving(node.addresses[0], *options, "--num-experts", "1"))
+            servers[served.hear("serving")["experts"][0]].append(served)
+        lost, spared = sorted(servers, key=lambda name: len(servers[name]))
+        assert [len(servers[name]) for name in (lost, spared)] == [1, 2]
+        os.kill(servers[lost][0].process.pid, signal.SIGKILL)
+        remote = swarm.RemoteExpert(node, lost, forward_timeout_s=5.0)
+        deadline_s = time.monotonic() + MOVED_S
+        while True:
+            try:
+                assert remote(torch.zeros(2, 16)).shape == (2, 16)
+                break
+            except (NetworkError, NotEnoughPeers, PeerError):
+                assert time.monotonic() < deadline_s, "no server has moved"
+        still = swarm.RemoteExpert(node, spared, forward_timeout_s=READY_S)
+        assert still(torch.zeros(2, 16)).shape == (2, 16)

@@ -33,6 +33,7 @@ def run_file(tmp_path: Path) -> Path:
 COMMANDS = (
     "demo",
     "doctor",
+    "experts",
     "start",
     "join",
     "serve",

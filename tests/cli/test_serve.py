@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from moe.server.expert_server import ServerStatistics
-from swarm.cli.serve import _watch
+from swarm.cli.serve import watch
 from swarm.core.errors import SwarmError
 
 
@@ -27,4 +27,4 @@ def test_serving_ends_with_an_error_when_a_device_fails() -> None:
     shutdown = SimpleNamespace(requested=threading.Event())
     output = SimpleNamespace(emit=lambda event: None)
     with pytest.raises(SwarmError, match=r"cuda:1 cannot be used .* start `swarm serve` again"):
-        _watch(cast(Any, FailingServer()), cast(Any, shutdown), output, 0.001)
+        watch(cast(Any, FailingServer()), cast(Any, shutdown), output, 0.001, lambda: None)

@@ -87,8 +87,9 @@ def _expert() -> swarm.Expert:
 
 def _expert_checkpoint(maker: Maker) -> object:
     folder, uid = _ROOT / "experts", ExpertUid.parse("ffn.0")
-    ExpertCheckpoints(folder, {uid: _expert()}).save()
-    file = folder / "ffn.0.expert.pt"
+    checkpoints = ExpertCheckpoints(folder, {uid: _expert()})
+    checkpoints.save()
+    file = checkpoints.generations(uid).newest_first()[0]
     file.write_bytes(maker.mutated(file.read_bytes()))
     try:
         return ExpertCheckpoints(folder, {uid: _expert()}).load()

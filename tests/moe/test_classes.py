@@ -88,3 +88,21 @@ def test_torchs_default_dtype_does_not_change_built_in_classes(name: str) -> Non
         assert Expert(*make(name, expert_class(name), settings)).schema == expected
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("def mine(): pass", "TypeError: .*takes 0 positional arguments"),
+        ("def mine(hidden, heads): pass", "TypeError: .*missing 1 required positional argument"),
+        ("def mine(settings): raise SystemExit(3)", "SystemExit: 3"),
+        ("def mine(settings): return 7", "should return a module and a tuple of sample inputs, not 7"),
+    ],
+    ids=["no-argument", "two-arguments", "exits", "returns-a-number"],
+)
+def test_a_function_of_another_kind_is_told_how_it_is_called(tmp_path: Path, content: str, said: str) -> None:
+    """Regression: a function of another signature gave a traceback of 30 lines."""
+    file = tmp_path / "mine.py"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=rf"'mine'.* {said}.*def make\(settings\): return"):
+        make("mine", expert_class("mine", file), ExpertSettings())

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from averaging.optim.state.checkpoint import Checkpoints
 from moe.protocol.names import ExpertUid
 from moe.server.checkpoints import ExpertCheckpoints, saved_names
 from moe.server.devices import DeviceFailed
 from moe.server.expert import ComputationFailed, Expert
-from swarm.core.errors import UsageError
+from swarm.core.errors import SwarmError, UsageError
 
 
 def network(width: int = 6) -> torch.nn.Module:
@@ -201,14 +202,46 @@ def test_a_server_resumes_from_its_checkpoints(tmp_path: Path) -> None:
     assert saved_names(tmp_path) == [uid]
 
 
+def newest(folder: Path, uid: ExpertUid) -> Path:
+    """Return the newest checkpoint of an expert."""
+    return Checkpoints(folder / str(uid)).newest_first()[0]
+
+
 @pytest.mark.parametrize(
-    "damaged", [b"", b"R", b"\x80\x02R.", b"PK\x03\x04"], ids=["empty", "R", "pickle", "zip"]
+    "content",
+    [b"", b"nonsense", b"PK\x03\x04", None],
+    ids=["empty", "nonsense", "zip", "one-bit"],
 )
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, damaged: bytes) -> None:
-    uid = ExpertUid.parse("ffn.3")
-    (tmp_path / "ffn.3.expert.pt").write_bytes(damaged)
-    with pytest.raises(UsageError, match=r"ffn\.3\.expert\.pt cannot be read"):
-        ExpertCheckpoints(tmp_path, {uid: expert(optimizer=sgd)}).load()
+def test_a_damaged_checkpoint_costs_its_expert_one_generation_and_nothing_else(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, sound = ExpertUid.parse("ffn.3"), ExpertUid.parse("ffn.4")
+    experts = {uid: expert(optimizer=torch.optim.Adam) for uid in (damaged, sound)}
+    checkpoints = ExpertCheckpoints(tmp_path, experts)
+    for seed in range(4):
+        for one in experts.values():
+            one.backward(passes(1, seed))
+        assert checkpoints.save() == 2
+    file = newest(tmp_path, damaged)
+    raw = bytearray(file.read_bytes())
+    raw[-20] ^= 1
+    file.write_bytes(bytes(raw) if content is None else content)
+    again = {uid: expert(optimizer=torch.optim.Adam) for uid in experts}
+    assert ExpertCheckpoints(tmp_path, again).load() == [damaged, sound]
+    assert [one.version for one in again.values()] == [3, 4]
+    assert "a checkpoint of ffn.3 is left out" in caplog.text
+    assert len(list((tmp_path / "ffn.3").iterdir())) == 2, "generations are bounded"
+
+
+def test_a_state_that_is_not_finite_replaces_no_checkpoint(tmp_path: Path) -> None:
+    uid, learning = ExpertUid.parse("ffn.3"), expert(optimizer=sgd)
+    checkpoints = ExpertCheckpoints(tmp_path, {uid: learning})
+    learning.backward(passes(1))
+    assert checkpoints.save() == 1
+    learning.backward(passes(1, seed=1))
+    next(learning.module.parameters()).data[0] = float("nan")
+    assert checkpoints.save() == 0
+    assert ExpertCheckpoints(tmp_path, {uid: expert(optimizer=sgd)}).load() == [uid]
 
 
 def test_an_interrupted_write_leaves_the_last_checkpoint(
@@ -219,23 +252,77 @@ def test_an_interrupted_write_leaves_the_last_checkpoint(
     checkpoints.save()
     learning.backward(passes(1))
 
-    def fail(state: object, file: Any) -> None:
-        file.write(b"half")
+    def fail(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("averaging.optim.state.checkpoint.save_file", fail)
+    with pytest.raises(SwarmError, match="disk full"):
         checkpoints.save()
     monkeypatch.undo()
-    assert [path.name for path in tmp_path.iterdir()] == ["ffn.3.expert.pt"]
+    assert len(list((tmp_path / "ffn.3").iterdir())) == 1
     assert ExpertCheckpoints(tmp_path, {uid: expert(optimizer=sgd)}).load() == [uid]
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense"])
-def test_a_damaged_checkpoint_raises_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "ffn.3.expert.pt").write_bytes(content)
-    with pytest.raises(UsageError, match=r"ffn\.3\.expert\.pt"):
-        ExpertCheckpoints(tmp_path, {ExpertUid.parse("ffn.3"): expert()}).load()
+@pytest.mark.parametrize(
+    "optimizer",
+    [sgd, torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)],
+    ids=["sgd", "adam", "momentum"],
+)
+def test_a_step_that_would_not_be_finite_is_undone(optimizer: Any) -> None:
+    """Regression: parameters became infinite, or Adam's second moment did, and stayed so."""
+    hurt, spared = (expert(optimizer=optimizer) for _ in range(2))
+    for one in (hurt, spared):
+        one.backward(passes(1))
+    assert hurt.optimizer is not None
+    (group,) = hurt.optimizer.param_groups
+    rate, group["lr"] = group["lr"], float("inf")
+    with pytest.raises(ComputationFailed, match="so it was undone"):
+        hurt.backward(passes(1, seed=1))
+    group["lr"] = rate
+    assert hurt.version == spared.version == 1
+    for one in (hurt, spared):
+        one.backward(passes(1, seed=2))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(hurt.module.parameters(), spared.module.parameters(), strict=True)
+    )
+
+
+def test_a_step_that_sixteen_bits_cannot_hold_is_undone() -> None:
+    narrow = Expert(network().to(torch.float16), (torch.zeros(1, 6, dtype=torch.float16),), sgd)
+    assert narrow.optimizer is not None
+    narrow.optimizer.param_groups[0]["lr"] = 1e6
+    before = [one.clone() for one in (*narrow.module.parameters(), *narrow.averaged_tensors())]
+    x = torch.ones(4, 6, dtype=torch.float16)
+    with pytest.raises(ComputationFailed, match="so it was undone"):
+        narrow.backward([(None, [x], [x])])
+    assert all(map(torch.equal, before, [*narrow.module.parameters(), *narrow.averaged_tensors()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_experts_learn_as_float32_does(dtype: torch.dtype) -> None:
+    """Regression: Adam destroyed float16 experts in the first step, and bfloat16 lost small steps."""
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=1e-4)
+
+    narrow = Expert(network().to(dtype), (torch.zeros(1, 6, dtype=dtype),), adam)
+    exact = expert(optimizer=adam)
+    losses = []
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(3))
+    for _ in range(300):
+        for one in (narrow, exact):
+            (y,) = one.forward([x.to(one.schema.input_leaves[0].dtype)])
+            losses.append(float((y.float() - x).square().mean()))
+            one.backward([(None, [x.to(y.dtype)], [(2 * (y.float() - x) / x.numel()).to(y.dtype)])])
+    assert losses[-1] < 0.9 * losses[1]
+    assert losses[-2] == pytest.approx(losses[-1], rel=0.02)
+    assert all(one.dtype == torch.float32 for one in narrow.averaged_tensors())
+    again = Expert(network().to(dtype), (torch.zeros(1, 6, dtype=dtype),), adam)
+    again.load_state(narrow.state().blob, narrow.lineage)
+    assert all(map(torch.equal, narrow.averaged_tensors(), again.averaged_tensors()))
+    assert all(map(torch.equal, narrow.module.parameters(), again.module.parameters()))
 
 
 def test_a_checkpoint_of_another_expert_raises_an_error_that_names_it(tmp_path: Path) -> None:

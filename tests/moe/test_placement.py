@@ -14,6 +14,7 @@ from moe.server.logic.placement import (
     PATIENCE_S,
     SETTLE_S,
     STAY_S,
+    BusyMeter,
     GridLoad,
     Placement,
     choose_needed,
@@ -182,7 +183,7 @@ class Pipeline:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_throughput_with_departures_is_within_a_tenth_of_the_best_placement(seed: int) -> None:
-    """Of 16 servers of four stages one dies every ten minutes on average, and a new one comes as often."""
+    """Sixteen servers host four stages. One dies every ten minutes on average, and one comes."""
     pipeline = Pipeline(seed, servers=16)
     for _ in range(4 * 3600):
         pipeline.second()
@@ -212,3 +213,12 @@ def test_a_stage_that_loses_all_its_servers_gets_one_within_two_minutes(seed: in
     for _ in range(600):
         pipeline.second()
     assert sum(len(one.moves_s) for one in pipeline.servers) == 1, "one server moves, and nobody else"
+
+
+def test_a_server_is_as_busy_as_it_was_in_the_last_window() -> None:
+    meter = BusyMeter(100.0)
+    assert meter.fraction(3.0, 103.0) == 0.0  # too early to say
+    assert meter.fraction(15.0, 120.0) == 0.75
+    assert meter.fraction(15.0, 125.0) == 0.75
+    assert meter.fraction(15.0, 140.0) == 0.0
+    assert meter.fraction(99.0, 150.0) == 1.0

@@ -150,6 +150,31 @@ def test_a_router_that_is_found_late_is_told_and_forwards_the_next_time(
     run(steps)
 
 
+def test_a_search_that_has_begun_before_is_waited_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.net.port_mapping._FOUND_S", 0.0)
+    router, searches, begun = Router(), [], threading.Event()
+
+    def find() -> Router:
+        searches.append(1)
+        begun.set()
+        return router
+
+    async def steps() -> None:
+        mapping = PortMapping(PORT, find)
+        mapping.begin()
+        mapping.begin()
+        await asyncio.to_thread(begun.wait, 30.0)
+        while not mapping.has_found_late:  # noqa: ASYNC110  another thread's result
+            await asyncio.sleep(0)
+        assert await mapping.open() == PORT
+        assert (mapping.is_open, searches, router.ports) == (True, [1], {PORT: (OWN, PORT, LEASE_S)})
+        mapping.begin()  # the router is known
+        assert await mapping.open() == PORT
+        assert searches == [1]
+
+    run(steps)
+
+
 def test_a_router_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.net.port_mapping._FOUND_S", 0.05)
     answered = threading.Event()

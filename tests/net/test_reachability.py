@@ -85,10 +85,19 @@ def test_a_success_forgets_the_failures_before() -> None:
 
 def test_a_hidden_peer_that_is_called_again_is_direct() -> None:
     machine = Reachability(PORT, 0.0)
-    machine.on_answers([failed(PEERS[0])], 1, 0.0)
-    assert (machine.reach.verdict, machine.due_s) == ("hidden", CHECK_S)
+    for at_s in (0.0, 15.0):  # few can be asked: a packet may have been lost
+        machine.on_answers([failed(PEERS[0])], 1, at_s)
+        assert (machine.reach.verdict, machine.due_s) == ("hidden", at_s + RETRY_S)
+    machine.on_answers([failed(PEERS[0])], 1, 30.0)
+    assert (machine.reach.verdict, machine.due_s) == ("hidden", 30.0 + CHECK_S)
     machine.on_answers([reached(PEERS[0])], 1, 600.0)
     assert (machine.reach.verdict, machine.reach.since_s) == ("direct", 600.0)
+
+
+def test_a_new_peer_that_three_have_called_in_vain_asks_as_seldom_as_one_that_is_sure() -> None:
+    machine = Reachability(PORT, 0.0)
+    machine.on_answers([failed(peer) for peer in PEERS[:3]], 8, 2.0)
+    assert (machine.reach.verdict, machine.due_s) == ("hidden", 2.0 + CHECK_S)
 
 
 def test_answers_about_private_addresses_say_nothing() -> None:
@@ -159,14 +168,14 @@ def test_a_peer_behind_a_router_keeps_its_verdict_and_asks_when_its_machine_move
     assert machine.reach.addresses == (Address(HOME, PORT),)
     assert machine.due_s == 1.0 + RETRY_S
     machine = Reachability(PORT, 0.0)
-    machine.on_answers([failed(PEERS[0])], 1, 0.0)
+    machine.on_answers([failed(peer) for peer in PEERS[:3]], 3, 0.0)
     machine.on_interfaces([], ["192.168.1.7"], 100.0)
     assert (machine.reach.verdict, machine.due_s) == ("hidden", 100.0)
 
 
 def test_a_router_that_may_forward_the_port_is_a_reason_to_ask_again_unless_others_get_through() -> None:
     machine = Reachability(PORT, 0.0)
-    machine.on_answers([failed(PEERS[0])], 1, 5.0)
+    machine.on_answers([failed(peer) for peer in PEERS[:3]], 3, 5.0)
     assert (machine.reach.verdict, machine.due_s) == ("hidden", 5.0 + CHECK_S)
     machine.on_router(6.0)
     assert machine.due_s == 5.0 + RETRY_S

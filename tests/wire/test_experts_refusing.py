@@ -17,6 +17,7 @@ import swarm
 from moe.protocol.calls import ForwardReply, GradientPass
 from moe.protocol.methods import CALL, EXCHANGE
 from moe.server.logic.batching import BatchLimits
+from moe.server.passes import BatchPass
 from swarm.core.errors import NetworkError, PeerError
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertReply, ExpertRequest, TensorHeader
@@ -176,6 +177,52 @@ def test_a_failing_computation_fails_only_its_caller() -> None:
         with pytest.raises(swarm.ExpertFailed, match="NaN or infinity"):
             remote(torch.full((1, 16), 14.0))
         assert torch.equal(remote(torch.ones(1, 16)), torch.ones(1, 16))
+
+
+class Exiting(torch.nn.Module):
+    """A module that ends its thread on request, forward or backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x == 13).any()):
+            raise SystemExit("the module left")
+        return ExitInBackward.apply(x) if bool((x == 14).any()) else x  # type: ignore[no-any-return]
+
+
+class ExitInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise SystemExit("the module left")
+
+
+def test_a_module_that_exits_fails_only_its_caller() -> None:
+    """Regression: the computing thread ended for good, while the server went on declaring its experts."""
+    with pair({"ffn.0": expert(Exiting())}) as two:
+        remote = two.remote()
+        with pytest.raises(swarm.ExpertFailed, match="SystemExit: the module left"):
+            remote(torch.full((1, 16), 13.0))
+        with pytest.raises(swarm.ExpertFailed, match="SystemExit"):
+            remote(torch.full((1, 16), 14.0, requires_grad=True)).sum().backward()
+        assert torch.equal(remote(torch.ones(1, 16)), torch.ones(1, 16))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_computing_thread_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair({"ffn.0": expert()}) as two:
+        calls = two.calls
+
+        def fail(*_: object) -> None:
+            raise SystemExit("a bug")
+
+        monkeypatch.setattr(BatchPass, "compute", fail)
+        with pytest.raises((swarm.ExpertMissing, swarm.ExpertFailed, NetworkError), match="a bug"):
+            two.run(calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=10.0))
+        assert two.server.ended.wait(10.0)
+        assert two.server.failed is not None
+        assert "a bug" in two.server.failed
 
 
 class GatedUnlucky(Gated):

@@ -27,15 +27,19 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
 
 
-def refusal(*arguments: str) -> str:
-    """Return what a server that does not start says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "swarm.cli", "serve", *arguments, *OPTIONS],
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swarm.cli", *arguments],
         capture_output=True,
         text=True,
         timeout=READY_S,
         check=False,
     )
+
+
+def refusal(*arguments: str) -> str:
+    """Return what a server that does not start says."""
+    done = command("serve", *arguments, *OPTIONS)
     assert done.returncode == 2, done.stderr
     return done.stderr
 
@@ -44,7 +48,8 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
     file = tmp_path / "ffn.toml"
     file.write_text(GRID)
     with serving(str(file)) as first:
-        invite = first.hear("listening")["invite"]
+        listening = first.hear("listening")
+        invite, address = listening["invite"], listening["addresses"][0]
         founded = first.hear("serving")
         with serving(invite) as second:
             joined = second.hear("serving")
@@ -59,6 +64,14 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
         with swarm.Node(bootstrap=[invite], listen=None) as node:
             remote = swarm.RemoteExpert(node, "ffn.1", forward_timeout_s=READY_S)
             assert remote(torch.zeros(3, 16)).shape == (3, 16)
+
+        with serving(invite) as second:
+            second.hear("serving")
+            done = command("change", founded["grid"], "--end", "--from", address)
+            assert "the run is over. 2 of 2 members that were asked follow it" in done.stdout, done.stderr
+            for served in (first, second):
+                assert served.hear("changed")["changes"] == ["the run is over"]
+                assert served.process.wait(READY_S) == 0
 
 
 def test_an_open_grid_is_founded_by_options_and_hosted_in_part() -> None:

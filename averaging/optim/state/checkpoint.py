@@ -60,6 +60,7 @@ class Checkpoint:
     epoch: int
     blob: bytearray  # accepted by `Optimizer.load_state`
     tensors: dict[str, torch.Tensor]  # by their names in the file
+    about: dict[str, str]  # what its writer added
 
 
 def public_names(names: Sequence[str], parameters: Sequence[str]) -> list[str]:
@@ -157,7 +158,8 @@ def read(path: Path) -> Checkpoint:
             raise PeerError(f"{path} is damaged: its contents are not what was written")
     except _DAMAGE as error:
         raise PeerError(f"{path} is damaged: {type(error).__name__} in its description") from error
-    return Checkpoint(path=path, epoch=int(metadata["epoch"]), blob=blob, tensors=tensors)
+    about = {key.removeprefix("about."): value for key, value in metadata.items() if key.startswith("about.")}
+    return Checkpoint(path=path, epoch=int(metadata["epoch"]), blob=blob, tensors=tensors, about=about)
 
 
 class Checkpoints:

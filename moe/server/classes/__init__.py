@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from swarm.core.errors import UsageError
+from swarm.core.errors import SwarmError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,11 @@ _BUILT_IN = {
     "nop": "moe.server.classes.feedforward:nop",
 }
 _MODULE_NAME = "swarm_user_experts"
+_SIGNATURE = (
+    "It is called with one argument, which has hidden_dim and sequence_length, and returns a module and the "
+    "tuple of its sample inputs: def make(settings): return torch.nn.Linear(settings.hidden_dim, "
+    "settings.hidden_dim), (torch.zeros(1, settings.hidden_dim),)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,22 +68,26 @@ def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
     """
     factory = _load_from_file(name, file) if file is not None else _load_installed(name)
     if not callable(factory):
-        raise UsageError(
-            f"the expert class {name!r} is no function: "
-            "it takes ExpertSettings and returns (module, sample inputs)"
-        )
+        raise UsageError(f"the expert class {name!r} is no function. {_SIGNATURE}")
     return factory  # type: ignore[no-any-return]
 
 
 def make(
     name: str, factory: ExpertFactory, settings: ExpertSettings
 ) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """Create a module of a class, and its sample inputs. Raises UsageError when the class returns something
-    else.
+    """Create a module of a class, and its sample inputs. Raises UsageError when the class fails, or returns
+    something else.
     """
     import torch
 
-    result = factory(settings)
+    try:
+        result = factory(settings)
+    except SwarmError:
+        raise
+    except (Exception, SystemExit) as error:  # of the user's own code
+        raise UsageError(
+            f"the expert class {name!r} failed: {type(error).__name__}: {error}. {_SIGNATURE}"
+        ) from error
     if (
         not isinstance(result, tuple)
         or len(result) != 2
@@ -87,7 +96,7 @@ def make(
     ):
         raise UsageError(
             f"the expert class {name!r} should return a module and a tuple of sample inputs, "
-            f"not {result!r:.100}"
+            f"not {result!r:.100}. {_SIGNATURE}"
         )
     return result[0], tuple(result[1])
 
@@ -119,7 +128,7 @@ def _load_from_file(name: str, file: Path) -> Any:
     sys.modules[_MODULE_NAME] = module  # dataclasses and pickles of the file look up their module
     try:
         specification.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"--module {file} fails: {type(error).__name__}: {error}") from error
     factory = getattr(module, name, None)
     if factory is None:

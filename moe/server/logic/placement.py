@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 BUSY_MIN: Final = 0.7
 # A server moves only if its old expert is then less busy than this fraction of how busy the new one was.
 GAIN: Final = 0.9
+WINDOW_S: Final = 10.0  # shorter than the time between two declarations, so that each has a new fraction
 SETTLE_S: Final = 20.0  # that a plan must stand: longer than the time between two declarations
 # The same for a move to a busier expert: how busy servers are lags behind what others do.
 BUSY_SETTLE_S: Final = 60.0
@@ -97,6 +98,21 @@ def plan_moves(load: GridLoad, ignored: Collection[PeerId] = ()) -> list[Move]:
         servers[source] -= 1
         busy[source] = afterwards
     return moves
+
+
+class BusyMeter:
+    """How much of the time a server computes, over the last `WINDOW_S` at least."""
+
+    def __init__(self, now_s: float) -> None:
+        self._since_s, self._before_s, self._fraction = now_s, 0.0, 0.0
+
+    def fraction(self, busy_s: float, now_s: float) -> float:
+        """Return the fraction, from 0 to 1. `busy_s`: how long the server has computed since it started."""
+        elapsed_s = now_s - self._since_s
+        if elapsed_s >= WINDOW_S:
+            self._fraction = min(max((busy_s - self._before_s) / elapsed_s, 0.0), 1.0)
+            self._since_s, self._before_s = now_s, busy_s
+        return self._fraction
 
 
 class Placement:

@@ -104,7 +104,9 @@ class Reachability:
             was_direct = self.reach.verdict == "direct"
             if not was_direct or self._failures >= FAILURES_MIN:
                 self._settle("hidden", (), tuple(self._failed), now_s)
-        is_certain = bool(reached) or self.reach.verdict == "hidden"
+        # One failure may be a lost packet. Where few can be asked, they are asked again before it is final.
+        has_failed = self.reach.verdict == "hidden" and self._failures >= FAILURES_MIN
+        is_certain = bool(reached) or has_failed
         self.due_s = now_s + (CHECK_S if is_certain else RETRY_S)
 
     def on_candidate(self, now_s: float) -> None:

@@ -86,7 +86,7 @@ def by_brute_force(aggregation: Aggregation, vectors: Sequence[Array]) -> npt.ND
             x *= np.minimum(1.0, longest / np.maximum(lengths, 1e-300))[:, None]
     if aggregation.rule == "mean":
         return np.asarray(x.mean(axis=0))
-    if aggregation.rule == "median":
+    if aggregation.rule in ("median", "median_of_three"):
         return np.asarray(np.median(x, axis=0))
     if aggregation.rule == "trimmed_mean":
         cut_off = trimmed(aggregation.trim, len(x))
@@ -353,3 +353,23 @@ def test_the_compatibility_tag_names_only_settings_that_the_rule_uses() -> None:
             Aggregation(**arguments)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="there is: mean, trimmed_mean, median, centered_clip"):
         Aggregation(rule="krum")
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [((1.0, 3.0), (0.25, 0.75)), ((1.0, 1e30), (0.2, 0.8)), ((100.0, 1.0), (0.8, 0.2))],
+    ids=["within", "claims-too-much", "first-claims"],
+)
+def test_a_pair_counts_by_weights_up_to_a_ratio(
+    weights: tuple[float, float], shares: tuple[float, float]
+) -> None:
+    vectors = draw(1, 2, 1000)
+    found, _ = aggregate(Aggregation(rule="median_of_three"), vectors, weights=weights)
+    expected = shares[0] * vectors[0].astype(np.float64) + shares[1] * vectors[1]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_from_three_contributors_on_the_median_counts_them_as_equals() -> None:
+    vectors = draw(2, 3, 1000)
+    found, _ = aggregate(Aggregation(rule="median_of_three"), vectors, weights=[1.0, 1.0, 1e30])
+    np.testing.assert_array_equal(found, np.median(np.stack(vectors), axis=0))

@@ -1,0 +1,84 @@
+"""Which experts of a grid this machine hosts: all of some patterns, or as many as its owner gives, where the
+grid needs them most, now and later.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe.protocol.declarations import RENEW_S, Directory
+from moe.server.checkpoints import saved_names
+from moe.server.expert_server import EXPERTS_MAX
+from moe.server.logic.placement import GridLoad, Move, Placement
+from moe.server.places import choose_places, read_load
+from swarm.core.errors import NetworkError, UsageError
+
+if TYPE_CHECKING:
+    from moe.protocol.names import ExpertGrid, ExpertUid
+    from swarm.node import Node
+
+_READ_TIMEOUT_S = 10.0
+
+
+class Placing:
+    """The experts that one server hosts. Methods block, and must not be called on the network thread."""
+
+    def __init__(
+        self, node: Node, patterns: Sequence[ExpertGrid], count: int | None, checkpoints: Path | None
+    ) -> None:
+        """`count`: how many experts of the only pattern to host; None: all of all patterns, for good.
+        `checkpoints`: the folder of the server's checkpoints. Raises UsageError for more experts than a
+        server hosts, and for a count with several patterns.
+        """
+        if count is not None and len(patterns) > 1:
+            raise UsageError(
+                "a number of experts picks places in one pattern of the grid: choose one with --experts"
+            )
+        self._node, self._patterns, self._count, self._checkpoints = node, patterns, count, checkpoints
+        self._placement = Placement(node.peer_id)
+        self._looked_s = time.monotonic()
+
+    def first(self) -> list[ExpertUid]:
+        """Return the experts to begin with. With a count, experts that nobody hosts and that have a
+        checkpoint here come before others. Raises UsageError when the grid has fewer, and NetworkError when
+        nobody says who hosts what.
+        """
+        if self._count is None:
+            names = sorted({uid for pattern in self._patterns for uid in pattern.names()})
+            if len(names) > EXPERTS_MAX:
+                raise UsageError(
+                    f"{len(names)} experts are too many for one server (at most {EXPERTS_MAX}): "
+                    "choose some with --num-experts"
+                )
+            return names
+        load, (pattern,) = self._load(), self._patterns
+        saved = saved_names(self._checkpoints) if self._checkpoints is not None else []
+        own = [uid for uid in saved if uid in pattern and not load.get(uid)][: self._count]
+        load = {**load, **{uid: {self._node.peer_id: 0.0} for uid in own}}
+        rest = choose_places(pattern, load, self._node.peer_id, self._count - len(own), random.SystemRandom())
+        return sorted([*own, *rest])
+
+    def next_move(self) -> Move | None:
+        """Return the move that this server should make now. Reads the declarations as often as servers renew
+        them. A server that hosts whole patterns never moves.
+        """
+        now_s = time.monotonic()
+        if self._count is None or now_s - self._looked_s < RENEW_S:
+            return None
+        self._looked_s = now_s
+        try:
+            return self._placement.step(self._load(), now_s)
+        except NetworkError:
+            return None  # nobody answers at the moment: others cannot be called either
+
+    def _load(self) -> GridLoad:
+        directory = Directory(self._node.dht.service)
+
+        async def read() -> GridLoad:
+            return await read_load(directory, self._patterns[0], timeout_s=_READ_TIMEOUT_S)
+
+        return self._node.network.run(read(), 2 * _READ_TIMEOUT_S)
