@@ -82,7 +82,7 @@ def test_calls_that_wait_for_room_get_it_in_turn_and_a_cancelled_one_keeps_nothi
 def test_a_member_that_half_sends_requests_delays_another_member_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has all places of members, and more requests that wait than there are places."""
+    """The first one has all places of members, and more requests that wait than there are places."""
     monkeypatch.setattr(room, "READ_S_WHEN_OTHERS_WAIT", 0.05)
 
     async def scenario() -> None:
