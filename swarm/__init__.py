@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         ExpertMissing,
         ExpertOverloaded,
         ExpertRefused,
+        ExpertStale,
     )
     from moe.server.expert_server import Expert, ExpertServer, ExpertServerConfig
     from swarm.core.errors import (
@@ -80,6 +81,7 @@ _HOMES = {
     "ExpertRefused": "moe.protocol.errors",
     "ExpertServer": "moe.server.expert_server",
     "ExpertServerConfig": "moe.server.expert_server",
+    "ExpertStale": "moe.protocol.errors",
     "FoundExpert": "moe.client.finding",
     "FoundReplica": "moe.client.finding",
     "Gossip": "averaging.optim.optimizer",
@@ -138,6 +140,7 @@ __all__ = [
     "ExpertRefused",
     "ExpertServer",
     "ExpertServerConfig",
+    "ExpertStale",
     "FoundExpert",
     "FoundReplica",
     "Gossip",

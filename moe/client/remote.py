@@ -35,6 +35,10 @@ class RemoteExpert(torch.nn.Module):
     one fails or is slow. The backward pass goes to the server that answered forward, and is applied there
     once. `codecs` are the codecs in which tensors are sent (None: uncompressed).
 
+    The expert may have changed between the two passes, by steps of other callers or by a restart. The
+    backward pass then counts all the same, unless the versions are more than `staleness_max` apart: it is not
+    applied then, and raises ExpertStale.
+
     Calls raise NotEnoughPeers (nobody hosts the expert), ExpertOverloaded, ExpertFailed, UsageError
     (arguments that do not fit its schema), NetworkError, and DeadlineExceeded (after `forward_timeout_s` or
     `backward_timeout_s`).
@@ -48,6 +52,7 @@ class RemoteExpert(torch.nn.Module):
         forward_timeout_s: float = 30.0,
         backward_timeout_s: float = 30.0,
         codecs: WireCodecs | None = None,
+        staleness_max: int | None = None,
     ) -> None:
         super().__init__()
         if not (forward_timeout_s > 0 and backward_timeout_s > 0):
@@ -55,6 +60,11 @@ class RemoteExpert(torch.nn.Module):
         self.uid = ExpertUid.parse(uid)
         self.forward_timeout_s, self.backward_timeout_s = forward_timeout_s, backward_timeout_s
         self.codecs = codecs or UNCOMPRESSED
+        if staleness_max is not None and not 0 <= staleness_max < 2**32:
+            raise UsageError(
+                f"staleness_max is a number of versions from 0 up, or None, not {staleness_max!r}"
+            )
+        self.staleness_max = staleness_max
         self._bridge = NodeBridge(node)
         self._schema: ExpertSchema | None = None
 
@@ -89,7 +99,9 @@ class RemoteExpert(torch.nn.Module):
         def run_backward(
             inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], number: int
         ) -> Sequence[torch.Tensor | None]:
-            work = self._run_backward(result.for_pass(number), GradientPass(inputs, gradients))
+            work = self._run_backward(
+                result.for_pass(number), GradientPass(inputs, gradients, self.staleness_max)
+            )
             return self._bridge.run(work, self.backward_timeout_s)
 
         return unflatten(schema.outputs, attach_backward(tensors, outputs, run_backward))

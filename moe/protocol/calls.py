@@ -29,15 +29,14 @@ from moe.protocol.errors import (
     ExpertMissing,
     ExpertOverloaded,
     ExpertRefused,
+    ExpertStale,
 )
+from moe.protocol.expected_reply import ExpectedReply
 from moe.protocol.names import ExpertUid
-from moe.protocol.schema import ExpertSchema, Leaf, check
+from moe.protocol.schema import ExpertSchema, check
 from moe.protocol.tensors import (
     TensorPayload,
-    check_headers,
-    decode,
     encode,
-    expected_bytes,
     join_payloads,
     payload_bytes,
 )
@@ -160,10 +159,14 @@ class ExpertClient(Protocol):
 class GradientPass:
     """The tensors of a backward pass: the inputs of the forward pass again, and for every floating-point
     output its gradient (None stands for zeros).
+
+    `staleness_max`: refuse the pass when the expert's version differs by more than this from that of the
+    forward pass; None: apply it at any version.
     """
 
     inputs: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor | None]
+    staleness_max: int | None = None
 
 
 class ExpertCalls:
@@ -258,7 +261,7 @@ class ExpertCalls:
             os.urandom(methods.REQUEST_ID_BYTES),
         )
         payloads = await self._encode(inputs, codecs.inputs)
-        expected = _ExpectedReply(schema.output_leaves, batch, codec, may_be_absent=False)
+        expected = ExpectedReply(schema.output_leaves, batch, codec, may_be_absent=False)
         reply, outputs = await self._exchange(replica, request, payloads, expected, deadline_s)
         tensors = [tensor for tensor in outputs if tensor is not None]
         return ForwardReply(
@@ -304,7 +307,7 @@ class ExpertCalls:
         ):
             raise UsageError(f"the gradients have another batch size than the inputs, {batch}")
         codec = find(codecs.input_gradients) if codecs.input_gradients else None
-        expected = _ExpectedReply(schema.input_gradient_leaves, batch, codec, may_be_absent=True)
+        expected = ExpectedReply(schema.input_gradient_leaves, batch, codec, may_be_absent=True)
         gradients = await self._encode(tensors.gradients, codecs.gradients)
         for kept in (True, False) if forward_reply.kept else (False,):
             request = _request(uid, schema, batch, codec)
@@ -314,6 +317,8 @@ class ExpertCalls:
                 forward_reply.version,
             )
             request.inputs_kept = kept
+            if tensors.staleness_max is not None:
+                request.staleness_max = tensors.staleness_max
             payloads = gradients if kept else [*await self._encode(tensors.inputs, codecs.inputs), *gradients]
             try:
                 reply, found = await self._exchange(replica, request, payloads, expected, deadline_s)
@@ -347,7 +352,7 @@ class ExpertCalls:
         replica: ExpertReplica,
         request: ExpertRequest,
         payloads: list[TensorPayload],
-        expected: _ExpectedReply,
+        expected: ExpectedReply,
         deadline_s: float,
     ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
         """Send a request, receive the reply and decode its tensors."""
@@ -379,7 +384,7 @@ class ExpertCalls:
         replica: ExpertReplica,
         request: ExpertRequest,
         payloads: list[TensorPayload],
-        expected: _ExpectedReply,
+        expected: ExpectedReply,
         timeout_s: float,
     ) -> tuple[ExpertReply, torch.Tensor]:
         """Exchange a request and its reply over a stream. A server may refuse before it has received
@@ -424,51 +429,6 @@ class _InputsForgotten(ExpertFailed):
     """The server no longer has the inputs of the forward pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ExpectedReply:
-    """The shape that the tensors of a reply must have."""
-
-    leaves: Sequence[Leaf]
-    batch: int
-    codec: Codec | None
-    may_be_absent: bool
-
-    @property
-    def size_bytes(self) -> int:
-        return expected_bytes(self.leaves, self.batch, self.codec)
-
-    def check(self, replica: ExpertReplica, reply: ExpertReply) -> int:
-        """Check the headers of a reply and return the number of payload bytes that they stand for. Raises
-        ExpertFailed when they do not fit.
-        """
-        absent_from = 0 if self.may_be_absent else len(self.leaves)
-        try:
-            expected = check_headers(
-                methods.read_headers(reply.tensors), self.leaves, self.batch, absent_from=absent_from
-            )
-        except PeerError as error:
-            raise ExpertFailed(
-                f"peer {replica.peer_id} sent a reply that does not fit the expert's schema: {error}"
-            ) from None
-        if reply.payload_bytes not in (0, expected):
-            raise ExpertFailed(
-                f"peer {replica.peer_id} announces {reply.payload_bytes} bytes for a reply of {expected}"
-            )
-        return expected
-
-    def read(
-        self, replica: ExpertReplica, reply: ExpertReply, payload: Buffer | torch.Tensor
-    ) -> list[torch.Tensor | None]:
-        """Decode the tensors of a reply. Raises ExpertFailed when they do not fit the schema, or contain NaN
-        or infinity.
-        """
-        self.check(replica, reply)
-        try:
-            return decode(methods.read_headers(reply.tensors), self.leaves, self.batch, payload)
-        except PeerError as error:
-            raise ExpertFailed(f"peer {replica.peer_id} answered with {error}") from None
-
-
 def _request(uid: ExpertUid, schema: ExpertSchema, batch: int, codec: Codec | None) -> ExpertRequest:
     return ExpertRequest(
         uid=str(uid),
@@ -491,5 +451,6 @@ def _raise_unless_ok(replica: ExpertReplica, request: ExpertRequest, reply: Expe
         expert_pb2.EXPERT_REFUSED: ExpertRefused,
         expert_pb2.EXPERT_APPLIED: ExpertApplied,
         expert_pb2.EXPERT_FORGOTTEN: _InputsForgotten,
+        expert_pb2.EXPERT_STALE: ExpertStale,
     }
     raise kinds.get(reply.status, ExpertFailed)(text)

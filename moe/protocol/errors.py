@@ -37,6 +37,12 @@ class ExpertFailed(ExpertError):
     """
 
 
+class ExpertStale(ExpertError):
+    """The expert has changed since the forward pass by more versions than `staleness_max` allows, or has gone
+    back to an earlier one after a restart. The backward pass was not applied.
+    """
+
+
 class ExpertApplied(ExpertError):
     """This backward pass was applied before, and the server no longer has the gradients that it returned
     then.

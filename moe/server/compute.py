@@ -61,7 +61,7 @@ class _Batch:
     is_repeated: bool = False  # its job failed in an earlier batch
     staged: StagedJobs | None = None
     answers: list[Answers] = field(default_factory=list)
-    has_stepped: bool = False  # computing one of its jobs again would make another step
+    has_stepped: bool = False  # computing one of its jobs again would use its gradients twice
 
 
 class ComputeThread:
@@ -295,14 +295,14 @@ class ComputeThread:
             self._count(jobs)
         staged, batch.staged = batch.staged, None
         with expert.lock:
-            version = expert.version
+            progress = expert.progress
             compute = BatchPass(expert, self._transfer)
             try:
                 batch.answers = compute.compute(jobs, staged)
             except DeviceFailed as failure:
                 self._fail(failure)
                 return
-            batch.has_stepped = expert.version != version
+            batch.has_stepped = expert.progress != progress
         with self._lock:
             if compute.samples_fit is None:
                 self._batcher.succeeded(batch.queue)

@@ -17,6 +17,7 @@ from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.devices import using
 from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
+from moe.server.norm_statistics import unchanged_statistics
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
 
@@ -80,6 +81,8 @@ class Expert:
         self.clip_norm = clip_norm
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
+        self._target_batch_size = 0
+        self._gathered = 0  # samples whose gradients wait for a step of the target batch
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
         self.settled = False
@@ -165,7 +168,7 @@ class Expert:
                 sizes = [len(passes[number][1][0]) for number in recomputed]
                 inputs = concatenate([passes[number][1] for number in recomputed])
                 gradients = self._concatenate_gradients([passes[number][2] for number in recomputed], sizes)
-                with torch.enable_grad():
+                with torch.enable_grad(), unchanged_statistics(self.module):
                     leaves = self._leaves(inputs)
                     outputs = self._outputs(leaves, sum(sizes))
                 input_gradients = self._differentiate(leaves, outputs, gradients)
@@ -175,18 +178,54 @@ class Expert:
         return [found[number] for number in range(len(passes))]
 
     def apply(self) -> None:
-        """Run the second half of `backward`: one optimizer step with the accumulated gradients. Raises
-        ComputationFailed when no step was made.
+        """Run the second half of `backward`: one optimizer step with the accumulated gradients; with a target
+        batch, only if that is complete. Raises ComputationFailed when the gradients were not used.
         """
         with using(self.device):
             try:
-                stepped = self._learner.step()
+                stepped = self._gather() if self._gathered or self.target_batch_size else self._learner.step()
             except StepRefused as refusal:
                 self._activations.clear()  # a step that was undone has written the tensors of their graphs
                 raise ComputationFailed(str(refusal)) from refusal
         self.version += stepped
         self.samples += self._accumulated
         self._accumulated = 0
+
+    @property
+    def target_batch_size(self) -> int:
+        """Return the number of samples of one step: gradients of backward passes are added up until they are
+        of that many, so that the number of steps does not depend on how requests meet. A pass that completes
+        a target batch goes beyond it if its size does not divide it. 0, the default: one step for each batch
+        of requests, whatever its size. It can be set, from the next step on.
+        """
+        return self._target_batch_size
+
+    @target_batch_size.setter
+    def target_batch_size(self, samples: int) -> None:
+        if type(samples) is not int or samples < 0:
+            raise UsageError(f"target_batch_size is a number of samples, not {samples!r}")
+        self._target_batch_size = samples
+
+    @property
+    def samples_to_step(self) -> int:
+        """Return after how many more samples of backward passes a step is made; 0: after each batch."""
+        if not self.target_batch_size or self.frozen:
+            return 0
+        return max(self.target_batch_size - self._gathered, 1)
+
+    @property
+    def progress(self) -> int:
+        """Return a number that changes whenever the gradients of backward passes were used."""
+        return 0 if self.frozen else self.samples
+
+    def _gather(self) -> bool:
+        """Add the accumulated gradients to the target batch, and make its step when it is complete."""
+        self._learner.gather()
+        self._gathered += self._accumulated
+        if self._gathered < self.target_batch_size:
+            return False
+        self._gathered = 0
+        return self._learner.step_gathered()
 
     def discard(self) -> None:
         """Discard the accumulated gradients."""
@@ -231,6 +270,7 @@ class Expert:
         """
         with using(self.device):
             self._learner.load(blob)
+        self._gathered = 0
         self._continue(lineage)
 
     def averaged_tensors(self) -> Tensors:

@@ -68,6 +68,7 @@ class HostingService:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._hosted: dict[str, HostedExpert] = {}
+        self._expecting = False  # experts will be opened soon, and their names are not known yet
         self._reserved: set[str] = set()  # names, also of experts that are not ready for calls yet
         self._applied: AppliedRequests[Outcome] = AppliedRequests(self._is_stranger)
         # by caller and (request id, expert)
@@ -83,6 +84,10 @@ class HostingService:
         node.handlers.stream(methods.EXCHANGE, self._exchange)
         node.handlers.stream(methods.STATE, self._states.give)
 
+    def expect(self) -> None:
+        """Tell callers from now on that experts are not ready yet, until the first ones are open."""
+        self._expecting = True
+
     def reserve(self, hosted: Sequence[HostedExpert]) -> None:
         """Reserve the names of these experts, for which calls are refused until `open`. Raises ValueError,
         which names one that is taken already.
@@ -95,6 +100,7 @@ class HostingService:
 
     def open(self, hosted: Sequence[HostedExpert]) -> None:
         """Answer calls for these experts, whose names are reserved, from now on."""
+        self._expecting = False
         self._hosted.update({str(one.uid): one for one in hosted if str(one.uid) in self._reserved})
 
     def close(self, hosted: Sequence[HostedExpert]) -> None:
@@ -233,12 +239,7 @@ class HostingService:
         """Check everything that is known before the payload is read. Raises RequestRefused."""
         hosted = self._hosted.get(request.uid)
         if hosted is None:
-            raise RequestRefused(
-                expert_pb2.EXPERT_MISSING,
-                f"{request.uid[:100]!r} is not ready here yet"
-                if request.uid in self._reserved
-                else f"{request.uid[:100]!r} is not hosted here",
-            )
+            raise self._unhosted(request.uid)
         schema, batch = hosted.expert.schema, request.batch
         if request.schema_digest != schema.digest:
             raise request_refused(f"it was made for another schema than this expert's, which is {schema}")
@@ -258,6 +259,8 @@ class HostingService:
                     "for the answer is not known here"
                 )
         repeated = backward and self._is_repeated(caller, request)
+        if backward and not repeated and request.HasField("staleness_max"):
+            _check_staleness(hosted, request)
         kept = (
             self._kept_inputs(caller, request) if backward and request.inputs_kept and not repeated else None
         )
@@ -288,6 +291,14 @@ class HostingService:
             is_backward=backward,
             kept=kept,
         )
+
+    def _unhosted(self, uid: str) -> RequestRefused:
+        """Return the refusal of a call for an expert that is not open. A server that starts is not avoided:
+        its callers ask again soon.
+        """
+        if self._expecting or uid in self._reserved:
+            return RequestRefused(expert_pb2.EXPERT_OVERLOADED, f"{uid[:100]!r} is not ready here yet")
+        return RequestRefused(expert_pb2.EXPERT_MISSING, f"{uid[:100]!r} is not hosted here")
 
     def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
         """Return why no payload of that size can be received now; "" when it can."""
@@ -431,3 +442,16 @@ class HostingService:
         if hosted is not None:
             hosted.refusals[ExpertStatus.Name(refusal.status)] += 1
         return ExpertReply(status=refusal.status, reason=refusal.reason, queued=refusal.queued)
+
+
+def _check_staleness(hosted: HostedExpert, request: ExpertRequest) -> None:
+    """Raise RequestRefused when the expert has changed too much since the forward pass. Steps of requests
+    that wait before this one are not counted.
+    """
+    version = hosted.expert.version
+    if abs(version - request.version) > request.staleness_max:
+        raise RequestRefused(
+            expert_pb2.EXPERT_STALE,
+            f"the expert was at version {request.version} in the forward pass and is at {version} now: "
+            f"more than staleness_max = {request.staleness_max} apart",
+        )

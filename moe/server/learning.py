@@ -58,6 +58,7 @@ class ExpertLearner:
             schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         )
         self._clip_norm = clip_norm
+        self._gathered: dict[int, torch.Tensor] = {}  # gradients of the masters, by the parameter's number
         self._names, self._state = _state_of(module, self)
 
     @property
@@ -70,8 +71,34 @@ class ExpertLearner:
         """Return the module's names of the parameters in the state, in its order."""
         return self._names
 
+    def gather(self) -> None:
+        """Add the gradients of the module's parameters to those gathered for the next `step_gathered`, and
+        forget them. Raises StepRefused, with nothing added, when they are not finite.
+        """
+        gradients = [None if one.grad is None else one.grad for one in self.parameters]
+        if not all_finite([one for one in gradients if one is not None]):
+            self.discard()
+            raise StepRefused("the gradients of its parameters are not finite, so the pass was not counted")
+        for place, (gradient, master) in enumerate(zip(gradients, self.masters, strict=True)):
+            if gradient is None:
+                continue
+            if place in self._gathered:
+                self._gathered[place].add_(gradient)
+            else:
+                self._gathered[place] = gradient.to(master.dtype, copy=True)
+        self.discard()
+
+    def step_gathered(self) -> bool:
+        """Make one step with the gathered gradients, which are forgotten, also where the step is refused. As
+        `step`.
+        """
+        gathered, self._gathered = self._gathered, {}
+        for place, gradient in gathered.items():
+            self.masters[place].grad = gradient
+        return self._step()
+
     def discard(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients that are not gathered."""
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
 
@@ -80,9 +107,16 @@ class ExpertLearner:
         none. Raises StepRefused, with nothing changed, when gradients are not finite, the optimizer fails, or
         parameters or statistics would not be finite.
         """
-        if self.optimizer is None or all(parameter.grad is None for parameter in self.parameters):
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+        return self._step()
+
+    def _step(self) -> bool:
+        """Make a step with the gradients of the masters."""
+        if self.optimizer is None or all(master.grad is None for master in self.masters):
             return False
-        self._take_gradients()
+        self._check_gradients()
         undo = _UndoPoint(self.masters, self.optimizer)
         try:
             self.optimizer.step()
@@ -137,18 +171,17 @@ class ExpertLearner:
         changed.
         """
         self._state.load(blob)
+        self._gathered = {}
         self._round()
 
-    def _take_gradients(self) -> None:
-        """Hand the gradients to the master weights, clipped. Raises StepRefused when they are not finite."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+    def _check_gradients(self) -> None:
+        """Clip the gradients of the masters. Raises StepRefused when they are not finite."""
         gradients = [master.grad for master in self.masters if master.grad is not None]
         norm = float(
             torch.linalg.vector_norm(torch.stack([one.float() for one in torch._foreach_norm(gradients)]))
         )
         if not math.isfinite(norm):
+            self.discard()
             raise StepRefused("the gradients of its parameters are not finite, so the step was not made")
         if self._clip_norm is not None and norm > self._clip_norm:
             torch._foreach_mul_(gradients, self._clip_norm / norm)

@@ -37,8 +37,34 @@ class BatchPass:
         """Return the answers to all jobs, in parts. Raises DeviceFailed when there are none, and none will be
         computed on this device any more.
         """
+        parts = self._parts_by_step(jobs)
+        return [
+            answer
+            for part in parts
+            for answer in self._compute_part(part, staged if len(parts) == 1 else None)
+        ]
+
+    def _parts_by_step(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Divide the jobs where steps of the target batch are made: how many jobs meet in one batch makes no
+        difference.
+        """
+        expert = self._expert
+        left = expert.samples_to_step
+        if not jobs[0].is_backward or not left:
+            return [list(jobs)]
+        parts: list[list[Job]] = [[]]
+        for job in jobs:
+            if left <= 0:
+                parts.append([])
+                left = expert.target_batch_size
+            parts[-1].append(job)
+            left -= job.batch
+        return parts
+
+    def _compute_part(self, jobs: Sequence[Job], staged: StagedJobs | None) -> list[Answers]:
+        progress, self._version = self._expert.progress, self._expert.version
         answers = self._attempt(jobs, staged)
-        if len(jobs) > 1 and self._expert.version == self._version and any(map(_has_failed, answers)):
+        if len(jobs) > 1 and self._expert.progress == progress and any(map(_has_failed, answers)):
             # compute each by itself to find the request that fails: it costs the others only time
             return [answer for job in jobs for answer in self._attempt([job], None)]
         return answers

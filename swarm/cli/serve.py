@@ -196,6 +196,8 @@ def _serve(choices: ServeChoices) -> int:
             else open_entry_identity(choices.identity, choices.addresses, "serve")
         )
         try:
+            # imports torch: as soon as the node listens, callers hear that experts are not ready yet
+            from moe.server.hosting import HostingService
             from swarm.node import Node, NodeConfig
 
             config = NodeConfig(
@@ -204,6 +206,7 @@ def _serve(choices: ServeChoices) -> int:
             entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
             entries += choices.addresses
             with Node(bootstrap=entries, listen=choices.listen_at(), identity=own, config=config) as node:
+                node.service(HostingService).expect()
                 invite = node.entry if node.membership is not None else ""
                 output.emit(
                     Listening(
@@ -214,7 +217,7 @@ def _serve(choices: ServeChoices) -> int:
                     lambda sentence: output.emit(Notice(text=_with_experts(sentence, node.reach)))
                 )
                 if offered is not None:
-                    choices.factory(offered)  # before it is published; imports torch while the node joins
+                    choices.factory(offered)  # before it is published
                 if choices.addresses:
                     enter(node, choices.addresses)
                 signed, founded = _enter_grid(choices, node, own, offered)

@@ -52,7 +52,7 @@ class ExpertFactory:
             torch.manual_seed(seed_of(self._grid.seed, uid))
             module, sample = make(self._grid.expert_class, self._class, self._settings)
         optimizer = self._grid.optimizer
-        return Expert(
+        expert = Expert(
             module.to(self.dtype),
             tuple(_cast(one, self.dtype) for one in sample),
             self._optimizer if optimizer.name != "none" else None,
@@ -61,6 +61,8 @@ class ExpertFactory:
             device=self.device,
             keep_activations_bytes=self._keep_activations_bytes,
         )
+        expert.target_batch_size = optimizer.target_batch_size
+        return expert
 
     def bytes_of_one(self) -> int:
         """Return the memory that one expert takes on its device, in bytes: parameters, gradients, optimizer,

@@ -21,6 +21,7 @@ class ExpertStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPERT_FAILED: _ClassVar[ExpertStatus]
     EXPERT_APPLIED: _ClassVar[ExpertStatus]
     EXPERT_FORGOTTEN: _ClassVar[ExpertStatus]
+    EXPERT_STALE: _ClassVar[ExpertStatus]
 EXPERT_FORWARD: ExpertPass
 EXPERT_BACKWARD: ExpertPass
 EXPERT_OK: ExpertStatus
@@ -30,6 +31,7 @@ EXPERT_REFUSED: ExpertStatus
 EXPERT_FAILED: ExpertStatus
 EXPERT_APPLIED: ExpertStatus
 EXPERT_FORGOTTEN: ExpertStatus
+EXPERT_STALE: ExpertStatus
 
 class DescribeRequest(_message.Message):
     __slots__ = ("uids", "with_lineage")
@@ -98,7 +100,7 @@ class ExpertStateReply(_message.Message):
     def __init__(self, status: _Optional[_Union[ExpertStatus, str]] = ..., reason: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., version: _Optional[int] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ...) -> None: ...
 
 class ExpertRequest(_message.Message):
-    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept")
+    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept", "staleness_max")
     KIND_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +114,7 @@ class ExpertRequest(_message.Message):
     REPLY_CODEC_FIELD_NUMBER: _ClassVar[int]
     REPLY_CODEC_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUTS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
     kind: ExpertPass
     uid: str
     schema_digest: bytes
@@ -125,7 +128,8 @@ class ExpertRequest(_message.Message):
     reply_codec: int
     reply_codec_version: int
     inputs_kept: bool
-    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ...) -> None: ...
+    staleness_max: int
+    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ..., staleness_max: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("codec", "codec_version", "payload_bytes", "absent")

@@ -459,3 +459,31 @@ class Raising(torch.nn.Module):
         if self.error is not None:
             raise self.error
         return x
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3, momentum=None)],
+    ids=["moving average", "mean of all"],
+)
+def test_the_statistics_of_batch_normalization_count_a_forward_and_backward_pass_once(
+    layer: torch.nn.Module,
+) -> None:
+    """Regression: the backward pass computes forward again, and counted the batch a second time."""
+    local = torch.nn.Sequential(torch.nn.Linear(3, 3), copy.deepcopy(layer))
+    module = copy.deepcopy(local)
+    sample = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    hosted = Expert(module.eval(), (sample,), lambda some: torch.optim.SGD(some, lr=0.1))
+    module.train()
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for seed in range(5):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
+        hosted.forward([x])
+        hosted.backward([(seed, [x], [torch.ones(8, 3)])])
+        optimizer.zero_grad()
+        local(x).backward(torch.ones(8, 3))
+        optimizer.step()
+    for found, wanted in zip(module.buffers(), local.buffers(), strict=True):
+        assert torch.allclose(found, wanted, atol=1e-6)
+    for one, other in zip(module.parameters(), local.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)

@@ -186,6 +186,7 @@ def test_experts_are_made_as_the_grid_says() -> None:
         "clip_norm": 3.0,
         "warmup_steps": 2,
         "training_steps": 6,
+        "target_batch_size": 96,
     }
     factory = ExpertFactory(
         grid(hidden_dim=8, dtype="bfloat16", optimizer=settings),
@@ -195,7 +196,7 @@ def test_experts_are_made_as_the_grid_says() -> None:
     )
     expert = factory.make(ExpertUid.parse("ffn.0.1"))
     assert str(expert.schema) == "(bfloat16(batch, 8)) -> bfloat16(batch, 8)"
-    assert expert.clip_norm == 3.0
+    assert (expert.clip_norm, expert.target_batch_size) == (3.0, 96)
 
 
 def weights(seed: int, name: str) -> torch.Tensor:

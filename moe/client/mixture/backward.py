@@ -16,7 +16,7 @@ from moe.client.logic.gathering import Gathering
 from moe.client.mixture.forward import REASONS_SHOWN, ExpertCall, MixtureOutput, offload, select_rows
 from moe.client.mixture.options import MixtureOptions, PassReport
 from moe.client.replicas.calling import ReplicaCalls
-from moe.protocol.calls import GradientPass
+from moe.protocol.calls import BackwardReply, GradientPass
 from swarm.core.errors import NotEnoughPeers, SwarmError
 
 
@@ -62,6 +62,7 @@ class BackwardPass:
         )
         branches = self._mixture_output.branches
         found: dict[int, Sequence[torch.Tensor | None]] = {}
+        versions_apart: dict[str, int] = {}
         failed: dict[int, str] = {}
         async with asyncio.TaskGroup() as tasks:
             running = {}
@@ -77,7 +78,10 @@ class BackwardPass:
                         failed[number] = str(outcome)
                         gathering.failed(number, clock.monotonic_s())
                     else:
-                        found[number] = outcome
+                        found[number] = outcome.gradients
+                        forward = branches[number].result
+                        if outcome.version != forward.forward_reply.version:
+                            versions_apart[str(forward.uid)] = outcome.version - forward.forward_reply.version
                         gathering.answered(number, clock.monotonic_s())
             for task, number in running.items():
                 task.cancel()
@@ -102,6 +106,7 @@ class BackwardPass:
             failed={names[number]: why for number, why in failed.items()},
             short_samples=below_k_min,
             seconds=clock.monotonic_s() - begun_s,
+            versions_apart=versions_apart,
         )
 
     async def _call(
@@ -110,7 +115,7 @@ class BackwardPass:
         gradients: Sequence[torch.Tensor | None],
         deadline_s: float,
         pass_number: int,
-    ) -> Sequence[torch.Tensor | None] | SwarmError:
+    ) -> BackwardReply | SwarmError:
         places, result = branch.places, branch.result.for_pass(pass_number)
         inputs = await select_rows(self._pool, self._inputs, places.rows)
         size = sum(one.nbytes for one in gradients if one is not None)
@@ -121,9 +126,8 @@ class BackwardPass:
         )
         try:
             tensors = GradientPass(inputs, expert_gradients)
-            answer = await self._calls.backward(
+            return await self._calls.backward(
                 result, tensors, deadline_s=deadline_s, codecs=self._options.codecs
             )
         except SwarmError as error:
             return error
-        return answer.gradients

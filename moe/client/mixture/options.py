@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe.client.logic.gathering import GatherTimeouts
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
@@ -53,3 +53,6 @@ class PassReport:
     failed: dict[str, str]  # name -> reason, for experts that were asked and did not answer
     short_samples: int  # samples with fewer than k_min answers
     seconds: float
+    # backward: name -> versions by which the expert had changed since the forward pass (negative: it had gone
+    # back), for experts that had
+    versions_apart: dict[str, int] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from moe.protocol.calls import (
     WireCodecs,
 )
 from moe.protocol.declarations import Directory, ExpertReplica
-from moe.protocol.errors import ExpertApplied, ExpertMissing, ExpertOverloaded
+from moe.protocol.errors import ExpertApplied, ExpertMissing, ExpertOverloaded, ExpertStale
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Leaf
 from swarm.core.backoff import Backoff
@@ -228,6 +228,7 @@ class ReplicaCalls:
         tensors = GradientPass(
             cast_to_schema(schema.input_leaves, tensors.inputs),
             cast_to_schema(schema.gradient_leaves, tensors.gradients),
+            tensors.staleness_max,
         )
         for left in range(_REPEATS_MAX, -1, -1):
             timeout_s = (deadline_s - self.clock.monotonic_s()) * (_WAIT_SHARE if left else 1.0)
@@ -298,7 +299,7 @@ class ReplicaCalls:
 
     def _record_failure(self, uid: ExpertUid, replica: ExpertReplica, error: SwarmError) -> None:
         now_s, peer = self.clock.monotonic_s(), replica.peer_id
-        if isinstance(error, ExpertOverloaded | ExpertApplied):  # the peer is alive and honest
+        if isinstance(error, ExpertOverloaded | ExpertApplied | ExpertStale):  # the peer is alive and honest
             if isinstance(error, ExpertOverloaded):
                 self.stats.overloaded(peer, now_s)
             return

@@ -123,7 +123,11 @@ class SplitCalls:
             (None,) * len(parts) if one is None else torch.split(one, size) for one in tensors.gradients
         ]
         passes = [
-            GradientPass([column[number] for column in inputs], [column[number] for column in gradients])
+            GradientPass(
+                [column[number] for column in inputs],
+                [column[number] for column in gradients],
+                tensors.staleness_max,
+            )
             for number in range(len(parts))
         ]
         replies = await run_together(
