@@ -103,8 +103,8 @@ def test_a_member_of_four_that_refuses_every_newcomer_does_not_keep_them_out() -
     assert 4 in figures.electors
 
 
+def test_a_member_of_four_that_claims_every_sample_closes_epochs_after_two_thirds_of_them() -> None:
     """The claim counts as three times the median of the electors: as three of six."""
-    """Its claim counts as three times the median of the electors: as three of six."""
     figures = run_attack(Attack(members=4, misdeed="claims every sample", minutes=3.0, calm_s=20.0))
     share = figures.epochs_per_minute / without_attack(4).epochs_per_minute
     print(f"claims every sample: {figures}, {share:.0%} of no attack")
