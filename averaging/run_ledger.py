@@ -22,6 +22,10 @@ _SAVE_INTERVAL_S = 60.0
 _FILE_BYTES_MAX = 1 << 20
 
 
+def _nobody(peer: PeerId) -> bool:
+    return False
+
+
 class RunLedger:
     """A `MemberLedger` that any thread may use."""
 
@@ -92,12 +96,17 @@ class RunLedger:
         """Return who comes first in a search for a group that extends a head with these electors.
         `passes_over`: whether peers are passed over for their faults.
         """
+
+        def is_passed_over(peer: PeerId) -> bool:
+            return self._ledger.is_passed_over(peer, is_elector=peer in deciding)
+
+        deciding = frozenset(electors)
         return Precedence(
-            electors=frozenset(electors),
+            electors=deciding,
             is_member=lambda peer: self._standing.is_member(peer, self._run),
             is_proven=self.has_standing,
             is_holding=self._ledger.is_holding,
-            is_passed_over=lambda peer: bool(electors) and passes_over and self._ledger.is_passed_over(peer),
+            is_passed_over=is_passed_over if electors and passes_over else _nobody,
         )
 
     def save(self, *, now: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 It resolves less than a hundredth, which the comparison of whole runs does not. The profiler takes
 microseconds for each call, many times what a short function takes (`Overhead`): what it takes in the
-functions that are counted, and in those that they call themselves, is subtracted. What it takes further below
-is not, so that the share is an upper limit.
+functions that are counted, and in all that they call, is subtracted. A function that others call as well
+counts there with the calls that it makes on average.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _SHOWING = ("request", "answer")  # of `RunMembership`: each is one message with
 
 
 _TRIALS, _TRIAL_CALLS = 5, 2000
+_DEPTH_MAX = 12  # of calls below a function that is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +133,31 @@ def _is_in(path: str, modules: tuple[str, ...]) -> bool:
 
 def seconds(stats: dict[Any, Any], is_one: Callable[[str], bool], overhead: Overhead) -> float:
     """Return the time in functions of some modules, and in all that these call, by the statistics of a
-    `pstats.Stats`; without what the profiler took in them and in their own calls.
+    `pstats.Stats`; without what the profiler took in them and in all that they call.
     """
-    found = 0.0
-    for (path, _, _), (_, _, _, _, callers) in stats.items():
+    below = _calls_below(stats)
+    found, whole_s = 0.0, overhead.inside_s + overhead.outside_s
+    for function, (_, _, _, _, callers) in stats.items():
         for (caller, _, _), (_, calls, _, cumulative_s) in callers.items():
-            if is_one(path) and not is_one(caller):
+            if is_one(function[0]) and not is_one(caller):
                 found += cumulative_s - calls * overhead.inside_s
             elif is_one(caller):
-                found -= calls * (overhead.inside_s + overhead.outside_s)
+                found -= calls * whole_s
+                if not is_one(function[0]):
+                    found -= calls * below[function] * whole_s
     return max(found, 0.0)
+
+
+def _calls_below(stats: dict[Any, Any]) -> dict[Any, float]:
+    """Return, for each function, how many calls one call of it makes, with those that these make in turn, on
+    average over all its callers.
+    """
+    own: dict[Any, list[tuple[Any, float]]] = {function: [] for function in stats}
+    for function, (_, _, _, _, callers) in stats.items():
+        for caller, (_, calls, *_) in callers.items():
+            if caller in own:
+                own[caller].append((function, calls / max(stats[caller][1], 1)))
+    below = dict.fromkeys(stats, 0.0)
+    for _ in range(_DEPTH_MAX):
+        below = {one: sum(share * (1.0 + below[called]) for called, share in own[one]) for one in stats}
+    return below

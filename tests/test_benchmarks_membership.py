@@ -100,3 +100,20 @@ def test_what_the_profiler_takes_is_no_share_of_the_functions_that_it_watches() 
     }
     found = membership_profile.seconds(stats, lambda path: path.startswith("m/"), overhead)
     assert found == pytest.approx(10 * (f_s + g_s + h_s))
+
+
+def test_what_the_profiler_takes_far_below_a_function_is_no_share_of_it() -> None:
+    """A counted function calls one of another module twice, which calls a third one three times."""
+    other, watched, middle, low = (("y.py", 1, "k"), ("m/a.py", 1, "f"), ("x.py", 1, "h"), ("x.py", 9, "l"))
+    overhead = membership_profile.Overhead(inside_s=1.0, outside_s=2.0)
+    low_s = 0.5 + overhead.inside_s
+    middle_s = 0.25 + overhead.inside_s + 3 * (low_s + overhead.outside_s)
+    watched_s = 0.125 + overhead.inside_s + 2 * (middle_s + overhead.outside_s)
+    stats = {
+        other: (1, 1, 0.0, 0.0, {}),
+        watched: (10, 10, 0.0, 0.0, {other: (10, 10, 0.0, 10 * watched_s)}),
+        middle: (20, 20, 0.0, 0.0, {watched: (20, 20, 0.0, 20 * middle_s)}),
+        low: (60, 60, 0.0, 0.0, {middle: (60, 60, 0.0, 60 * low_s)}),
+    }
+    found = membership_profile.seconds(stats, lambda path: path.startswith("m/"), overhead)
+    assert found == pytest.approx(10 * (0.125 + 2 * (0.25 + 3 * 0.5)))

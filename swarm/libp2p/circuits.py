@@ -11,8 +11,9 @@ from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.core.notify import ChangeEvent
-from swarm.libp2p.connection import MuxedStream, PeerConnection, answered, through
+from swarm.libp2p.connection import MuxedStream, PeerConnection, answered
 from swarm.libp2p.host import Host
+from swarm.libp2p.logic.admission import through
 from swarm.libp2p.logic.messages import (
     HOP_PROTOCOL,
     MESSAGE_BYTES_MAX,

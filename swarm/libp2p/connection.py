@@ -14,6 +14,7 @@ from swarm.core.ids import Address, PeerId
 from swarm.core.notify import ChangeEvent
 from swarm.libp2p.agreement import propose, read_prefix
 from swarm.libp2p.logic import yamux
+from swarm.libp2p.logic.admission import through
 from swarm.libp2p.logic.messages import read_varint, varint
 from swarm.libp2p.noise import PLAINTEXT_BYTES_MAX, SecureChannel
 
@@ -143,11 +144,6 @@ async def answered(stream: MuxedStream, seconds: float, failure: str) -> AsyncIt
     except BaseException:
         stream.close()
         raise
-
-
-def through(relay: PeerId | None) -> str:
-    """Return what limits count the connections through a relay under."""
-    return f"relay {relay}"
 
 
 class Events(Protocol):

@@ -32,9 +32,14 @@ _REVOKED = "the owner of the run has revoked this peer's invite"
 
 
 @functools.lru_cache(maxsize=256)
-def _needed_for(method: str) -> tuple[frozenset[Role], ...]:
-    """Return the roles of which a caller of a method needs one, of each set. Every call of each peer asks."""
-    return tuple(needed for prefix, needed in NEEDED_ROLES.items() if method.startswith(prefix))
+def _lacking(roles: frozenset[Role], method: str) -> frozenset[Role]:
+    """Return the roles of which a caller with these ones needs one for a method; none if it may call it.
+    Every call of each peer asks.
+    """
+    for prefix, needed in NEEDED_ROLES.items():
+        if method.startswith(prefix) and not roles & needed:
+            return needed
+    return frozenset()
 
 
 @dataclass(slots=True)
@@ -95,10 +100,8 @@ class Admission:
         roles = self.roles(caller, now_s)
         if not roles:
             return self._sentence("a peer joins with an invite (swarm1…), which a member makes for it")
-        for needed in _needed_for(method):
-            if not roles & needed:
-                return self._sentence(f"this needs the role {' or '.join(sorted(needed))}")
-        return ""
+        lacking = _lacking(roles, method)
+        return self._sentence(f"this needs the role {' or '.join(sorted(lacking))}") if lacking else ""
 
     def roles(self, peer: PeerId, now_s: float) -> frozenset[Role]:
         """Return the roles of a peer; none if it was not admitted, or its capability has expired."""

@@ -6,7 +6,9 @@ It stays in this peer's own ledger: the member is passed over for groups for 1 r
 4, 16 and at most 64. An elector that is passed over votes as before.
 
 Newcomers without a certified round share one such account in addition, because identities cost nothing: an
-attacker that uses a new one for each fault stops after the first few rounds, too.
+attacker that uses a new one for each fault stops after the first few rounds, too. Proven
+peers that are no electors and have a fault that is not forgiven yet share another one: an attacker with a
+hundred such identities, one of which is at fault in each round, stops once each has been.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ class MemberLedger:
         self._own, self._entries_max = own, entries_max
         self._entries: dict[PeerId, LedgerEntry] = {}
         self._strangers = Account()
+        self._repeating = Account()  # of all proven peers with a fault, for each further one of another peer
+        self._repeated_last: PeerId | None = None
         self.rounds = 0  # certified ones that this peer knows of: the unit of all pauses
         self.changed = False  # since the last `encode`
 
@@ -105,6 +109,8 @@ class MemberLedger:
 
     def contributed(self, samples: Mapping[PeerId, float], now_s: float) -> None:
         """Record that these peers contributed to a certified round, each with a number of samples."""
+        if any(self._has_fault(peer) for peer in samples):
+            self._repeating.success()  # once, however many worked: one of them may be at fault in each round
         for peer, count in samples.items():
             entry = self._find_or_add(peer, now_s, member=True)
             if entry is None:
@@ -121,27 +127,34 @@ class MemberLedger:
         """
         if peer == self._own:
             return
-        if not self.is_proven(peer):
+        entry = self._entries.get(peer)
+        if entry is None or not entry.is_member:
             self._strangers.fault(self.rounds)
+        # for one peer that repeats its own account is enough
+        elif entry.account.steps and self.rounds >= entry.account.until and peer != self._repeated_last:
+            self._repeating.fault(self.rounds)
+            self._repeated_last = peer
         if (entry := self._find_or_add(peer, now_s)) is not None:
             entry.faults, entry.reason, entry.held = min(entry.faults + 1, _COUNT_MAX), reason, held
             entry.account.fault(self.rounds)
 
     # ---- who is passed over
 
-    def is_passed_over(self, peer: PeerId) -> bool:
+    def is_passed_over(self, peer: PeerId, *, is_elector: bool = False) -> bool:
         """Return whether this peer forms no group with another one for now, if it can do without it
         (`averaging.matchmaking.logic.precedence.is_passed_over`).
         """
         entry = self._entries.get(peer)
         if entry is not None and self.rounds < entry.account.until:
             return True
-        return not self.is_proven(peer) and self.rounds < self._strangers.until
+        if not is_elector and self.rounds < self._repeating.until and self._has_fault(peer):
+            return True
+        return self.rounds < self._strangers.until and not (entry is not None and entry.is_member)
 
     def is_holding(self, peer: PeerId) -> bool:
         """Return whether a peer is passed over because it led a group and did not begin."""
         entry = self._entries.get(peer)
-        return entry is not None and entry.held and self.is_passed_over(peer)
+        return entry is not None and entry.held and self.is_passed_over(peer, is_elector=True)
 
     # ---- on disk
 
@@ -184,6 +197,11 @@ class MemberLedger:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, UsageError) as error:
             raise PeerError(f"this is no ledger: {error or type(error).__name__}") from None
         self._entries, self.rounds = entries, rounds
+
+    def _has_fault(self, peer: PeerId) -> bool:
+        """Return whether a fault of this peer is not forgiven yet."""
+        entry = self._entries.get(peer)
+        return entry is not None and entry.account.steps > 0
 
     def _find_or_add(self, peer: PeerId, now_s: float, *, member: bool = False) -> LedgerEntry | None:
         """Return a peer's entry, a new one if there is room for it."""

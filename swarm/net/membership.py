@@ -61,14 +61,10 @@ class RunMembership:
 
     def refusal(self, caller: PeerId, method: str) -> str:
         """Return why this peer may not call this method; empty if it may."""
-        if method == ADMIT.name:
-            return ""
         refusal = self.admission.refusal(caller, method, self._now_s())
-        if (
-            refusal
-            and caller in self._entry_points - self.admission.revoked
-            and method.startswith(ENTRY_POINT_METHODS)
-        ):
+        if not refusal or method == ADMIT.name:
+            return ""
+        if caller in self._entry_points - self.admission.revoked and method.startswith(ENTRY_POINT_METHODS):
             return ""
         return refusal
 

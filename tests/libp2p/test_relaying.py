@@ -17,7 +17,9 @@ from swarm.libp2p.logic.admission import (
     HANDLERS_PER_PREFIX_MAX,
     HANDSHAKES_MAX,
     HANDSHAKES_PER_PREFIX_MAX,
+    HANDSHAKES_PER_RELAY_MAX,
     ConnectionCounts,
+    through,
 )
 from swarm.libp2p.logic.messages import Status
 from swarm.libp2p.logic.relaying import RelayLimits, RelayState
@@ -222,6 +224,27 @@ def test_connections_and_handshakes_are_limited_by_network_and_peer() -> None:
     assert admission.join(PEERS[-1], "192.0.2.3", is_client=True) == ""
     admission.leave(peer, "192.0.2.1", is_client=False)
     assert admission.join(PEERS[-2], "192.0.2.3", is_client=False) == ""
+
+
+def test_handshakes_through_one_relay_are_limited_and_leave_room_for_those_through_another() -> None:
+    admission = ConnectionCounts()
+    for number in (0, 1):
+        relay_ = through(PEERS[number])
+        assert [admission.begin(relay_) for _ in range(HANDSHAKES_PER_RELAY_MAX)] == [""] * 32
+        if number == 0:
+            assert f"32 handshakes of {relay_}" in admission.begin(relay_)
+    assert "64 handshakes" in admission.begin(host(1))
+
+
+def test_a_relay_has_circuits_for_groups_of_twenty_hidden_peers_that_call_each_other_at_once() -> None:
+    one, peers = relay(), PEERS[:20]
+    for number, peer in enumerate(peers):
+        assert one.reserve(peer, host(number), 0.0).status is Status.OK
+    for caller in peers:
+        for target in peers:
+            if caller is not target:
+                assert one.connect(caller, target, 0.0).status is Status.OK
+    assert one.circuits == 380
 
 
 def test_streams_that_are_served_are_limited_in_all_and_of_one_network() -> None:

@@ -84,6 +84,52 @@ def test_new_identities_stall_no_more_rounds_than_one_does(strangers: int) -> No
     assert not any(ledger.is_passed_over(member) for member in MEMBERS)
 
 
+@pytest.mark.parametrize("newcomers", [8, 100])
+def test_newcomers_that_have_worked_stall_one_round_each_and_hardly_any_more(newcomers: int) -> None:
+    """Each works in three certified rounds; then one of those that are taken stalls in each round, and the
+    others stay away. Before, a hundred had a turn in every round for ever: each was taken again after 64.
+    """
+    ledger = ledger_of_members()
+    crowd = [peer(1000 + number) for number in range(newcomers)]
+    for _ in range(3):
+        ledger.certified([*MEMBERS, *crowd], 0.0)
+    stalls = []
+    for number in range(newcomers + 800):
+        taken = [one for one in crowd if not ledger.is_passed_over(one)]
+        # those that have not stalled yet come first, as an attacker does it that knows the rule
+        bad = min(taken, key=lambda one: entry.faults if (entry := ledger.entry(one)) else 0, default=None)
+        if bad is not None:
+            ledger.fault(bad, "it stalls", 0.0)
+            stalls.append(number)
+        ledger.certified(MEMBERS, 0.0)
+    once = len([number for number in stalls if number < newcomers + 20])
+    assert newcomers <= once <= newcomers + 4
+    assert len(stalls) - once <= 800 * 4 // 80, "one in 20 rounds at most"
+    assert not any(ledger.is_passed_over(one) for one in MEMBERS)
+
+
+def test_a_peer_that_repeats_its_faults_has_no_other_one_passed_over() -> None:
+    ledger = ledger_of_members()
+    ledger.fault(MEMBERS[1], "its link was bad", 0.0)
+    rounds_passed_over(ledger, MEMBERS[1])
+    for _ in range(4):
+        ledger.fault(MEMBERS[0], "it stalls", 0.0)
+        rounds_passed_over(ledger, MEMBERS[0])
+    ledger.fault(MEMBERS[0], "it stalls", 0.0)
+    assert not ledger.is_passed_over(MEMBERS[1])
+
+
+def test_only_those_with_a_fault_that_are_no_electors_share_the_faults_of_others() -> None:
+    ledger = ledger_of_members()
+    for one in MEMBERS[:3]:
+        ledger.fault(one, "it stalls", 0.0)
+    rounds_passed_over(ledger, MEMBERS[2])
+    ledger.fault(MEMBERS[0], "it stalls", 0.0)
+    assert ledger.is_passed_over(MEMBERS[2])
+    assert not ledger.is_passed_over(MEMBERS[2], is_elector=True)
+    assert not ledger.is_passed_over(MEMBERS[3])
+
+
 def test_a_stranger_that_contributes_has_an_account_of_its_own() -> None:
     ledger = ledger_of_members()
     ledger.fault(peer(100), "it stalls", 0.0)

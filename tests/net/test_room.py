@@ -5,6 +5,7 @@ keeps only its own waiting.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import pytest
@@ -74,6 +75,39 @@ def test_calls_that_wait_for_room_get_it_in_turn_and_a_cancelled_one_keeps_nothi
         cancelled.cancel()
         await asyncio.wait([cancelled])
         assert answers.size_bytes == 4 << 20
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_half_sends_requests_delays_another_member_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one has all places of members, and more requests that wait than there are places."""
+    monkeypatch.setattr(room, "READ_S_WHEN_OTHERS_WAIT", 0.05)
+
+    async def scenario() -> None:
+        known = standing()
+        known.add_members("run", [MEMBER, PEERS[1]])
+        reads, ended = RequestReads(known), list[int]()
+
+        async def half_send() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with reads.place(PEERS[1]):
+                    await asyncio.Event().wait()
+
+        async with asyncio.TaskGroup() as group:
+            attackers = [group.create_task(half_send()) for _ in range(4 * room.READS_MAX)]
+            await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                for _ in range(3):
+                    async with reads.place(MEMBER):
+                        ended.append(sum(attacker.done() for attacker in attackers))
+            for attacker in attackers:
+                attacker.cancel()
+        places = room.READS_MAX // 2
+        assert all(count <= (nth + 1) * places for nth, count in enumerate(ended)), (
+            "the next place is its own"
+        )
 
     asyncio.run(scenario())
 

@@ -103,6 +103,16 @@ def test_a_member_of_four_that_refuses_every_newcomer_does_not_keep_them_out() -
     assert 4 in figures.electors
 
 
+def test_a_member_of_four_that_claims_every_sample_closes_epochs_after_two_thirds_of_them() -> None:
+    """The claim counts as three times the median of the electors: as three of six."""
+    figures = run_attack(Attack(members=4, misdeed="claims every sample", minutes=3.0, calm_s=20.0))
+    share = figures.epochs_per_minute / without_attack(4).epochs_per_minute
+    print(f"claims every sample: {figures}, {share:.0%} of no attack")
+    assert SHARE_WITH_BAD_MEMBER <= share <= 1.55
+    assert not figures.blamed
+    assert not figures.rounds_failed
+
+
 def test_sixteen_strangers_that_claim_samples_and_send_nothing_cost_a_twentieth_at_most() -> None:
     figures = run_attack(Attack(members=2, strangers=16, minutes=4.5, calm_s=20.0))
     share = figures.epochs_per_minute / without_attack(2).epochs_per_minute

@@ -1,5 +1,5 @@
-"""What happens when an expert has changed between the forward and the backward pass, and what callers hear
-from a server whose experts are not ready yet.
+"""Experts that have changed between the forward and the backward pass, and the answers of a server whose
+experts are not ready yet.
 """
 
 from __future__ import annotations

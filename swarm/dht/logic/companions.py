@@ -104,7 +104,8 @@ class Companions:
         run = circle_of(key)
         if run is None:
             return []
-        found = list(dict.fromkeys(one for near in self._near(run, key) for one in near))
+        near = self._near(run, key)
+        found = near[0] if len(near) == 1 else list(dict.fromkeys(itertools.chain(*near)))
         if len(found) < HOLDERS and run != _EXPERTS:
             known = {one.peer_id for one in found}
             found += [one for one in self._believed(key) if one.peer_id not in known]

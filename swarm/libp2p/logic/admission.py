@@ -15,10 +15,20 @@ CONNECTIONS_PER_PREFIX_MAX = 64  # of strangers that came in from one /24 (IPv6:
 CONNECTIONS_PER_PEER_MAX = 4  # two peers that dial each other, directly and through a relay, have four
 HANDSHAKES_MAX = 64  # begun by strangers and not finished: each costs 2 ms of processor time
 HANDSHAKES_PER_PREFIX_MAX = 16
+# Through one relay, which this peer has chosen, come those of many networks. Fewer: the leader of a group of
+# hidden peers refuses members that call it at once.
+HANDSHAKES_PER_RELAY_MAX = 32
 HANDLERS_MAX = 2048  # streams of others that are being served
 HANDLERS_PER_PREFIX_MAX = 512
 
+_RELAYED = "relay "
+
 T = TypeVar("T", str, PeerId)
+
+
+def through(relay: PeerId | None) -> str:
+    """Return what limits count the connections through a relay under."""
+    return f"{_RELAYED}{relay}"
 
 
 class ConnectionCounts:
@@ -38,8 +48,9 @@ class ConnectionCounts:
         prefix = prefix_of(host)
         if self._handshaking >= HANDSHAKES_MAX:
             return f"{HANDSHAKES_MAX} handshakes are under way"
-        if self._handshakes[prefix] >= HANDSHAKES_PER_PREFIX_MAX:
-            return f"{HANDSHAKES_PER_PREFIX_MAX} handshakes of {prefix} are under way"
+        most = HANDSHAKES_PER_RELAY_MAX if host.startswith(_RELAYED) else HANDSHAKES_PER_PREFIX_MAX
+        if self._handshakes[prefix] >= most:
+            return f"{most} handshakes of {prefix} are under way"
         if self._connections >= CONNECTIONS_MAX:
             return f"{CONNECTIONS_MAX} connections are open"
         if self._prefixes[prefix] >= CONNECTIONS_PER_PREFIX_MAX:

@@ -27,8 +27,10 @@ class RelayLimits:
     reservations_max: int = 128  # strangers get half of these and of the circuits, where members are known
     reservations_per_prefix_max: int = 32  # of one /24 (IPv6: /48)
     reservation_s: float = 3600.0
-    circuits_max: int = 256  # each holds at most two windows of 256 KiB here
-    circuits_per_peer_max: int = 16  # that a peer calls with, and that it is called with
+    # Each holds at most two windows of 256 KiB here, and what a host holds is limited. In a group of hidden
+    # peers each calls each: 20 need 190 to 380, and 19 of them call the leader.
+    circuits_max: int = 1024
+    circuits_per_peer_max: int = 64  # that a peer calls with, and that it is called with
     circuit_s: float = 3600.0
     bytes_per_s: float = 6.25e6  # of all circuits in both directions: 50 Mbit/s
     circuit_bytes_per_s: float = math.inf
