@@ -55,6 +55,8 @@ class Replicating:
 
     def __init__(self, node: Node, experts: Mapping[ExpertUid, Expert], period_s: float) -> None:
         self._node, self._experts, self._period_s = node, dict(experts), period_s
+        # a frozen expert is what its owner gave it, whatever others declare
+        self._learning = [uid for uid, expert in experts.items() if not expert.frozen]
         self._directory = Directory(node.dht.service)
         self._states = ReplicaStates(node)
         self._averagers: dict[ExpertUid, Averager] = {}
@@ -69,7 +71,7 @@ class Replicating:
         before this server's own are declared.
         """
         try:
-            others = await self._find_others(list(self._experts))
+            others = await self._find_others(self._learning)
             await self._take_over(others, await self._states.lineages(others), is_declared=False)
         except SwarmError as error:
             _log.info("replicas of this server's experts were not found: %s", error)
@@ -91,8 +93,7 @@ class Replicating:
         of swarm time.
         """
         self._periods += 1
-        learning = [uid for uid, expert in self._experts.items() if not expert.frozen]
-        others = await self._find_others(learning)
+        others = await self._find_others(self._learning)
         for uid in [uid for uid in self._averagers if uid not in others]:
             await self._run_on_thread(self._averagers.pop(uid).close)
         own_turns = turns_for(len(others))

@@ -113,11 +113,14 @@ def test_a_new_replica_has_the_whole_state_before_it_serves(fleet: Fleet) -> Non
     assert torch.equal(newcomer.module[2].num_batches_tracked, trained.module[2].num_batches_tracked)
 
 
-def test_a_frozen_replica_takes_over_the_parameters(fleet: Fleet) -> None:
+def test_a_frozen_expert_takes_nothing_over(fleet: Fleet) -> None:
+    """A stranger that declares a replica must not replace what the owner of a frozen expert gave it."""
     first, second = (expert(fresh(seed).module.eval()) for seed in (1, 2))
+    before = values(second)
     fleet.serve(first)
     fleet.serve(second)
-    assert distance(values(first), values(second)) == 0.0
+    fleet.average()
+    assert distance(values(second), before) == 0.0
 
 
 def test_a_third_replica_raises_no_loss(fleet: Fleet) -> None:
