@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.chaos.crowd_averaging import CROWD_AVERAGING
 from tests.chaos.namespaces import Internet, missing
 from tests.chaos.reach_peers import CROWD, entry_point
 
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("tc") is None, reason="tc not installed"),
 ]
 PEERS, MBIT = 20, 50
+ROUNDS = 3  # of which the last one must be whole
 BYTES = 1_000_000  # that each peer sends to the next one, which sends them back
 
 
@@ -41,3 +43,19 @@ def test_twenty_hidden_peers_share_a_relay_evenly_and_lose_no_connection(interne
     assert done["seconds"] > 0.9 * least_s
     assert done["seconds"] < 3 * least_s, done
     assert min(done["each"]) > 0.3 * max(done["each"]), done
+
+
+def test_twenty_hidden_peers_at_one_relay_average_in_one_group(internet: Internet) -> None:
+    _, address = entry_point(internet)
+    internet.limit("r", MBIT)
+    internet.behind_router("crowd", "symmetric")
+    crowd = internet.start("crowd", "-c", CROWD_AVERAGING, address, str(PEERS), str(ROUNDS))
+    assert crowd.wait("relays", lambda event: event["event"] == "reached")["direct"] == 0
+    crowd.wait("rounds", lambda event: event["event"] == "averaged", 70.0 * ROUNDS)
+    rounds = [event for event in crowd.events if event["event"] == "round"]
+    last = [one for one in rounds if one["key"] == ROUNDS - 1]
+    mean = (PEERS - 1) / 2
+    assert [(one["failed"], one["members"], one["values"]) for one in last] == [
+        (False, PEERS, [mean])
+    ] * PEERS
+    assert not any(one["accused"] for one in rounds)

@@ -48,7 +48,7 @@ def test_a_member_of_four_that_turns_bad_costs_a_tenth_at_most_after_three_round
 
 
 def test_a_member_of_four_that_waits_for_ever_is_given_up_and_costs_a_tenth_at_most_afterwards() -> None:
-    """Before, a reducer that said every other second that it waits stopped the run: no epoch in eight
+    """Before, a reducer that said every other second that it waits stopped the run: no epoch in three
     minutes, and honest members passed one another over. It still costs most of a round's time when it is in
     one, which is 42 s of 60, so what counts begins after its first three rounds.
     """
