@@ -25,6 +25,13 @@ NEEDED_ROLES: dict[str, frozenset[Role]] = {
     "/swarm.Expert/": frozenset({"train", "serve"}),
     "/swarm.Run/Report": frozenset({"train"}),
 }
+# Likewise what a peer needs to be called: who hosts experts, gives state or takes part in groups.
+CALLEE_ROLES: dict[str, frozenset[Role]] = {
+    "/swarm.Groups/": frozenset({"train", "serve"}),
+    "/swarm.Reduce/": frozenset({"train", "serve"}),
+    "/swarm.Expert/": frozenset({"serve"}),
+    "/swarm.State/": frozenset({"train"}),
+}
 # What entry points may call: peers that this process, or who invited it, named as addresses without inviting.
 ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
 _OWNERS_RIGHTS = Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
@@ -37,6 +44,15 @@ def _lacking(roles: frozenset[Role], method: str) -> frozenset[Role]:
     Every call of each peer asks.
     """
     for prefix, needed in NEEDED_ROLES.items():
+        if method.startswith(prefix) and not roles & needed:
+            return needed
+    return frozenset()
+
+
+@functools.lru_cache(maxsize=256)
+def _lacking_callee(roles: frozenset[Role], method: str) -> frozenset[Role]:
+    """Return the roles of which a callee with these ones needs one for a method; none if it has one."""
+    for prefix, needed in CALLEE_ROLES.items():
         if method.startswith(prefix) and not roles & needed:
             return needed
     return frozenset()
@@ -102,6 +118,14 @@ class Admission:
             return self._sentence("a peer joins with an invite (swarm1…), which a member makes for it")
         lacking = _lacking(roles, method)
         return self._sentence(f"this needs the role {' or '.join(sorted(lacking))}") if lacking else ""
+
+    def callee_refusal(self, callee: PeerId, method: str, now_s: float) -> str:
+        """Return why this peer must not be called for this method; empty if it may."""
+        lacking = _lacking_callee(self.roles(callee, now_s), method)
+        if not lacking:
+            return ""
+        needed = " or ".join(sorted(lacking))
+        return self._sentence(f"peer {callee} was not given the role {needed}, and offers what needs it")
 
     def roles(self, peer: PeerId, now_s: float) -> frozenset[Role]:
         """Return the roles of a peer; none if it was not admitted, or its capability has expired."""

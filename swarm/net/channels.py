@@ -128,7 +128,7 @@ class Channels:
             )
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        link, pooled = await self._enter(contact, 0, timeout_s)
+        link, pooled = await self._enter(contact, 0, timeout_s, method.name)
         try:
             if len(raw) > SMALL_BYTES:
                 await self._throttle.wait_to_send(len(raw))
@@ -184,7 +184,7 @@ class Channels:
     ) -> AsyncIterator[Stream]:
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        link, pooled = await self._enter(contact, number, timeout_s)
+        link, pooled = await self._enter(contact, number, timeout_s, method.name)
         try:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
             call = pooled.connection.channel.stream_stream(method.name)(timeout=remaining_s)
@@ -307,15 +307,19 @@ class Channels:
         return reply
 
     async def _enter(
-        self, contact: Contact, number: int, timeout_s: float | None
+        self, contact: Contact, number: int, timeout_s: float | None, method: str
     ) -> tuple[_Link, _PooledConnection]:
-        """Return a connection and count a call on it. A connection without calls may be closed."""
+        """Return a connection and count a call on it. A connection without calls may be closed. Raises
+        NotInvited for a peer that may not be called, or not for this method.
+        """
         if self._membership is not None:
             self._membership.check_callee(contact.peer_id)
         link = self._links.get((contact.peer_id, number))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
             link = await self._connect(contact, number, timeout_s)
         assert link.connection is not None
+        if self._membership is not None:
+            self._membership.check_role(contact.peer_id, method)
         pooled = self._pooled[id(link.connection)]
         pooled.calls += 1
         return link, pooled

@@ -79,6 +79,12 @@ class RunMembership:
                 raise NotInvited(reason)
             del self._refused[peer_id]
 
+    def check_role(self, peer_id: PeerId, method: str) -> None:
+        """Raise NotInvited when a peer that was dialed has no role for what it is called for."""
+        refusal = self.admission.callee_refusal(peer_id, method, self._now_s())
+        if refusal:
+            raise NotInvited(refusal)
+
     def request(self) -> run_pb2.AdmitRequest:
         """Return what this process shows to a peer that it dialed."""
         return run_pb2.AdmitRequest(

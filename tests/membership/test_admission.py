@@ -73,6 +73,29 @@ def test_a_role_allows_its_methods_only(roles: tuple[str, ...], allowed: set[str
         assert (refusal == "") == (method in allowed), refusal
 
 
+@pytest.mark.parametrize(
+    ("roles", "allowed"),
+    [
+        (("train",), {JOIN, STATE}),
+        (("serve",), {JOIN, EXPERT}),
+        (("observe",), set()),
+        (("train", "serve"), {JOIN, STATE, EXPERT}),
+    ],
+    ids=["train", "serve", "observe", "both"],
+)
+def test_a_peer_is_called_only_for_what_its_role_offers(roles: tuple[str, ...], allowed: set[str]) -> None:
+    run, holder, nobody = InvitedRun(6), identity(random.Random(7)), identity(random.Random(8))
+    admission = door(run)
+    invite = run.invite(roles=roles_of(roles))
+    admission.admit(holder.peer_id, invite.capability_of(holder.peer_id, NOW_S), NOW_S)
+    for method in (JOIN, STATE, EXPERT):
+        refusal = admission.callee_refusal(holder.peer_id, method, NOW_S)
+        assert (refusal == "") == (method in allowed), refusal
+        assert "was not given the role" in admission.callee_refusal(nobody.peer_id, method, NOW_S)
+        assert admission.callee_refusal(run.owner.peer_id, method, NOW_S) == ""
+    assert admission.callee_refusal(nobody.peer_id, "/swarm.Dht/Find", NOW_S) == ""
+
+
 def test_a_standing_ends_with_its_capability() -> None:
     run, holder = InvitedRun(8), identity(random.Random(9))
     admission = door(run)

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from averaging.matchmaking.service.wire import JOIN
 from averaging.optim.exchange import REPORT
+from moe.client.remote import RemoteExpert
+from moe.server.expert_server import Expert, ExpertServer
 from swarm.core.errors import NotInvited, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import PeerId
@@ -21,6 +24,7 @@ from swarm.net.rpc import Method
 from swarm.node import Node
 
 HERE = "127.0.0.1:0"
+WAIT_S = 30.0
 DAY_S = 86400.0
 
 
@@ -185,3 +189,24 @@ def test_a_member_that_was_named_as_an_address_gets_nothing_after_its_revocation
             assert other.membership is not None
             other.network.loop.call_soon_threadsafe(other.membership.admission.revoke, [invite.subject])
             assert not reached(guest, other)
+
+
+def test_experts_of_a_peer_without_the_role_are_not_called() -> None:
+    """A peer that may only observe hosts the expert, too. Nobody sends it a sample."""
+    identity = Identity.generate()
+    with Node([invite_of(identity).text()], listen=HERE, identity=identity) as owner:
+        observing, training = (
+            invite_of(identity, owner, roles=(role,)).text() for role in ("observe", "train")
+        )
+        with Node([observing], listen=HERE) as observer, Node([training], listen=HERE) as trainer:
+            assert observer.wait_joined(WAIT_S)
+            assert trainer.wait_joined(WAIT_S)
+            hostile = ExpertServer(observer, {"ffn.0": Expert(torch.nn.Linear(8, 8), (torch.zeros(1, 8),))})
+            remote = RemoteExpert(trainer, "ffn.0", forward_timeout_s=WAIT_S)
+            with pytest.raises(NotInvited, match="was not given the role serve"):
+                remote(torch.zeros(2, 8))
+            with ExpertServer(owner, {"ffn.0": Expert(torch.nn.Linear(8, 8), (torch.zeros(1, 8),))}):
+                remote = RemoteExpert(trainer, "ffn.0", forward_timeout_s=WAIT_S)
+                for _ in range(5):
+                    assert remote(torch.zeros(2, 8)).shape == (2, 8)
+            assert hostile.statistics().experts["ffn.0"].counts.forward_requests == 0

@@ -39,6 +39,7 @@ from swarm.core.errors import (
     DeadlineExceeded,
     NetworkError,
     NotEnoughPeers,
+    NotInvited,
     PeerError,
     SwarmError,
     UsageError,
@@ -111,17 +112,22 @@ class ReplicaCalls:
         `forward_any`.
         """
         begun_s = self.clock.monotonic_s()
-        replicas = await self.directory.replicas(uid, timeout_s=deadline_s - begun_s)
-        if not replicas:
-            replicas = await self.directory.replicas(uid, timeout_s=deadline_s - begun_s, refresh=True)
-        error: SwarmError = self._no_replica_error(uid, replicas, begun_s)
-        for replica in self._replicas_in_order(uid, replicas, begun_s, begun_s):
-            timeout_s = deadline_s - self.clock.monotonic_s()
-            try:
-                return await self.calls.schema_of(replica, uid, timeout_s=max(timeout_s, 0.001))
-            except (PeerError, NetworkError) as failure:
-                self._record_failure(uid, replica, failure)
-                error = failure
+        error: SwarmError | None = None
+        asked: set[PeerId] = set()
+        for refresh in (False, True):  # none of those that the directory remembers may answer
+            left_s = max(deadline_s - self.clock.monotonic_s(), 0.001)
+            found = await self.directory.replicas(uid, timeout_s=left_s, refresh=refresh)
+            replicas = [replica for replica in found if replica.peer_id not in asked]
+            asked.update(replica.peer_id for replica in replicas)
+            for replica in self._replicas_in_order(uid, replicas, begun_s, begun_s):
+                timeout_s = deadline_s - self.clock.monotonic_s()
+                try:
+                    return await self.calls.schema_of(replica, uid, timeout_s=max(timeout_s, 0.001))
+                except (PeerError, NetworkError) as failure:
+                    self._record_failure(uid, replica, failure)
+                    error = failure
+            error = error or self._no_replica_error(uid, replicas, begun_s)
+        assert error is not None
         raise error
 
     async def forward_any(
@@ -144,7 +150,7 @@ class ReplicaCalls:
         try:
             call = ForwardCall(uid, known, inputs, keep, begun_s, _ATTEMPTS_MAX)
             return await self.forward(call, deadline_s=deadline_s, codecs=codecs)
-        except (NetworkError, NotEnoughPeers, ExpertMissing):
+        except (NetworkError, NotEnoughPeers, ExpertMissing, NotInvited):
             now_s = self.clock.monotonic_s()
             if now_s >= deadline_s:
                 raise
