@@ -74,7 +74,7 @@ _CROWD = (
     "cost a member (by `cProfile`, thread times) a quarter was the handshakes of gRPC, a quarter reports to "
     "strangers whose address is another peer's, and half their calls, two signatures each; since then "
     "strangers that do not answer are called every 16 s, all together have a limit of connections, and "
-    "networks beyond it are turned away before the handshake (docs/decisions/0045)."
+    "networks beyond it are turned away before the handshake (docs/decisions/0043)."
 )
 _MEMBERSHIP = (
     "the peers of this run compute nothing: all their processor time is that of the protocol, 0.1 s for an "

@@ -409,3 +409,13 @@ def test_no_test_module_imports_another() -> None:
         if node.module.startswith("tests.")
     }
     assert not found, "put what they share into a module beside them, conftest.py or swarm.testing"
+
+
+def test_decisions_have_no_gaps_and_stand_in_the_index_in_order() -> None:
+    folder = ROOT / "docs" / "decisions"
+    records = sorted(path.name for path in folder.glob("0*.md"))
+    assert [name[:4] for name in records] == [f"{number:04d}" for number in range(1, len(records) + 1)]
+    listed = re.findall(r"^\| \[\d{4}\]\((\S+)\)", (folder / "README.md").read_text(), re.MULTILINE)
+    assert listed == records
+    headings = {name: (folder / name).read_text().split(maxsplit=2)[1] for name in records}
+    assert headings == {name: name[:4] for name in records}

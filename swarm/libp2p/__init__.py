@@ -2,5 +2,5 @@
 port.
 
 Nothing here is imported unless a peer needs it: the library that does the Noise handshake costs 0.5 s and 51
-MB (docs/decisions/0042). `host.py` is the place to begin; `logic/` holds the protocols without I/O.
+MB (docs/decisions/0040). `host.py` is the place to begin; `logic/` holds the protocols without I/O.
 """

@@ -1,7 +1,7 @@
 """Noise: encryption and proof of PeerIDs on a connection, by the handshake of py-libp2p. Only this file
 imports that library, and only its Noise handshake and its keys.
 
-The other parts of version 0.8.1 that a host needs fail where strangers connect; docs/decisions/0042 lists the
+The other parts of version 0.8.1 that a host needs fail where strangers connect; docs/decisions/0040 lists the
 faults and how each is avoided. In the parts that are used, this module changes the following:
 
 - Another version of the library, or another source text of these parts, is refused, because the changes were

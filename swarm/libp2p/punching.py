@@ -5,7 +5,7 @@ other's connection for an answer. The peer that the relayed connection has come 
 stands; it acts as the server of the new connection, even if its own dial gets through.
 
 py-libp2p's own driver begins after 2 s, dials private addresses first, for 10 s each, and closes the relayed
-connection after 60 s, whatever runs on it (docs/decisions/0041).
+connection after 60 s, whatever runs on it (docs/decisions/0039).
 """
 
 from __future__ import annotations

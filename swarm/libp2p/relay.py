@@ -1,7 +1,7 @@
 """A relay: serves reservations and circuits to peers that cannot be called (circuit relay v2, hop side).
 
 py-libp2p's own relay reserves for whomever a message names, and ends all circuits of a peer with the first
-one (docs/decisions/0042). What may be granted is decided in `logic/relaying.py`.
+one (docs/decisions/0040). What may be granted is decided in `logic/relaying.py`.
 """
 
 from __future__ import annotations

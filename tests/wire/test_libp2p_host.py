@@ -1,5 +1,5 @@
 """Hosts of libp2p over sockets: what py-libp2p's own host got wrong (its traps, by number, are in
-docs/decisions/0042), and that py-libp2p's host understands this one.
+docs/decisions/0040), and that py-libp2p's host understands this one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ stream has a window: how many bytes its receiver will still take. The machine bo
 side hold: a peer that sends beyond a window breaks the protocol, and streams beyond the limit are reset.
 
 py-libp2p's own yamux only logs a window that is exceeded and stores the bytes, accepts any number of streams,
-and gives a stream up when its reader pauses for 5 s (docs/decisions/0042).
+and gives a stream up when its reader pauses for 5 s (docs/decisions/0040).
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def test_the_heartbeats_of_one_member_do_not_grow_with_the_group(distant: bool) 
 
 
 def test_a_silent_member_of_a_large_group_is_found_in_proportion_later() -> None:
-    # rests of 0.3, 0.6 and 1.2 s; of more than 16 others each has longer to answer (decision 0048)
+    # rests of 0.3, 0.6 and 1.2 s; of more than 16 others each has longer to answer (decision 0046)
     for members, latest_s in ((17, 1.2), (33, 3.2), (65, 4.4)):
         liveness = FailureDetector(range(1, members), [], 0.0)
         for nth in range(1, 101):
