@@ -5,14 +5,15 @@ network; and how volunteers let others find their run there.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarm.cli.control import Control
-from swarm.cli.identity import NEW
-from swarm.cli.paths import control_folder, default_identity, invited_identities, specifications_folder
+from swarm.cli.identity import NEW, read_invited
+from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render.output import Output, Result
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.identity import Identity, IdentityInUse
@@ -216,10 +217,10 @@ def _invited_entry(signed: SignedSpecification, addresses: Sequence[str], identi
     from swarm.run.membership import identity_of, load_capability
 
     in_use: IdentityInUse | None = None
-    kept = [default_identity(), *invited_identities()]
-    for file in kept if identity is None else [Path(identity).expanduser()]:
-        own = Identity.read(file) if identity != NEW and file.exists() else None
-        held = load_capability(specifications_folder(), signed.run_id, own.peer_id) if own is not None else ()
+    user = default_identity() if identity is None else Path(identity).expanduser()
+    kept = [(user, Identity.read(user))] if identity != NEW and user.exists() else []
+    for file, own in itertools.chain(kept, read_invited() if identity is None else ()):
+        held = load_capability(specifications_folder(), signed.run_id, own.peer_id)
         if not held or "train" not in held[-1].roles:
             continue
         try:

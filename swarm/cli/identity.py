@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from swarm.cli import options
-from swarm.cli.paths import default_identity, invited_identity
+from swarm.cli.paths import default_identity, invited_identities, invited_identity
 from swarm.cli.render import print_result
 from swarm.core.errors import UsageError
-from swarm.core.identity import Identity, IdentityInUse
+from swarm.core.files import set_aside
+from swarm.core.identity import DamagedIdentity, Identity, IdentityInUse
 from swarm.membership.capability import Role
 from swarm.membership.invite import Entrance, Invite
 
@@ -148,8 +149,24 @@ def _open_invited(invite: Invite) -> Identity:
             f"this invite is for peer {invite.subject}: name the file of that identity with --identity FILE"
         )
     for number in range(1, PROCESSES_PER_INVITE_MAX + 1):
+        file = invited_identity(str(invite.subject), number)
         try:
-            return Identity.load(invited_identity(str(invite.subject), number))
+            return Identity.load(file)
         except IdentityInUse:
             continue
+        except DamagedIdentity as error:
+            set_aside(file, "identity", error)
+            return Identity.load(file)
     return Identity.generate()
+
+
+def read_invited() -> Iterator[tuple[Path, Identity]]:
+    """Return the identities that entered by an invite on this machine, with their files. Damaged ones are
+    moved aside. This user's own identity is not among them: what it owns is lost with it, so a damaged one is
+    an error.
+    """
+    for file in invited_identities():
+        try:
+            yield file, Identity.read(file)
+        except DamagedIdentity as error:
+            set_aside(file, "identity", error)

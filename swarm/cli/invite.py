@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,8 @@ import click
 
 from swarm.cli import options
 from swarm.cli.control import Control
-from swarm.cli.paths import control_folder, default_identity, invited_identities, specifications_folder
+from swarm.cli.identity import read_invited
+from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
@@ -141,9 +143,9 @@ def _issuer(signed: SignedSpecification, choice: str | None) -> tuple[Identity, 
 
     own = Path(choice).expanduser() if choice else default_identity()
     if choice is None:
-        for file in (own, *invited_identities()):
-            one = Identity.read(file) if file.exists() else None
-            if one is not None and (one.peer_id == signed.owner or _may_invite(held(one))):
+        kept = [Identity.read(own)] if own.exists() else []
+        for one in itertools.chain(kept, (one for _, one in read_invited())):
+            if one.peer_id == signed.owner or _may_invite(held(one)):
                 return one, held(one)
         if not own.exists():
             raise UsageError(

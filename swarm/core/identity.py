@@ -30,6 +30,10 @@ _FILE_BYTES_MAX = 1024
 _ENCODED_PREFIX = bytes.fromhex("080112")
 
 
+class DamagedIdentity(UsageError):
+    """The file of an identity does not hold a key."""
+
+
 class IdentityInUse(UsageError):
     """Another process runs a peer with this identity file."""
 
@@ -184,7 +188,7 @@ def _decode(raw: bytes, file: Path) -> bytes:
         or rest[0] != len(rest) - 1
         or rest[0] not in (_SEED_BYTES, 64, 96)
     ):
-        raise UsageError(
+        raise DamagedIdentity(
             f"{file} is not an Ed25519 identity in libp2p's encoding; move it away, and restore it with "
             "`swarm identity --import` from an exported copy, or have a new one made"
         )
@@ -193,7 +197,7 @@ def _decode(raw: bytes, file: Path) -> bytes:
         Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     )
     if publics != public * (len(publics) // _SEED_BYTES):
-        raise UsageError(f"{file} is damaged: its public and private keys do not belong together")
+        raise DamagedIdentity(f"{file} is damaged: its public and private keys do not belong together")
     return seed
 
 

@@ -101,6 +101,26 @@ def test_a_peer_that_joined_by_an_invite_with_the_role_invite_needs_no_option_to
     assert further.grants[:-1] == load_capability(specifications_folder(), run.run_id, holder.peer_id)
 
 
+def test_a_damaged_identity_of_an_invite_is_moved_aside_and_another_one_is_made(
+    run: SignedSpecification, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    entries = [made(capsys).text(), ADDRESS]
+    with contextlib.closing(open_entry_identity(None, entries)) as first:
+        file = first.path
+    assert file is not None
+    file.write_bytes(b"damaged")
+    assert made(capsys).grants, "the owner invites, whatever other files hold"
+    default_identity().unlink()
+    assert main(["invite", "tiny", "--from", ADDRESS]) == 2
+    assert "no identity on this machine may invite" in capsys.readouterr().err
+    assert file.with_name(f"{file.name}.damaged").read_bytes() == b"damaged"
+    assert "is damaged and cannot be read" in caplog.text
+    file.write_bytes(b"damaged again")
+    file.chmod(0o600)
+    with contextlib.closing(open_entry_identity(None, entries)) as second:
+        assert (second.path, second.peer_id != first.peer_id) == (file, True)
+
+
 def test_commands_that_enter_by_an_invite_have_one_identity_each_time_and_another_one_at_the_same_time(
     run: SignedSpecification, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,10 +65,20 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
             remote = swarm.RemoteExpert(node, "ffn.1", forward_timeout_s=READY_S)
             assert remote(torch.zeros(3, 16)).shape == (3, 16)
 
+        second_invite = command("invite", founded["grid"], "--uses", "3", "--from", address).stdout.strip()
+        with serving(second_invite) as second:
+            second.hear("serving")
+        revoked = command("change", "ffn", "--revoke", second_invite, "--from", address)
+        assert "1 invite or peer is revoked" in revoked.stdout, revoked.stderr
+        assert first.hear("changed")["changes"] == ["1 invite or peer is revoked"]
+        late = command("serve", second_invite, *OPTIONS)
+        assert late.returncode == 1
+        assert "revoked" in late.stderr
+
         with serving(invite) as second:
             second.hear("serving")
             done = command("change", founded["grid"], "--end", "--from", address)
-            assert "the run is over. 2 of 2 members that were asked follow it" in done.stdout, done.stderr
+            assert "the run is over. 2 of 3 members" in done.stdout, done.stderr  # one was killed
             for served in (first, second):
                 assert served.hear("changed")["changes"] == ["the run is over"]
                 assert served.process.wait(READY_S) == 0
