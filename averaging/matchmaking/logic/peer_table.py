@@ -122,6 +122,10 @@ class PeerTable:
             if peer is None:
                 return
             peer.expected = True
+            if peer.contact != holder.contact and (peer.status is None or peer.failed):
+                peer.contact, peer.failed, peer.failures = holder.contact, "", 0  # maybe through other relays
+                peer.queried_s, peer.query_pending = -math.inf, False
+                recently_failed.discard(peer_id)
             if peer.status is None:
                 peer.can_lead = holder.contact.is_callable
                 if holder.schema != self.query.schema:
