@@ -165,7 +165,7 @@ class PeerTable:
         if answer.status is PeerStatus.BUSY:
             peer.busy_until_s = now_s + min(max(answer.expected_s, 0.0), _BUSY_MAX_S)
             for member in answer.members:
-                self._mark_busy(self.peers.get(member), peer)
+                self._mark_busy(self.peers.get(member), peer, answer.members)
         if answer.status is PeerStatus.FOLLOWING and answer.leader is not None:
             peer.follows = answer.leader
             if peer.rank is None or peer.rank.deadline_s != answer.deadline_s:
@@ -438,10 +438,14 @@ class PeerTable:
             peer.was_searching, peer.arrived_s = True, min(peer.arrived_s, now_s)
             self._grace_period.record_arrival(peer.contact.peer_id, now_s - self.started_s)
 
-    def _mark_busy(self, member: PeerState | None, reporter: PeerState) -> None:
-        """Mark `member` as busy, because `reporter` reports that it is in a round with it."""
+    def _mark_busy(
+        self, member: PeerState | None, reporter: PeerState, members: tuple[PeerId, ...]
+    ) -> None:
+        """Mark `member` as busy, because `reporter` reports that it is in a round with it, among `members`."""
+        # a round in which this peer was is over here; without round keys nothing else tells it from the next
+        is_other = reporter.round_key != self.query.round_key or self.query.contact.peer_id in members
         if member is None or (
-            member.status is not None and member.round_key == self.query.round_key != reporter.round_key
+            member.status is not None and member.round_key == self.query.round_key and is_other
         ):
             return  # by its own message it looks for this round: it ended the other one before `reporter`
         if member.status in (None, PeerStatus.SEARCHING, PeerStatus.FOLLOWING):
