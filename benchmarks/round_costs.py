@@ -75,9 +75,10 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     with earlier_code() as folder:
         for size_mib in plan.sizes_mib:
             earlier, now = Costs(), Costs()
-            for _ in range(plan.turns):
-                earlier.measure(say, plan, size_mib, folder)
-                now.measure(say, plan, size_mib, ROOT)
+            for turn in range(plan.turns):
+                pair = [(earlier, folder), (now, ROOT)]
+                for costs, code in pair if turn % 2 else reversed(pair):
+                    costs.measure(say, plan, size_mib, code)
             yield _rows(earlier, now, plan.peers, size_mib)
 
 

@@ -217,6 +217,8 @@ class VoteExchange:
                 self.left_out.setdefault(other, reason)
             if new:
                 self._changed_s = now_s
+                if self._asking and self._is_own_vote(place, statement):  # the others tell theirs in a moment
+                    self._paused[place] = now_s + _ASK_AGAIN_S, self._own_version
             elif place not in self._abridged and self._is_own_vote(place, statement):
                 self._abridged.add(place)  # it tells more when it is asked again
             else:
