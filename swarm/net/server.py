@@ -380,17 +380,12 @@ class _HandlerStream:
         self._context = context
         self._task = asyncio.current_task()
         self._finished = False
-        self._first: asyncio.Future[None] | None = None  # the first message, on its way
         self.ended = False
 
     async def send(self, message: bytes) -> None:
         check_outgoing(self._method, message)
         try:
-            if self._first is not None:
-                await self._context.write(message)
-                return
-            self._first = asyncio.ensure_future(self._context.write(message))
-            await asyncio.shield(self._first)
+            await self._context.write(message)
         except aio.BaseError as error:
             raise NetworkError(f"the stream {self._method.name} from {self.peer_id} broke: {error}") from None
 
@@ -421,15 +416,6 @@ class _HandlerStream:
 
     async def finish(self) -> None:
         return None
-
-    async def settle(self) -> None:
-        """Wait until the first message is on its way. grpcio sends metadata with it, or with a refusal: while
-        both were under way it would fail, and the caller wait for its deadline.
-        """
-        if self._first is not None:
-            await asyncio.wait((self._first,), timeout=ANSWER_S_MAX)
-            if self._first.done() and not self._first.cancelled():
-                self._first.exception()  # whoever sent it was told, unless it had stopped waiting
 
     def cancel(self) -> None:
         self.ended = True
@@ -481,6 +467,9 @@ async def _serve(
     reads: RequestReads,
 ) -> bytes:
     stream = _HandlerStream(handler.method, peer_id, context, reads)
+    # grpcio sends metadata with the first message or with a refusal. While both are on their way it fails,
+    # and the caller waits for its deadline.
+    await context.send_initial_metadata(())
     try:
         await handler.function(throttle.stream(stream))
         return b""
@@ -488,8 +477,6 @@ async def _serve(
         if stream.ended:
             raise _Ended from None
         raise  # the caller went away, or the server stops
-    finally:
-        await stream.settle()
 
 
 async def _refuse(context: aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:

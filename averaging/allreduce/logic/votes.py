@@ -73,6 +73,12 @@ class VoteExchange:
         return self.tally.votes.get(self._setup.peer_id(self._setup.own))
 
     @property
+    def nobody_has_voted(self) -> bool:
+        """Return whether no vote is known, and votes can make a certificate."""
+        tally = self.tally
+        return not (tally.votes or tally.liars or tally.is_dead()) and bool(self._setup.deciders)
+
+    @property
     def has_spoken(self) -> bool:
         """Return whether this member has voted, or said what it would vote for."""
         return self._own_version > 0
