@@ -13,8 +13,8 @@ from benchmarks.results import Aim, Failures, Row
 from benchmarks.small_runs import EARLIER_COMMIT, earlier_code
 
 PEERS = 4
-SIZES_MIB = (1, 16)
-TURNS = 5
+SIZES_MIB = (1, 16, 64)
+TURNS = 4
 WARM_ROUNDS, ROUNDS = 3, 20
 PROCESSOR_SHARE_MAX = 0.9
 _MODULE = "benchmarks.workers.round_costs_peer"
