@@ -101,23 +101,22 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     "--pause/--resume",
     "paused",
     default=None,
-    help="Nobody trains for a while; members stay and keep the state.",
+    help="Stop training for a while, or go on; members stay and keep the state.",
 )
 @click.option("--end/--reopen", "ended", default=None, help="End the run for everybody, or open it again.")
 @click.option(
     "--ban",
     metavar="PEERID",
     multiple=True,
-    help="Every member avoids this peer; may be given several times.",
+    help="Make every member avoid this peer. Repeatable.",
 )
-@click.option(
-    "--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer; may be given several times."
-)
+@click.option("--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer. Repeatable.")
 @click.option(
     "--revoke",
     metavar="PEERID",
     multiple=True,
-    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it.",
+    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it. "
+    "Repeatable.",
 )
 @options.as_json
 def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: Any) -> int:
@@ -194,13 +193,14 @@ def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecificatio
     help="The safetensors file to write.",
 )
 @click.option(
-    "--optimizer", is_flag=True, help="With the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
+    "--optimizer", is_flag=True, help="Add the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
 )
 @options.as_json
 def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, as_json: bool) -> int:
     """Write a run's model to a safetensors file: what torch's load_state_dict takes.
 
-    From the newest good checkpoint on this machine, or with --from as the run's peers have it now.
+    It is the model of the newest good checkpoint on this machine, or with --from the one that the run's
+    peers have now.
 
     \b
     Examples:
