@@ -140,7 +140,10 @@ _MEMBERS = {
 
 def _run_description(event: events.RunFound) -> str:
     """Return what a volunteer sees before it agrees to train."""
-    first = "created" if event.created else "joining"
+    if not event.created:
+        first = "joining"
+    else:  # a later version: no peer of the swarm had the run any more
+        first = "created" if event.version == 1 else "created again:"
     if event.traffic_bytes_per_hour is None:
         traffic = f"{size(event.round_bytes)} each way per epoch; the pace is not known yet"
     else:
