@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -58,15 +59,7 @@ _PROGRESS_S = 1.0  # between two lines
     help="Of a grid whose expert class is in a file of its owner: that file.",
 )
 @options.as_json
-def export(
-    run: str,
-    addresses: tuple[str, ...],
-    output: Path | None,
-    optimizer: bool,
-    checkpoint: Path | None,
-    module: Path | None,
-    as_json: bool,
-) -> int:
+def export(**given: Any) -> int:
     """Write a run's model to a safetensors file: what torch's load_state_dict takes.
 
     From the newest good checkpoint on this machine, or with --from as the run's peers have it now.
@@ -82,61 +75,75 @@ def export(
       swarm export grid.ffn -o ffn.safetensors --from ADDRESS
       swarm export grid.ffn --checkpoint ~/ffn --from ADDRESS
     """
-    if output is None and checkpoint is None:
+    return _export(_Choices(**given))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """The options of `swarm export`."""
+
+    run: str
+    addresses: tuple[str, ...]
+    output: Path | None
+    optimizer: bool
+    checkpoint: Path | None
+    module: Path | None
+    as_json: bool
+
+    @property
+    def output_of_run(self) -> Path:
+        """Return the file for a run's model. Raise UsageError where an option is of grids."""
+        if self.output is None or self.checkpoint is not None or self.module is not None:
+            raise UsageError(
+                "--output FILE alone says where to write a run's model; the experts of a grid are at its "
+                "servers: pass the address of one with --from"
+            )
+        return self.output.expanduser()
+
+
+def _export(choices: _Choices) -> int:
+    if choices.output is None and choices.checkpoint is None:
         raise UsageError("say where to write: --output FILE, or of a grid --checkpoint DIR")
-    if not addresses:
-        if checkpoint is not None or module is not None or output is None:
-            raise UsageError("the experts of a grid are at its servers: pass the address of one with --from")
-        _export_run(*_newest_on_disk(run), output.expanduser(), optimizer=optimizer, as_json=as_json)
+    if not choices.addresses:
+        path = choices.output_of_run
+        _export_run(*_newest_on_disk(choices.run), path, choices)
         return 0
-    where = RunAddress(run=run, addresses=addresses)
+    where = RunAddress(run=choices.run, addresses=choices.addresses)
     with temporary_node(where) as (node, directory):
-        signed = find_run(node, directory, run)
+        signed = find_run(node, directory, choices.run)
         if signed.is_grid:
-            if optimizer:
-                raise UsageError("of a grid --checkpoint DIR writes the optimizer's statistics, too")
-            _export_grid(node, signed, output, checkpoint, module, as_json=as_json)
+            _export_grid(node, signed, choices)
             return 0
-        if output is None or checkpoint is not None or module is not None:
-            raise UsageError(f"{signed.full_name} is no grid of experts: --output alone says what to write")
+        path = choices.output_of_run
         with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-            found = _download(node, directory, signed, Path(folder))
-            _export_run(signed, found, output.expanduser(), optimizer=optimizer, as_json=as_json)
+            _export_run(signed, _download(node, directory, signed, Path(folder)), path, choices)
     return 0
 
 
-def _export_run(
-    signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, optimizer: bool, as_json: bool
-) -> None:
+def _export_run(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, choices: _Choices) -> None:
     from swarm.run.exporting import export as write
 
-    write(signed, checkpoint, path, optimizer=optimizer)
+    write(signed, checkpoint, path, optimizer=choices.optimizer)
     size = path.stat().st_size
     print_result(
         "exported",
         {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(path), "bytes": size},
         f"{signed.full_name}, epoch {checkpoint.epoch}: {size / 1e6:,.1f} MB in {path}",
-        as_json=as_json,
+        as_json=choices.as_json,
     )
 
 
-def _export_grid(
-    node: Node,
-    signed: SignedSpecification,
-    output: Path | None,
-    checkpoint: Path | None,
-    module: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def _export_grid(node: Node, signed: SignedSpecification, choices: _Choices) -> None:
     from swarm.run.grid_entry import check_module
     from swarm.run.grid_experts import ExpertFactory
     from swarm.run.grid_export import checkpoint_grid, export_grid
 
-    check_module(signed, module)
-    factory = ExpertFactory(signed.grid, device="cpu", module=module, keep_activations_bytes=0)
-    with make_output(Presentation(), as_json=as_json) as shown:
-        for write, given in ((export_grid, output), (checkpoint_grid, checkpoint)):
+    if choices.optimizer:
+        raise UsageError("of a grid --checkpoint DIR writes the optimizer's statistics, too")
+    check_module(signed, choices.module)
+    factory = ExpertFactory(signed.grid, device="cpu", module=choices.module, keep_activations_bytes=0)
+    with make_output(Presentation(), as_json=choices.as_json) as shown:
+        for write, given in ((export_grid, choices.output), (checkpoint_grid, choices.checkpoint)):
             if given is None:
                 continue
             path = given.expanduser()
@@ -154,7 +161,7 @@ def _export_grid(
                     "digest": found.digest,
                 },
                 f"{signed.full_name}: {len(found.experts)} experts in {path}",
-                as_json=as_json,
+                as_json=choices.as_json,
             )
 
 
