@@ -61,7 +61,7 @@ class DownloadedExpert:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertNeed:
-    """What is known beforehand about an expert's state: how large it can be, and what it must be."""
+    """The size and the tensors that an expert's state can have, as far as they are known beforehand."""
 
     bytes_max: int = BYTES_MAX
     check: Check = lambda tensors: None
@@ -92,7 +92,7 @@ class _Given:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AgreedState:
-    """What the replicas of an expert gave together."""
+    """The state that the replicas of an expert gave together."""
 
     reply: ExpertStateReply  # of the server in the middle by its version
     header: dict[str, object]  # likewise

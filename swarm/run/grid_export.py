@@ -42,7 +42,7 @@ _EXPERTS_LISTED = 8  # in a sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridExport:
-    """What was taken home."""
+    """The experts that were taken home."""
 
     experts: list[str]
     missing: list[str]  # experts of the grid that nobody hosts

@@ -1,4 +1,4 @@
-"""What several replicas of one expert, none of which is trusted, say together."""
+"""Agreement among several replicas of one expert, none of which is trusted."""
 
 from __future__ import annotations
 
