@@ -173,7 +173,7 @@ def test_replicas_that_differ_say_by_how_much() -> None:
 
 
 def test_a_newcomer_takes_over_more_experts_than_a_server_gives_at_once() -> None:
-    """Regression: a server gave two states at a time, and refused the others, which then began with other weights."""
+    """Regression: a server gave two states at a time, and refused the others, which had other weights."""
     names = [f"ffn.{place}" for place in range(12)]
     with (
         pair({name: expert(seeded(place), sgd) for place, name in enumerate(names)}) as two,
