@@ -121,9 +121,9 @@ class PlainOutput(Output):
 def _write_line(stream: TextIO, line: str) -> None:
     """Write a line and flush it.
 
-    It is one write, because events come from several threads (the trainer's, the network's, the one that writes
-    checkpoints) and must not mix in one line. When the reader of the output is gone, the main thread ends the
-    command; the work of another thread goes on.
+    It is one write, because events come from several threads (the trainer's, the network's, the one that
+    writes checkpoints) and must not mix in one line. When the reader of the output is gone, the main thread
+    ends the command; the work of another thread goes on.
     """
     try:
         stream.write(line + "\n")
