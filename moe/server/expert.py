@@ -15,7 +15,13 @@ from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.devices import using
-from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
+from moe.server.learning import (
+    ExpertLearner,
+    OptimizerFactory,
+    ScheduleFactory,
+    StepBounds,
+    StepRefused,
+)
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from moe.server.norm_statistics import unchanged_statistics
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
@@ -38,8 +44,9 @@ class Expert:
     step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is frozen,
     and a backward pass only gives the gradients of its inputs. `schedule`: called with the
     optimizer, returns a learning-rate schedule, which is stepped once per optimizer step. `clip_norm`:
-    gradients are scaled down to this norm. `device`: the module is moved there; `cuda` means the current CUDA
-    device, and None the device that the module is on.
+    gradients are scaled down to this norm. `update_norm_max`: the change of the parameters in one step is
+    scaled down to this fraction of their norm, whatever the optimizer makes of a gradient. `device`: the
+    module is moved there; `cuda` means the current CUDA device, and None the device that the module is on.
 
     `keep_activations_bytes`: keep the activations of forward passes that a backward pass is likely to follow,
     up to this size of their tensors, instead of computing forward again. It pays where no other caller's step
@@ -59,6 +66,7 @@ class Expert:
         *,
         schedule: ScheduleFactory | None = None,
         clip_norm: float | None = None,
+        update_norm_max: float | None = None,
         device: torch.device | str | None = None,
         keep_activations_bytes: int = 0,
         autocast: torch.dtype | None = None,
@@ -69,6 +77,8 @@ class Expert:
             )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is above 0, not {clip_norm!r}")
+        if update_norm_max is not None and not update_norm_max > 0:
+            raise UsageError(f"update_norm_max is above 0, not {update_norm_max!r}")
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise UsageError(f"autocast is torch.bfloat16, torch.float16 or None, not {autocast!r}")
         self.device = resolve_device(str(device), "device") if device is not None else _device_of(module)
@@ -79,7 +89,9 @@ class Expert:
             outputs = self.module(*unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
         self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
         self.clip_norm = clip_norm
-        self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
+        self._learner = ExpertLearner(
+            self.module, optimizer, schedule, StepBounds(clip_norm, update_norm_max)
+        )
         self.version = 0  # counts optimizer steps and averages with replicas
         self._target_batch_size = 0
         self._gathered = 0  # samples whose gradients wait for a step of the target batch

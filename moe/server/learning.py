@@ -13,6 +13,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -27,11 +28,22 @@ from swarm.core.errors import PeerError
 OptimizerFactory: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
+_NORM_MIN = 1.0  # parameters that are all zero may change, too
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 class StepRefused(Exception):
     """An optimizer step was not made, or was undone; nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """The bounds of one step: the norm of its gradients, and that of its change of the parameters as a
+    fraction of their own. None: no bound.
+    """
+
+    clip_norm: float | None = None
+    update_norm_max: float | None = None
 
 
 class ExpertLearner:
@@ -46,7 +58,7 @@ class ExpertLearner:
         module: torch.nn.Module,
         optimizer: OptimizerFactory | None,
         schedule: ScheduleFactory | None,
-        clip_norm: float | None,
+        bounds: StepBounds,
     ) -> None:
         """Create the optimizer and its schedule. Raises UsageError when a tensor of the module has a dtype
         that cannot be shared.
@@ -58,7 +70,7 @@ class ExpertLearner:
         self.schedule = (
             schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         )
-        self._clip_norm = clip_norm
+        self._bounds = bounds
         self._gathered: dict[int, torch.Tensor] = {}  # gradients of the masters, by the parameter's number
         self._names, self._state = _state_of(module, self)
 
@@ -121,6 +133,7 @@ class ExpertLearner:
         undo = _UndoPoint(self.masters, self.optimizer)
         try:
             self.optimizer.step()
+            self._bound_update(undo)
             self._round()
         except (Exception, SystemExit) as error:
             if is_device_failure(error):
@@ -135,6 +148,18 @@ class ExpertLearner:
         self._state.mark_changed(self.steps + 1)
         self.discard()
         return True
+
+    def _bound_update(self, undo: _UndoPoint) -> None:
+        """Scale the change that a step has made down to its bound."""
+        if self._bounds.update_norm_max is None:
+            return
+        before = undo.copies_of_parameters(len(self.masters))
+        with torch.no_grad():
+            change = _norm([master - old for master, old in zip(self.masters, before, strict=True)])
+            largest = self._bounds.update_norm_max * max(_norm(before), _NORM_MIN)
+            if change > largest:  # false for NaN, which is found below
+                for master, old in zip(self.masters, before, strict=True):
+                    master.copy_(torch.lerp(old, master, largest / change))
 
     def averaged_tensors(self, module: torch.nn.Module) -> list[torch.Tensor]:
         """Return the tensors that replicas average: parameters (master weights where there are some) and
@@ -198,8 +223,8 @@ class ExpertLearner:
         if not math.isfinite(norm):
             self.discard()
             raise StepRefused("the gradients of its parameters are not finite, so the step was not made")
-        if self._clip_norm is not None and norm > self._clip_norm:
-            torch._foreach_mul_(gradients, self._clip_norm / norm)
+        if self._bounds.clip_norm is not None and norm > self._bounds.clip_norm:
+            torch._foreach_mul_(gradients, self._bounds.clip_norm / norm)
 
     def _round(self) -> None:
         """Write the master weights into the module."""
@@ -230,6 +255,10 @@ class _UndoPoint:
             }
             self._tensors += [value for value in statistics.values() if isinstance(value, torch.Tensor)]
         self._copies = _copies_of(self._tensors)
+
+    def copies_of_parameters(self, count: int) -> list[torch.Tensor]:
+        """Return the copies of the parameters, of which there are `count`."""
+        return self._copies[:count]
 
     def statistics(self) -> list[torch.Tensor]:
         """Return the present floating-point statistics."""
@@ -273,6 +302,10 @@ def _copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         copies.append(buffers[kind][starts[kind] : starts[kind] + size].view(tensor.shape).copy_(tensor))
         starts[kind] += size
     return copies
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

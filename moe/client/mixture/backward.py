@@ -17,6 +17,7 @@ from moe.client.mixture.forward import REASONS_SHOWN, ExpertCall, MixtureOutput,
 from moe.client.mixture.options import MixtureOptions, PassReport
 from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import BackwardReply, GradientPass
+from moe.protocol.errors import ExpertNotInvited
 from swarm.core.errors import NotEnoughPeers, SwarmError
 
 
@@ -46,7 +47,8 @@ class BackwardPass:
         None for every floating-point output. `pass_number` is that of this backward pass among those of one
         forward pass, from 0 on; a repeated one has the number that it had.
 
-        Raises NotEnoughPeers when a sample got fewer than `backward_k_min` gradients.
+        Raises ExpertNotInvited when that is why no expert gave gradients, and NotEnoughPeers when a sample
+        got fewer than `backward_k_min` gradients.
         """
         options, clock = self._options, self._calls.clock
         begun_s = clock.monotonic_s()
@@ -64,6 +66,7 @@ class BackwardPass:
         found: dict[int, Sequence[torch.Tensor | None]] = {}
         versions_apart: dict[str, int] = {}
         failed: dict[int, str] = {}
+        not_invited: list[ExpertNotInvited] = []
         async with asyncio.TaskGroup() as tasks:
             running = {}
             for number, branch in enumerate(branches):
@@ -74,6 +77,8 @@ class BackwardPass:
                 done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     number, outcome = running.pop(task), task.result()
+                    if isinstance(outcome, ExpertNotInvited):
+                        not_invited.append(outcome)
                     if isinstance(outcome, SwarmError):
                         failed[number] = str(outcome)
                         gathering.failed(number, clock.monotonic_s())
@@ -87,6 +92,8 @@ class BackwardPass:
                 task.cancel()
                 failed[number] = "it was too late"
                 self._calls.backward_timed_out(branches[number].result)
+        if not_invited and not found:
+            raise not_invited[0]  # no pass of this layer will ever count: a report would be overlooked
         below_k_min = len(gathering.rows_below_k_min)
         names = [str(branch.result.uid) for branch in branches]
         if below_k_min:
