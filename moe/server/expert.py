@@ -19,7 +19,6 @@ from moe.server.learning import (
     ExpertLearner,
     OptimizerFactory,
     ScheduleFactory,
-    StepBounds,
     StepRefused,
 )
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
@@ -44,9 +43,8 @@ class Expert:
     step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is frozen,
     and a backward pass only gives the gradients of its inputs. `schedule`: called with the
     optimizer, returns a learning-rate schedule, which is stepped once per optimizer step. `clip_norm`:
-    gradients are scaled down to this norm. `update_norm_max`: the change of the parameters in one step is
-    scaled down to this fraction of their norm, whatever the optimizer makes of a gradient. `device`: the
-    module is moved there; `cuda` means the current CUDA device, and None the device that the module is on.
+    gradients are scaled down to this norm. `device`: the module is moved there;
+    `cuda` means the current CUDA device, and None the device that the module is on.
 
     `keep_activations_bytes`: keep the activations of forward passes that a backward pass is likely to follow,
     up to this size of their tensors, instead of computing forward again. It pays where no other caller's step
@@ -66,7 +64,6 @@ class Expert:
         *,
         schedule: ScheduleFactory | None = None,
         clip_norm: float | None = None,
-        update_norm_max: float | None = None,
         device: torch.device | str | None = None,
         keep_activations_bytes: int = 0,
         autocast: torch.dtype | None = None,
@@ -77,8 +74,6 @@ class Expert:
             )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is above 0, not {clip_norm!r}")
-        if update_norm_max is not None and not update_norm_max > 0:
-            raise UsageError(f"update_norm_max is above 0, not {update_norm_max!r}")
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise UsageError(f"autocast is torch.bfloat16, torch.float16 or None, not {autocast!r}")
         self.device = resolve_device(str(device), "device") if device is not None else _device_of(module)
@@ -89,9 +84,7 @@ class Expert:
             outputs = self.module(*unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
         self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
         self.clip_norm = clip_norm
-        self._learner = ExpertLearner(
-            self.module, optimizer, schedule, StepBounds(clip_norm, update_norm_max)
-        )
+        self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
         self._target_batch_size = 0
         self._gathered = 0  # samples whose gradients wait for a step of the target batch
@@ -218,6 +211,19 @@ class Expert:
         if type(samples) is not int or samples < 0:
             raise UsageError(f"target_batch_size is a number of samples, not {samples!r}")
         self._target_batch_size = samples
+
+    @property
+    def update_norm_max(self) -> float | None:
+        """Return the largest change of the parameters by one step, as a fraction of their norm, whatever the
+        optimizer makes of a gradient; larger ones are scaled down. None, the default: any. It can be set.
+        """
+        return self._learner.update_norm_max
+
+    @update_norm_max.setter
+    def update_norm_max(self, fraction: float | None) -> None:
+        if fraction is not None and not fraction > 0:
+            raise UsageError(f"update_norm_max is above 0, not {fraction!r}")
+        self._learner.update_norm_max = fraction
 
     @property
     def samples_to_step(self) -> int:

@@ -13,7 +13,6 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -36,16 +35,6 @@ class StepRefused(Exception):
     """An optimizer step was not made, or was undone; nothing has changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepBounds:
-    """The bounds of one step: the norm of its gradients, and that of its change of the parameters as a
-    fraction of their own. None: no bound.
-    """
-
-    clip_norm: float | None = None
-    update_norm_max: float | None = None
-
-
 class ExpertLearner:
     """The part of an expert that changes: the parameters of `module`, and the optimizer over them. Without an
     optimizer the parameters do not change, but the state can be copied and replaced all the same.
@@ -58,7 +47,7 @@ class ExpertLearner:
         module: torch.nn.Module,
         optimizer: OptimizerFactory | None,
         schedule: ScheduleFactory | None,
-        bounds: StepBounds,
+        clip_norm: float | None,
     ) -> None:
         """Create the optimizer and its schedule. Raises UsageError when a tensor of the module has a dtype
         that cannot be shared.
@@ -70,7 +59,8 @@ class ExpertLearner:
         self.schedule = (
             schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         )
-        self._bounds = bounds
+        self._clip_norm = clip_norm
+        self.update_norm_max: float | None = None  # of a step, as a fraction of the parameters' norm
         self._gathered: dict[int, torch.Tensor] = {}  # gradients of the masters, by the parameter's number
         self._names, self._state = _state_of(module, self)
 
@@ -151,12 +141,12 @@ class ExpertLearner:
 
     def _bound_update(self, undo: _UndoPoint) -> None:
         """Scale the change that a step has made down to its bound."""
-        if self._bounds.update_norm_max is None:
+        if self.update_norm_max is None:
             return
         before = undo.copies_of_parameters(len(self.masters))
         with torch.no_grad():
             change = _norm([master - old for master, old in zip(self.masters, before, strict=True)])
-            largest = self._bounds.update_norm_max * max(_norm(before), _NORM_MIN)
+            largest = self.update_norm_max * max(_norm(before), _NORM_MIN)
             if change > largest:  # false for NaN, which is found below
                 for master, old in zip(self.masters, before, strict=True):
                     master.copy_(torch.lerp(old, master, largest / change))
@@ -223,8 +213,8 @@ class ExpertLearner:
         if not math.isfinite(norm):
             self.discard()
             raise StepRefused("the gradients of its parameters are not finite, so the step was not made")
-        if self._bounds.clip_norm is not None and norm > self._bounds.clip_norm:
-            torch._foreach_mul_(gradients, self._bounds.clip_norm / norm)
+        if self._clip_norm is not None and norm > self._clip_norm:
+            torch._foreach_mul_(gradients, self._clip_norm / norm)
 
     def _round(self) -> None:
         """Write the master weights into the module."""

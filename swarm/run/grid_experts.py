@@ -59,10 +59,10 @@ class ExpertFactory:
             self._optimizer if optimizer.name != "none" else None,
             schedule=self._schedule if optimizer.warmup_steps or optimizer.training_steps else None,
             clip_norm=clip_norm,
-            update_norm_max=update_norm_max,
             device=self.device,
             keep_activations_bytes=self._keep_activations_bytes,
         )
+        expert.update_norm_max = update_norm_max
         expert.target_batch_size = optimizer.target_batch_size
         expert.expert_class = self._grid.expert_class if self._grid.module is None else ""
         return expert

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +260,7 @@ def test_an_interrupted_write_leaves_the_last_checkpoint(
     with pytest.raises(SwarmError, match="disk full"):
         checkpoints.save()
     monkeypatch.undo()
-    assert len(list((tmp_path / "ffn.3").iterdir())) == 1
+    assert len([path for path in (tmp_path / "ffn.3").iterdir() if path.is_file()]) == 1
     assert ExpertCheckpoints(tmp_path, {uid: expert(optimizer=sgd)}).load() == [uid]
 
 
@@ -490,44 +487,3 @@ def test_the_statistics_of_batch_normalization_count_a_forward_and_backward_pass
         assert torch.allclose(found, wanted, atol=1e-6)
     for one, other in zip(module.parameters(), local.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=1e6), partial(torch.optim.Adam, lr=0.5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_changes_parameters_by_a_bounded_norm(optimizer: Any, dtype: torch.dtype) -> None:
-    """Regression: Adam makes a step of its full rate of whatever gradient, clipped or not."""
-    torch.manual_seed(0)
-    module = torch.nn.Linear(16, 16).to(dtype)
-    one = Expert(module, (torch.zeros(1, 16, dtype=dtype),), optimizer, clip_norm=1.0, update_norm_max=0.01)
-    x = torch.randn(4, 16).to(dtype)
-    for _ in range(3):
-        before = torch.cat([tensor.flatten().clone() for tensor in one.averaged_tensors()])
-        one.backward([(None, [x], [torch.full((4, 16), 1e15).to(dtype)])])
-        after = torch.cat([tensor.flatten() for tensor in one.averaged_tensors()])
-        assert float((after - before).norm() / before.norm()) == pytest.approx(0.01, rel=0.02)
-    assert one.version == 3
-
-
-def test_an_older_version_is_kept_for_the_case_that_callers_ruin_an_expert(tmp_path: Path) -> None:
-    one = Expert(torch.nn.Linear(4, 4), (torch.zeros(1, 4),), partial(torch.optim.SGD, lr=0.1))
-    uid = ExpertUid.parse("ffn.0")
-    checkpoints = ExpertCheckpoints(tmp_path, {uid: one})
-    older = Checkpoints(tmp_path / "ffn.0" / "older")
-    good = one.module.weight.detach().clone()
-    for step in range(5):
-        if step:
-            one.backward([(None, [torch.ones(2, 4)], [torch.full((2, 4), 1e6)])])
-        one.version = step
-        checkpoints.save()
-        if step == 3:  # an hour passes
-            for path in (tmp_path / "ffn.0").rglob("*.safetensors"):
-                written_s = path.stat().st_mtime - 4000.0
-                os.utime(path, (written_s, written_s))
-    assert [path.name for path in older.newest_first()] == [
-        f"epoch-{epoch:010d}.safetensors" for epoch in (4, 0)
-    ]
-    # the owner goes back: a copy of the older file is the newest one
-    shutil.copy(older.newest_first()[1], tmp_path / "ffn.0")
-    ExpertCheckpoints(tmp_path, {uid: one}).load()
-    assert torch.equal(one.module.weight, good)
-    assert saved_names(tmp_path) == [uid]

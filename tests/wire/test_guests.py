@@ -12,7 +12,7 @@ import swarm
 from swarm.core.errors import NotInvited, SwarmError
 from swarm.core.identity import Identity
 from tests.wire.expert_pair import expert, network, sgd
-from tests.wire.test_invites import invite_of
+from tests.wire.inviting import invite_of
 
 HERE = "127.0.0.1:0"
 NAMES = ("ffn.0", "ffn.1")

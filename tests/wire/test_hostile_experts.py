@@ -23,7 +23,7 @@ from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.wire.expert_pb2 import ExpertRequest
 from tests.wire.expert_pair import UID, expert, network
-from tests.wire.test_invites import invite_of
+from tests.wire.inviting import invite_of
 
 HERE = "127.0.0.1:0"
 STEPS = 25
@@ -164,7 +164,7 @@ class Zeros(nn.Module):
 
 @pytest.mark.parametrize("kind", ["zeros", "other weights", "claims a version"])
 def test_a_hostile_server_changes_no_loss(kind: str, grid: tuple[swarm.Node, swarm.Expert]) -> None:
-    """It declares a replica, answers, offers its state, and wants to average."""
+    """The stranger declares a replica, answers, offers its state, and wants to average."""
     node, one = grid
     with (
         swarm.Node([invite_of(node.identity, node).text()], listen=HERE) as member,
