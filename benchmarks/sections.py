@@ -99,8 +99,6 @@ def _attacks(request: Request) -> Rows:
 
 
 def _small_runs(request: Request) -> Rows:
-    if not request.figures or "rounds" in request.figures:
-        yield from round_costs.rows(request.setting.say)
     runs = [run for run in small_runs.RUNS if not request.figures or run.name in request.figures]
     yield from small_runs.rows(request.setting.say, runs)
 
@@ -144,8 +142,11 @@ SECTIONS = {
         ],
     ),
     "membership": Section(rows=lambda request: membership_costs.rows(request.setting.say)),
+    "round-costs": Section(
+        rows=lambda request: round_costs.rows(request.setting.say), check=small_runs.check
+    ),
     "small-runs": Section(
-        rows=_small_runs, check=small_runs.check, figures=["rounds", *(run.name for run in small_runs.RUNS)]
+        rows=_small_runs, check=small_runs.check, figures=[run.name for run in small_runs.RUNS]
     ),
     "codecs": Section(
         rows=_once(lambda request: codecs.rows(request.setting.say, request.setting.hivemind)), compared=True

@@ -98,23 +98,22 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     "--pause/--resume",
     "paused",
     default=None,
-    help="Nobody trains for a while; members stay and keep the state.",
+    help="Stop training for a while, or go on; members stay and keep the state.",
 )
 @click.option("--end/--reopen", "ended", default=None, help="End the run for everybody, or open it again.")
 @click.option(
     "--ban",
     metavar="PEERID",
     multiple=True,
-    help="Every member avoids this peer; may be given several times.",
+    help="Make every member avoid this peer. Repeatable.",
 )
-@click.option(
-    "--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer; may be given several times."
-)
+@click.option("--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer. Repeatable.")
 @click.option(
     "--revoke",
     metavar="PEERID",
     multiple=True,
-    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it.",
+    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it. "
+    "Repeatable.",
 )
 @options.as_json
 def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: Any) -> int:

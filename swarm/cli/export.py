@@ -42,31 +42,32 @@ _PROGRESS_S = 1.0  # between two lines
     help="The safetensors file to write.",
 )
 @click.option(
-    "--optimizer", is_flag=True, help="With the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
+    "--optimizer", is_flag=True, help="Add the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
 )
 @click.option(
     "--checkpoint",
     metavar="DIR",
     type=click.Path(path_type=Path),
     default=None,
-    help="Of a grid: write all that training needs, for `swarm serve --checkpoint DIR`.",
+    help="For a grid: write all that training needs, for `swarm serve --checkpoint DIR`.",
 )
 @click.option(
     "--module",
     metavar="FILE.py",
     type=click.Path(path_type=Path),
     default=None,
-    help="Of a grid whose expert class is in a file of its owner: that file.",
+    help="For a grid whose expert class is in a file of its owner: that file.",
 )
 @options.as_json
 def export(**given: Any) -> int:
     """Write a run's model to a safetensors file: what torch's load_state_dict takes.
 
-    From the newest good checkpoint on this machine, or with --from as the run's peers have it now.
+    It is the model of the newest good checkpoint on this machine, or with --from the one that the run's
+    peers have now.
 
-    Of a grid of experts (grid.NAME) the parameters of all experts are downloaded from their servers, as
-    EXPERT.TENSOR; three replicas of an expert are compared where there are as many. With --checkpoint the
-    whole state is, from which other servers can go on.
+    For a grid of experts, grid.NAME, the parameters of all experts are downloaded from their servers, as
+    EXPERT.TENSOR. Of an expert with three replicas or more, three are compared. With --checkpoint the command
+    writes the whole state, from which other servers can continue.
 
     \b
     Examples:
