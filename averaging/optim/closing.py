@@ -149,14 +149,12 @@ class EpochCloser:
         """
         result: RoundResult | None = None
         failed, epoch = 0, self._state.epoch
-        while True:
+        while failed < (1 if self._traits.keeps_progress else ROUNDS_MAX):
             waiting = self.wait_for_quorum(failed)
             if waiting is not None:
                 return waiting
             if not self.has_peers():
                 return self.step_alone(result, failed)
-            if failed == (1 if self._traits.keeps_progress else ROUNDS_MAX):
-                break
             if failed or again:
                 self._tracker.announce_full(epoch)
             try:
