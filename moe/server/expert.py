@@ -15,7 +15,12 @@ from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.devices import using
-from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
+from moe.server.learning import (
+    ExpertLearner,
+    OptimizerFactory,
+    ScheduleFactory,
+    StepRefused,
+)
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from moe.server.norm_statistics import unchanged_statistics
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
@@ -38,8 +43,8 @@ class Expert:
     step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is frozen,
     and a backward pass only gives the gradients of its inputs. `schedule`: called with the
     optimizer, returns a learning-rate schedule, which is stepped once per optimizer step. `clip_norm`:
-    gradients are scaled down to this norm. `device`: the module is moved there; `cuda` means the current CUDA
-    device, and None the device that the module is on.
+    gradients are scaled down to this norm. `device`: the module is moved there;
+    `cuda` means the current CUDA device, and None the device that the module is on.
 
     `keep_activations_bytes`: keep the activations of forward passes that a backward pass is likely to follow,
     up to this size of their tensors, instead of computing forward again. It pays where no other caller's step
@@ -86,6 +91,7 @@ class Expert:
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
         self.settled = False
+        self.expert_class = ""  # the name by which `swarm serve` made it, for those who take it home
         self.turns = 1  # its server averages it once in this many periods
         self.samples = 0  # samples of backward passes
         # held by the computing thread, checkpoints and averaging while they use the expert
@@ -207,6 +213,19 @@ class Expert:
         self._target_batch_size = samples
 
     @property
+    def update_norm_max(self) -> float | None:
+        """Return the largest change of the parameters by one step, as a fraction of their norm, whatever the
+        optimizer makes of a gradient; larger ones are scaled down. None, the default: any. It can be set.
+        """
+        return self._learner.update_norm_max
+
+    @update_norm_max.setter
+    def update_norm_max(self, fraction: float | None) -> None:
+        if fraction is not None and not fraction > 0:
+            raise UsageError(f"update_norm_max is above 0, not {fraction!r}")
+        self._learner.update_norm_max = fraction
+
+    @property
     def samples_to_step(self) -> int:
         """Return after how many more samples of backward passes a step is made; 0: after each batch."""
         if not self.target_batch_size or self.frozen:
@@ -262,6 +281,14 @@ class Expert:
         """
         with using(self.device):
             return self._learner.view()
+
+    def module_state(self) -> Blob:
+        """Return a copy of the module's `state_dict` as a blob, for those who take the expert home. The lock
+        must be held. Raises PeerError when a tensor's dtype cannot be sent, or there is no memory, and
+        DeviceFailed.
+        """
+        with using(self.device):
+            return self._learner.module_state(self.module)
 
     def load_state(self, blob: Blob, lineage: ExpertLineage) -> None:
         """Replace everything by a state of such an expert, from a checkpoint or a replica. The lock must be

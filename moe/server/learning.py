@@ -18,14 +18,16 @@ from typing import Any, TypeAlias
 import torch
 
 from averaging.optim.finite import all_finite
-from averaging.optim.state.snapshot import Blob
+from averaging.optim.state.snapshot import DTYPE_NAMES, Blob, encode_snapshot
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
-from swarm.core.device import is_device_failure
+from swarm.core.device import is_device_failure, is_out_of_memory
+from swarm.core.errors import PeerError
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
+_NORM_MIN = 1.0  # parameters that are all zero may change, too
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -58,6 +60,7 @@ class ExpertLearner:
             schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         )
         self._clip_norm = clip_norm
+        self.update_norm_max: float | None = None  # of a step, as a fraction of the parameters' norm
         self._gathered: dict[int, torch.Tensor] = {}  # gradients of the masters, by the parameter's number
         self._names, self._state = _state_of(module, self)
 
@@ -120,6 +123,7 @@ class ExpertLearner:
         undo = _UndoPoint(self.masters, self.optimizer)
         try:
             self.optimizer.step()
+            self._bound_update(undo)
             self._round()
         except (Exception, SystemExit) as error:
             if is_device_failure(error):
@@ -134,6 +138,18 @@ class ExpertLearner:
         self._state.mark_changed(self.steps + 1)
         self.discard()
         return True
+
+    def _bound_update(self, undo: _UndoPoint) -> None:
+        """Scale the change that a step has made down to its bound."""
+        if self.update_norm_max is None:
+            return
+        before = undo.copies_of_parameters(len(self.masters))
+        with torch.no_grad():
+            change = _norm([master - old for master, old in zip(self.masters, before, strict=True)])
+            largest = self.update_norm_max * max(_norm(before), _NORM_MIN)
+            if change > largest:  # false for NaN, which is found below
+                for master, old in zip(self.masters, before, strict=True):
+                    master.copy_(torch.lerp(old, master, largest / change))
 
     def averaged_tensors(self, module: torch.nn.Module) -> list[torch.Tensor]:
         """Return the tensors that replicas average: parameters (master weights where there are some) and
@@ -159,6 +175,20 @@ class ExpertLearner:
         view.complete_copy()
         view.close()
         return view
+
+    def module_state(self, module: torch.nn.Module) -> Blob:
+        """Return a copy of the module's own `state_dict`, in host memory. Raises PeerError when it cannot be
+        sent.
+        """
+        named = [(name, one) for name, one in module.state_dict().items() if isinstance(one, torch.Tensor)]
+        if any(one.dtype not in DTYPE_NAMES for _, one in named):
+            raise PeerError("the expert has tensors of a dtype that cannot be sent")
+        try:
+            return encode_snapshot(self.steps, {}, named)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise PeerError("there is no memory for a copy of the expert") from error
 
     @property
     def state_bytes_max(self) -> int:
@@ -216,6 +246,10 @@ class _UndoPoint:
             self._tensors += [value for value in statistics.values() if isinstance(value, torch.Tensor)]
         self._copies = _copies_of(self._tensors)
 
+    def copies_of_parameters(self, count: int) -> list[torch.Tensor]:
+        """Return the copies of the parameters, of which there are `count`."""
+        return self._copies[:count]
+
     def statistics(self) -> list[torch.Tensor]:
         """Return the present floating-point statistics."""
         return [
@@ -258,6 +292,10 @@ def _copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         copies.append(buffers[kind][starts[kind] : starts[kind] + size].view(tensor.shape).copy_(tensor))
         starts[kind] += size
     return copies
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

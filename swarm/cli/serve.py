@@ -96,14 +96,14 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     type=click.Choice(["adam", "adamw", "sgd", "none"]),
     default="adam",
     show_default=True,
-    help="none: frozen.",
+    help="How the experts learn; none: their parameters stay as they are.",
 )
 @click.option("--lr", type=click.FloatRange(0), default=1e-3, show_default=True, help="Learning rate.")
 @click.option(
     "--clip-norm",
     type=click.FloatRange(0, min_open=True),
     default=None,
-    help="Scale gradients down to this norm.",
+    help="Scale gradients with a larger norm down to this norm.",
 )
 @click.option(
     "--warmup-steps",
@@ -126,6 +126,14 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     help="Type of the experts' parameters.",
 )
 @click.option(
+    "--open-training",
+    is_flag=True,
+    help="Peers without an invite train the experts, too, in bounded steps; otherwise they only call them.",
+)
+@click.option(
+    "--open", "is_open", is_flag=True, help="Anybody calls, trains and hosts: for a network of your own."
+)
+@click.option(
     "--max-batch-size",
     type=click.IntRange(1),
     default=4096,
@@ -143,7 +151,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     "--keep-activations-mb",
     type=click.IntRange(0),
     default=0,
-    help="Keep activations for backward instead of recomputing them.",
+    help="Keep up to this many MB of activations for backward passes, instead of computing them again.",
 )
 @click.option(
     "--average-s",
@@ -163,9 +171,10 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 def serve(context: click.Context, /, **given: Any) -> int:
     """Host experts: layers that others call forward and backward, and that learn from it.
 
-    GRID.toml, or --experts with the options for its experts, founds a grid: its signed specification says
+    GRID.toml, or --experts with the options for its experts, creates a grid: its signed specification says
     what every server of it hosts. In a swarm that has a grid, ADDRESS is enough; an option that contradicts
-    the grid is refused. Without an ADDRESS, a new swarm begins. Experts that several servers host are
+    the grid is refused. Without an ADDRESS, a new swarm begins. Peers train and host experts with an invite,
+    which this command prints; without one they may only call them. Experts that several servers host are
     replicas: a server that joins takes over their state, callers use any of them, and their parameters are
     averaged. Ctrl-C finishes the requests that are being computed and withdraws the experts.
 
@@ -184,7 +193,6 @@ def serve(context: click.Context, /, **given: Any) -> int:
 
 def _serve(choices: ServeChoices) -> int:
     offered = choices.offered()
-    invited_to = offered if offered is not None and offered.members == "invited" else None
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as shutdown,
         make_output(ServePresentation(), as_json=choices.as_json) as output,
@@ -203,8 +211,7 @@ def _serve(choices: ServeChoices) -> int:
             config = NodeConfig(
                 preset=choices.preset, announce=choices.announce, relay_mbit=choices.relay_mbit
             )
-            entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
-            entries += choices.addresses
+            entries = [*_own_invite(choices, own, offered), *choices.addresses]
             with Node(bootstrap=entries, listen=choices.listen_at(), identity=own, config=config) as node:
                 node.service(HostingService).expect()
                 invite = node.entry if node.membership is not None else ""
@@ -220,40 +227,69 @@ def _serve(choices: ServeChoices) -> int:
                     choices.factory(offered)  # before it is published
                 if choices.addresses:
                     enter(node, choices.addresses)
-                signed, founded = _enter_grid(choices, node, own, offered)
+                signed, created = _enter_grid(choices, node, own, offered)
                 _follow_grid(node, signed, shutdown, output)
                 keep_present_objects()
                 if node.dht.clock_problem:
                     output.emit(Notice(text=node.dht.clock_problem))
-                _Hosting(choices, signed, node, shutdown, output).run(founded)
+                _Hosting(choices, signed, node, shutdown, output).run(created)
         finally:
             own.close()
     return 0
 
 
+def _own_invite(choices: ServeChoices, own: Identity, offered: GridSpecification | None) -> list[str]:
+    """Return the invite with which this server enters a grid for invited peers that it is going to found, or
+    that it owns; none for another grid.
+    """
+    if offered is None or offered.members != "invited":
+        return []
+    if choices.file is None and choices.addresses and _is_of_another_owner(choices, own, offered):
+        return []
+    return [starting_invite(own, offered).text()]
+
+
+def _is_of_another_owner(choices: ServeChoices, own: Identity, offered: GridSpecification) -> bool:
+    """Return whether the swarm has a grid of the offered name that this user does not own, or this user is
+    invited.
+    """
+    from swarm.node import Node
+    from swarm.run.directory import RunDirectory
+    from swarm.run.signed import run_id_of
+
+    if any(map(is_invite, choices.addresses)):
+        return True
+    with Node(bootstrap=choices.addresses, listen=None) as node:
+        enter(node, choices.addresses)
+        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        listed = node.network.run(directory.listings(), _CREATE_S_MAX)
+    mine = run_id_of(own.peer_id, offered.name, offered.recovery_peer)
+    return any(one.name == offered.name for one in listed) and all(one.run_id != mine for one in listed)
+
+
 def _enter_grid(
     choices: ServeChoices, node: Node, own: Identity, offered: GridSpecification | None
 ) -> tuple[SignedSpecification, bool]:
-    """Return the grid to host, and whether this command has founded it. Raise UsageError when the swarm has
+    """Return the grid to host, and whether this command has created it. Raise UsageError when the swarm has
     none, or one that this command's options contradict.
     """
     from swarm.run.creation import create_run
     from swarm.run.directory import RunDirectory
-    from swarm.run.grid_entry import check_agrees, check_module, found_or_enter
+    from swarm.run.grid_entry import check_agrees, check_module, create_or_enter
     from swarm.run.membership import check_invited, save_capability
     from swarm.run.specification_store import SpecificationStore
 
     store = SpecificationStore(specifications_folder())
     directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
-    founded = False
+    created = False
     if offered is not None and choices.grid is None:
         given = choices.given_keys(offered)
         entering = (
-            found_or_enter(directory, offered, given, own, node.clock)
+            create_or_enter(directory, offered, given, own, node.clock)
             if choices.addresses
             else create_run(directory, offered, own, node.clock)
         )
-        signed, founded = node.network.run(entering, _CREATE_S_MAX)
+        signed, created = node.network.run(entering, _CREATE_S_MAX)
     else:
         signed = find_run(node, directory, choices.grid, grid=True)
         described = offered or choices.described(choices.experts or signed.grid.experts)
@@ -263,10 +299,17 @@ def _enter_grid(
         raise UsageError(f"{signed.full_name} is over: its owner has ended it")
     if signed.specification.members == "invited":
         check_invited(signed, node.membership)
+    _let_guests_in(node, signed)
     if node.membership is not None and own.path is not None:
         save_capability(specifications_folder(), node.membership)
     node.network.run(directory.save(signed), _READ_TIMEOUT_S)
-    return signed, founded
+    return signed, created
+
+
+def _let_guests_in(node: Node, signed: SignedSpecification) -> None:
+    """Let peers without an invite do what the grid allows them."""
+    if node.membership is not None and node.membership.run_id == signed.run_id:
+        node.membership.guests = signed.grid.guests
 
 
 def _follow_grid(node: Node, signed: SignedSpecification, shutdown: Shutdown, output: Output) -> None:
@@ -280,6 +323,7 @@ def _follow_grid(node: Node, signed: SignedSpecification, shutdown: Shutdown, ou
         if newer.run_id != signed.run_id or newer.version <= latest[0].version:
             return
         old, latest[0] = latest[0], newer
+        _let_guests_in(node, newer)
         restart = restart_needed(old.specification, newer.specification)
         output.emit(RunChanged(version=newer.version, changes=differences(old, newer), restart=restart))
         if newer.specification.ended:
@@ -309,8 +353,8 @@ class _Hosting:
         self._choices, self._signed, self._node = choices, signed, node
         self._shutdown, self._output = shutdown, output
 
-    def run(self, founded: bool) -> None:
-        """Host the experts, and move to others where the grid needs it. `founded`: by this command."""
+    def run(self, created: bool) -> None:
+        """Host the experts, and move to others where the grid needs it. `created`: by this command."""
         factory = self._choices.factory(self._signed.grid)
         placing = self._choices.placing(self._signed.grid, self._node, factory)
         experts = {uid: factory.make(uid) for uid in placing.first()}
@@ -318,7 +362,7 @@ class _Hosting:
         while True:
             with self._open_server(experts) as server:
                 if move is None:
-                    self._emit(_served_event(self._signed, founded, self._node, server, factory.device))
+                    self._emit(_served_event(self._signed, created, self._node, server, factory.device))
                 move = watch(
                     server, self._shutdown, self._output, self._choices.load_interval_s, placing.next_move
                 )
@@ -352,7 +396,7 @@ class _Hosting:
 
 
 def _served_event(
-    signed: SignedSpecification, founded: bool, node: Node, server: ExpertServer, device: torch.device
+    signed: SignedSpecification, created: bool, node: Node, server: ExpertServer, device: torch.device
 ) -> Served:
     first, expert = next(iter(server.experts.items()))
     parameters = sum(parameter.numel() for parameter in expert.module.parameters())
@@ -365,7 +409,7 @@ def _served_event(
         experts=[str(uid) for uid in server.experts],
         resumed=server.resumed,
         grid=signed.full_name,
-        founded=founded,
+        created=created,
         expert_class=signed.grid.expert_class,
         parameters=parameters,
         schema=str(expert.schema),

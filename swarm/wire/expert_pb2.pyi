@@ -22,6 +22,7 @@ class ExpertStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPERT_APPLIED: _ClassVar[ExpertStatus]
     EXPERT_FORGOTTEN: _ClassVar[ExpertStatus]
     EXPERT_STALE: _ClassVar[ExpertStatus]
+    EXPERT_NOT_INVITED: _ClassVar[ExpertStatus]
 EXPERT_FORWARD: ExpertPass
 EXPERT_BACKWARD: ExpertPass
 EXPERT_OK: ExpertStatus
@@ -32,6 +33,7 @@ EXPERT_FAILED: ExpertStatus
 EXPERT_APPLIED: ExpertStatus
 EXPERT_FORGOTTEN: ExpertStatus
 EXPERT_STALE: ExpertStatus
+EXPERT_NOT_INVITED: ExpertStatus
 
 class DescribeRequest(_message.Message):
     __slots__ = ("uids", "with_lineage")
@@ -48,7 +50,7 @@ class DescribeReply(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[_Union[ExpertDescription, _Mapping]]] = ...) -> None: ...
 
 class ExpertDescription(_message.Message):
-    __slots__ = ("uid", "schema", "version", "batch_size_max", "frozen", "wait_s", "samples_per_s", "past", "turns")
+    __slots__ = ("uid", "schema", "version", "batch_size_max", "frozen", "wait_s", "samples_per_s", "past", "turns", "expert_class")
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +60,7 @@ class ExpertDescription(_message.Message):
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
     PAST_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_CLASS_FIELD_NUMBER: _ClassVar[int]
     uid: str
     schema: bytes
     version: int
@@ -67,7 +70,8 @@ class ExpertDescription(_message.Message):
     samples_per_s: float
     past: _containers.RepeatedCompositeFieldContainer[ExpertCommonVersion]
     turns: int
-    def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ..., turns: _Optional[int] = ...) -> None: ...
+    expert_class: str
+    def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ..., turns: _Optional[int] = ..., expert_class: _Optional[str] = ...) -> None: ...
 
 class ExpertCommonVersion(_message.Message):
     __slots__ = ("name", "version")
@@ -78,12 +82,14 @@ class ExpertCommonVersion(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
 
 class ExpertStateRequest(_message.Message):
-    __slots__ = ("uid", "schema_digest")
+    __slots__ = ("uid", "schema_digest", "parameters_only")
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_ONLY_FIELD_NUMBER: _ClassVar[int]
     uid: str
     schema_digest: bytes
-    def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ...) -> None: ...
+    parameters_only: bool
+    def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., parameters_only: _Optional[bool] = ...) -> None: ...
 
 class ExpertStateReply(_message.Message):
     __slots__ = ("status", "reason", "payload_bytes", "version", "past")

@@ -87,6 +87,7 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         (["serve", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
         (["serve", "a.toml", "--lr", "1", "--dtype", "float16"], "leave --dtype, --lr out"),
         (["serve", "nonsense", "--experts", "ffn.0"], "'nonsense' names no peer"),
+        (["serve", "--experts", "ffn.0", "--open", "--open-training"], "choose it or --open-training"),
         (["serve", "--experts", "ffn"], "'ffn' has no dimensions: a grid reads like ffn.[0:4].[0:4]"),
         (["serve", "--experts", "ffn.[4:2]"], "is empty"),
         (["serve", "--experts", "a.0", "--experts", "b.0", "--num-experts", "1"], "give --experts once"),
@@ -231,6 +232,17 @@ def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert "Examples:" in text
     assert "exit-with-parent" not in text
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_the_threads_of_torch_sleep_while_they_wait_unless_the_user_chose_otherwise(
+    chosen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    assert main(["--version"]) == 0
+    assert os.environ["OMP_WAIT_POLICY"] == expected
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
