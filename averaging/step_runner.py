@@ -154,7 +154,11 @@ class StepRunner:
             lacking = await self._lacks_quorum(group, options.history)
             if lacking:
                 return self._failure("quorum", lacking, group)
-            outcome = await self._run_round(group, end_s)
+            try:
+                outcome = await self._run_round(group, end_s)
+            finally:
+                if history is not None:
+                    history.ended()
             self._unresolved = outcome.unresolved
             if not outcome.failed:
                 return self._success(group, outcome)

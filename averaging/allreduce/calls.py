@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_VOTE_S = 60.0  # longest time that a vote call waits for news
+# how long a question for votes waits for news before it is asked again, because it, or its answer, was lost:
+# else two members that have voted wait for one another until the round's deadline
+_VOTE_S = 5.0
 _INVENTORY_S = 31.0  # a second for news, and time for the answer on a slow link
 _ENDORSE_S = 5.0
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from averaging.history.certificate import Certificate, RoundKind
 from averaging.history.chain import Chain, Relation
 from averaging.history.lineage import Lineage
+from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, PeerId
 
 
@@ -49,3 +50,18 @@ def what_to_follow(
     if relation is Relation.LOSES and breaks and theirs and theirs[0].proposal.head == lineage.head:
         return Ahead(chain, contact)  # those that break it have waited in vain, too
     return None
+
+
+def still_ahead(ahead: Ahead | None, lineage: Lineage) -> Ahead | None:
+    """Return what a peer whose own history has moved should still follow of what it was to follow before. A
+    history that it was to follow while it waited may lose against what it has committed since.
+    """
+    if ahead is None or lineage.knows(ahead.chain.last_head):
+        return None
+    try:
+        relation = lineage.relation(ahead.chain)
+    except PeerError:  # it was valid after what this peer had before
+        return None
+    if relation is Relation.UNRELATED:  # voices have chosen it
+        return ahead
+    return what_to_follow(relation, lineage, ahead.chain, ahead.contact, breaks=False)

@@ -64,6 +64,16 @@ class KnownHeads:
         """Return the contacts of those of the peers that are known."""
         return [self._heads[peer][1] for peer in peers if peer in self._heads]
 
+    def elsewhere(self, knows: Callable[[bytes], bool], left: Callable[[bytes], bool]) -> set[PeerId]:
+        """Return the peers that report a head of another history: one that was dismissed, or is of the one
+        that this peer has left. `knows`: whether a head is in the one that it follows.
+        """
+        return {
+            peer
+            for peer, (head, _) in self._heads.items()
+            if not knows(head) and (left(head) or head in self._dismissed)
+        }
+
     def dismiss(self, head: bytes) -> None:
         """Record that the history of this head was compared, and is not followed."""
         self._dismissed[head] = None

@@ -382,13 +382,15 @@ class Lineage:
         """Return the signatures of electors of the present head that have left."""
         return self._goodbyes
 
-    def take_goodbye(self, peer: PeerId, signature: bytes) -> None:
-        """Count an elector as gone, now or when this peer comes to the head that it signed: one that leaves
-        at the end of a round may have committed it a moment earlier.
+    def take_goodbye(self, peer: PeerId, signature: bytes, *, early: bool = True) -> None:
+        """Count an elector as gone, now or (`early`) when this peer comes to the head that it signed: one
+        that leaves at the end of a round may have committed it a moment earlier.
         """
-        if peer in self.electors:
-            valid = verify(peer, goodbye_statement(self.run, self.head), signature)
-            (self._goodbyes if valid else self._early_goodbyes)[peer] = signature
+        if peer in self.electors and peer not in self._goodbyes:
+            if verify(peer, goodbye_statement(self.run, self.head), signature):
+                self._goodbyes[peer] = signature
+            elif early:
+                self._early_goodbyes[peer] = signature
 
     def may_say_goodbye(self) -> bool:
         """Return whether this peer may sign that it does not vote on the present head: it has not voted there

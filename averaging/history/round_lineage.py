@@ -36,6 +36,8 @@ class RoundLineage:
     peers: int = 0  # in the swarm, as far as this one knows; 0: unknown
     # Given the contributors of a group, it returns why that group cannot commit, or "".
     may_begin: Callable[[Sequence[PeerId]], Awaitable[str]]
+    # Told that the round has ended here that a "" of `may_begin` allowed.
+    ended: Callable[[], None]
     # Given a proposal and a result (b"": none), it returns why this peer must not vote so, or "". A peer that
     # votes as an elector does so once per head, so a "" is remembered.
     may_vote: Callable[[Proposal, bytes], str]

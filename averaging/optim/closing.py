@@ -97,17 +97,20 @@ class EpochCloser:
     def is_obsolete(self) -> bool:
         """Return whether the round that runs now leads nowhere: the swarm went on without this peer, or while
         it searched for a group the quorum was lost for as long as the grace. Those that are left meet for a
-        round with a break then, as soon as each has noticed it. A search for others to break with is over
-        when there are none any more.
+        round with a break then, as soon as each has noticed it. A search is over, too, when nobody is left in
+        this epoch: the others have died, or have gone on with another history.
         """
         if self.is_behind():
             return True
         if self._history is None or not self._history.root.electors:
             return False
-        if self.round_is_break:
-            return not (self._averager.in_round or self._has_peers_in_epoch())
-        self._look_for_quorum()
-        return self._history.is_break and self._history.grid_rounds == 1
+        if not self.round_is_break:
+            self._look_for_quorum()
+            if self._history.grid_rounds > 1:
+                return False
+            if self._history.is_break:
+                return True
+        return not (self._averager.in_round or self._has_peers_in_epoch())
 
     def _look_for_quorum(self) -> None:
         """Look for a quorum from time to time while a round runs; the grace runs while there is none. In a
@@ -313,6 +316,12 @@ class EpochCloser:
         if not self._has_peers_in_epoch() and self._tracker.refresh_age_s() > ALONE_CHECK_AGE_S_MAX:
             self._tracker.wait_refresh(_REFRESH_TIMEOUT_S)
         return self._has_peers_in_epoch()
+
+    def is_left_alone(self) -> bool:
+        """Return whether nobody else has this peer's history any more, so that a round that has failed need
+        not wait for others to be tried again.
+        """
+        return self._history is not None and not self._has_peers_in_epoch()
 
     def _has_peers_in_epoch(self) -> bool:
         others, history = self._tracker.others(), self._history

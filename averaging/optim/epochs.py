@@ -236,6 +236,7 @@ class EpochLoop:
             self._learner.samples >= self._retry_at_samples
             or self._tracker.full_announcements > self._announcements_at_failure
             or (self._grace_is_over() and not self._failed_after_grace)
+            or self._closer.is_left_alone()
         )
 
     def _grace_is_over(self) -> bool:

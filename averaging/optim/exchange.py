@@ -7,14 +7,15 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
 from averaging.history.chain import Chain
-from averaging.history.encoding import PARTS_BYTES_MAX, decode_chain, is_cut
+from averaging.history.electors import ELECTORS_MAX
+from averaging.history.encoding import PARTS_BYTES_MAX, decode_chain, encode_part, is_cut
 from averaging.history.lineage import CERTIFICATES_MAX
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from swarm.core.errors import NetworkError, PeerError, UsageError
@@ -163,14 +164,31 @@ def unpack_chunk(message: bytes) -> tuple[int, memoryview]:
     return header.index, memoryview(message)[start:]
 
 
-async def fetch_chain(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownHistory:
+    """The answer of a peer that was asked for its history."""
+
+    chain: Chain
+    declines: bool  # it votes for no group on its head that it is not in itself, for now
+    goodbyes: Mapping[PeerId, bytes]  # signatures of electors of its head that have left, not verified
+
+
+def history_reply(
+    chain: Chain, goodbyes: Mapping[PeerId, bytes], *, declines: bool
+) -> state_pb2.HistoryReply:
+    """Return the answer to a question for a history; parameters as in `ShownHistory`."""
+    left = [state_pb2.Goodbye(peer=one.public_key, signature=said) for one, said in goodbyes.items()]
+    return state_pb2.HistoryReply(chain=encode_part(chain), declines=declines, goodbyes=left)
+
+
+async def fetch_history(
     caller: Caller, run: str, contact: Contact, heads: Sequence[bytes], bytes_max: int = PARTS_BYTES_MAX
-) -> Chain:
+) -> ShownHistory:
     """Return a peer's history of a run after the newest of `heads`: its first part, and further ones while
     all have less than `bytes_max` bytes. Raise NetworkError or PeerError.
     """
-    found, size_bytes = None, 0
-    while True:
+    found, size_bytes, more = None, 0, True
+    while more:
         request = state_pb2.HistoryRequest(run=run, heads=heads if found is None else [found.last_head])
         reply = await caller.call(contact, HISTORY, request, timeout_s=_HISTORY_TIMEOUT_S)
         part = decode_chain(reply.chain)
@@ -180,10 +198,15 @@ async def fetch_chain(
             certificates = (*found.certificates, *part.certificates)[:CERTIFICATES_MAX]
             found = replace(found, certificates=certificates)
         else:
-            return found  # that peer follows another history now, or has dropped what comes next
+            break  # that peer follows another history now, or has dropped what comes next
         size_bytes += len(reply.chain)
-        if not is_cut(reply.chain) or size_bytes >= bytes_max or len(found.certificates) == CERTIFICATES_MAX:
-            return found
+        more = is_cut(reply.chain) and size_bytes < bytes_max and len(found.certificates) < CERTIFICATES_MAX
+    assert found is not None
+    return ShownHistory(
+        chain=found,
+        declines=reply.declines,
+        goodbyes={PeerId(one.peer): one.signature for one in reply.goodbyes[:ELECTORS_MAX]},
+    )
 
 
 async def ask_holders(
@@ -205,15 +228,18 @@ async def ask_holders(
             tasks.create_task(ask_in_turn(contacts))
 
 
-async def peers_at_head(caller: Caller, run: str, contacts: Sequence[Contact], head: bytes) -> set[PeerId]:
-    """Ask peers side by side. Return those that answer, and whose history ends with this head."""
+async def voters_at_head(caller: Caller, run: str, contacts: Sequence[Contact], head: bytes) -> set[PeerId]:
+    """Ask peers side by side. Return those that answer, whose history ends with this head, and that vote for
+    groups of others there.
+    """
 
-    async def has_head(contact: Contact) -> bool:
+    async def votes(contact: Contact) -> bool:
         try:
-            return (await fetch_chain(caller, run, contact, [head], 0)).last_head == head
+            shown = await fetch_history(caller, run, contact, [head], 0)
         except (NetworkError, PeerError):
             return False
+        return shown.chain.last_head == head and not shown.declines
 
     async with asyncio.TaskGroup() as tasks:
-        asked = {one.peer_id: tasks.create_task(has_head(one)) for one in contacts}
+        asked = {one.peer_id: tasks.create_task(votes(one)) for one in contacts}
     return {peer for peer, answer in asked.items() if answer.result()}

@@ -13,25 +13,15 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from averaging.history.ahead import Ahead, what_to_follow
-from averaging.history.certificate import (
-    DIGEST_BYTES,
-    Certificate,
-    Proposal,
-    RoundKind,
-    Vote,
-    goodbye_statement,
-    vote_statement,
-)
+from averaging.history.ahead import Ahead, still_ahead, what_to_follow
+from averaging.history.certificate import DIGEST_BYTES, Certificate, Proposal, RoundKind, goodbye_statement
 from averaging.history.chain import Chain, Relation
-from averaging.history.encoding import encode_part
 from averaging.history.grace import SleepWatch
 from averaging.history.known_heads import KnownHeads
 from averaging.history.lineage import Lineage
 from averaging.history.offers import Offers
 from averaging.history.round_lineage import RoundLineage
-from averaging.history.tally import is_supported
-from averaging.optim.exchange import ask_holders, fetch_chain, peers_at_head
+from averaging.optim.exchange import ShownHistory, ask_holders, fetch_history, history_reply, voters_at_head
 from averaging.optim.peer_node import PeerNode
 from averaging.optim.seats import SwarmSize
 from averaging.run_ledger import RunLedger
@@ -61,14 +51,14 @@ class RunHistory:
     ) -> None:
         """`sign` signs as this node. `group_size_max`: peers in one round; a larger swarm uses the grid.
         `introducers`: the peers that the user named, in their order. `ledger` counts certificates."""
-        self._node, self._run, self._own, self._sign = node, run, node.contact.peer_id, sign
-        self.ledger = ledger or RunLedger(self._own, run, node.clock, node.standing)
-        self.size = SwarmSize(self._own, group_size_max)
+        self._node, self._run, self.own, self._sign = node, run, node.contact.peer_id, sign
+        self.ledger = ledger or RunLedger(self.own, run, node.clock, node.standing)
+        self.size = SwarmSize(self.own, group_size_max)
         self._lock, self._comparing, self._wake = threading.Lock(), asyncio.Lock(), asyncio.Event()
-        self._lineage = Lineage(run, self._own, node.standing.founding_of(run))
+        self._lineage = Lineage(run, self.own, node.standing.founding_of(run))
         self._left: Lineage | None = None  # what `follow` replaced
         self._ahead: Ahead | None = None
-        self._heads = KnownHeads()
+        self._heads, self._rounds = KnownHeads(), 0  # the latter: groups with this peer that begin or run
         self._offers = Offers(introducers, lambda: node.dht.service.companions.named_by(run, introducers))
         self._asked: dict[PeerId, Contact] = {}  # to be asked for their history
         self._is_break = self.waits_briefly = False  # the latter: nobody is there to wait for
@@ -113,10 +103,14 @@ class RunHistory:
         with self._lock:
             return self._lineage.has_begun
 
-    def electors(self) -> tuple[PeerId, ...]:
-        """Return the electors of the head that this peer has, or should follow."""
+    def electors(self) -> list[PeerId]:
+        """Return the electors of the head that this peer has, or should follow, except those that report a
+        head of another history: one that this peer has left, or does not follow.
+        """
         with self._lock:
-            return (self._ahead or self._lineage).electors
+            left = self._left.knows if self._left is not None else self._lineage.knows
+            elsewhere = self._heads.elsewhere(self._lineage.knows, left)
+            return [peer for peer in (self._ahead or self._lineage).electors if peer not in elsewhere]
 
     @property
     def abstains(self) -> bool:
@@ -129,6 +123,12 @@ class RunHistory:
         """Return whether this peer cannot vote on its head before it learns how an earlier attempt ended."""
         with self._lock:
             return self._lineage.is_bound
+
+    @property
+    def is_promised(self) -> bool:
+        """Return whether a vote of this peer on its head may still become a certificate."""
+        with self._lock:
+            return self._lineage.is_promised
 
     @property
     def certified_epoch(self) -> int:
@@ -160,7 +160,8 @@ class RunHistory:
                 grid_rounds=self.size.rounds_wanted,
                 peers=self.size.peers,
                 may_begin=self._may_begin,
-                may_vote=self._may_vote,
+                ended=self._round_ended,
+                may_vote=self.may_vote,
                 release=self._release,
                 leave=self.leave,
                 find_contact=self._find_contact,
@@ -219,7 +220,7 @@ class RunHistory:
                 lineage.found_quorum()
                 self._is_break = False
                 return True
-            accounted = {self._own, *present, *self.removed, *lineage.goodbyes}
+            accounted = {self.own, *present, *self.removed, *lineage.goodbyes}
             refused = all(peer in accounted or self._heads.is_gone(peer) for peer in lineage.electors)
             self.waits_briefly = refused
             self._is_break = may = lineage.may_break(now_s, epoch_s, refused=refused)
@@ -341,8 +342,7 @@ class RunHistory:
         self._offers.clear()
         self.ledger.follow(self._lineage)
         self._is_break = False
-        if self._ahead is not None and self._lineage.knows(self._ahead.chain.last_head):
-            self._ahead = None
+        self._ahead = still_ahead(self._ahead, self._lineage)
 
     # ---- the network thread
 
@@ -389,32 +389,29 @@ class RunHistory:
     async def compare(self) -> None:
         """Fetch the histories of peers that report unknown heads, and look for electors that are missing."""
         async with self._comparing:
-            await self._compare()
-
-    async def _compare(self) -> None:
-        with self._lock:
-            voices = self._heads.reported(self._node.clock.monotonic_s())
-            needed = self._offers.to_ask(self._lineage, voices)
-            holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts)
-            holders += [[one] for one in self._asked.values() if one.is_callable]
-            self._asked.clear()
-        await ask_holders(holders, _FETCHES_MAX, self._fetch)
-        with self._lock:
-            voices = self._heads.reported(self._node.clock.monotonic_s())
-            chosen = self._offers.choose(self._lineage, voices)
-            if chosen is not None and (self._ahead is None or self._ahead.chain != chosen.chain):
-                self._ahead = chosen
-                _log.info("of %s this peer follows that in epoch %d", self._offers, chosen.chain.epoch)
+            with self._lock:
+                voices = self._heads.reported(self._node.clock.monotonic_s())
+                needed = self._offers.to_ask(self._lineage, voices)
+                holders, self._strange = self._heads.to_ask(needed, self._is_open, self._counts)
+                holders += [[one] for one in self._asked.values() if one.is_callable]
+                self._asked.clear()
+            await ask_holders(holders, _FETCHES_MAX, self._fetch)
+            with self._lock:
+                voices = self._heads.reported(self._node.clock.monotonic_s())
+                chosen = self._offers.choose(self._lineage, voices)
+                if chosen is not None and (self._ahead is None or self._ahead.chain != chosen.chain):
+                    self._ahead = chosen
+                    _log.info("of %s this peer follows that in epoch %d", self._offers, chosen.chain.epoch)
 
     async def _fetch(self, contact: Contact) -> bool:
         """Fetch a peer's history and compare it. Return whether the peer has answered."""
         with self._lock:
             heads = self._lineage.heads()
         try:
-            chain = await fetch_chain(self._node.channels, self._run, contact, heads)
+            shown = await fetch_history(self._node.channels, self._run, contact, heads)
             with self._lock:
                 self._heads.answered(contact.peer_id)
-            self._judge(contact, chain)
+            self._judge(contact, shown)
             return True
         except NetworkError as error:
             refused = "connection refused" in str(error).lower()
@@ -424,9 +421,12 @@ class RunHistory:
             _log.info("peer %s has no history that can be compared: %s", contact.peer_id, error)
         return False
 
-    def _judge(self, contact: Contact, chain: Chain) -> None:
+    def _judge(self, contact: Contact, shown: ShownHistory) -> None:
         with self._lock:
-            relation = self._lineage.relation(chain)
+            relation = self._lineage.relation(chain := shown.chain)
+            if relation is Relation.SAME:
+                for peer, signature in shown.goodbyes.items():
+                    self._lineage.take_goodbye(peer, signature, early=False)
             if self._offers.takes(relation, self._lineage, chain, contact):
                 return
             if found := what_to_follow(relation, self._lineage, chain, contact, breaks=self._is_break):
@@ -437,23 +437,42 @@ class RunHistory:
 
     async def on_history(self, peer: PeerId, request: state_pb2.HistoryRequest) -> state_pb2.HistoryReply:
         """Answer with the part of this peer's history that the caller lacks."""
-        return state_pb2.HistoryReply(chain=encode_part(self.past(list(request.heads))))
+        chain = self.past(list(request.heads))
+        with self._lock:
+            lineage, is_elsewhere = self._left or self._lineage, self._has_left or self._left is not None
+            declines = is_elsewhere or self._rounds > 0 or lineage.abstains or lineage.is_promised
+            goodbyes = dict(lineage.goodbyes)
+        return history_reply(chain, goodbyes, declines=declines)
 
     async def _may_begin(self, contributors: Sequence[PeerId]) -> str:
-        """Return why a group with these contributors, and electors outside of it, cannot commit; or ""."""
+        """Return why a group with these contributors, and electors outside of it, cannot commit; or "". Then
+        its round begins.
+
+        An elector in a round of another group votes for no other one before that has ended: each of two
+        groups would wait for the vote of the other one's member until the grace was over.
+        """
+        self._rounds, reason = self._rounds + 1, "the round was cancelled"
+        try:
+            reason = await self._lacks_voters(contributors)
+        finally:
+            self._rounds -= bool(reason)
+        return reason
+
+    def _round_ended(self) -> None:
+        self._rounds -= 1
+
+    async def _lacks_voters(self, contributors: Sequence[PeerId]) -> str:
         with self._lock:
             if self._is_break or self._lineage.has_quorum(contributors):
                 return ""
-            head = self._lineage.head
-            missing = self._heads.contacts(
-                peer for peer in self._lineage.electors if peer not in contributors and peer != self._own
-            )
-        present = {self._own, *contributors}
-        present |= await peers_at_head(self._node.channels, self._run, missing, head)
+            head, electors = self._lineage.head, {*self._lineage.electors}
+            missing = self._heads.contacts(electors.difference(contributors, [self.own]))
+        present = {self.own, *contributors}
+        present |= await voters_at_head(self._node.channels, self._run, missing, head)
         with self._lock:
             return "" if self._lineage.has_quorum(present) else self._lineage.lacking_text(present)
 
-    def _may_vote(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
+    def may_vote(self, proposal: Proposal, result: bytes, *, outside: bool = False) -> str:
         """Return why this peer must not vote so; "" once it has promised to. `outside`: of the group."""
         if self._has_left:
             return "this peer leaves the run"
@@ -478,22 +497,3 @@ class RunHistory:
     async def _find_contact(self, peer: PeerId) -> Contact | None:
         with self._lock:
             return next(iter(self._heads.contacts([peer])), None)
-
-    async def endorse(
-        self, caller: PeerId, proposal: Proposal, result: bytes, votes: Sequence[Vote]
-    ) -> Vote | str:
-        """Vote as an elector on a round that this peer is not in, once a majority of its contributors has, or
-        return why not. `result`: b"" for none, when a contributor of a round that it never heard of asks.
-        """
-        if self._own not in (electors := self.root.electors):
-            return "this peer has no vote on this head"
-        declines = caller in electors and self._own in proposal.contributors and not proposal.is_break
-        if not (is_supported(proposal, result, votes) if result else declines):
-            return "the votes of these contributors are no majority"
-        if reason := self._may_vote(proposal, result, outside=True):
-            # a promise elsewhere: without this vote neither attempt could be found to have failed
-            if not self._lineage.is_promised or self._may_vote(proposal, b"", outside=True):
-                return reason
-            result = b""
-        statement = vote_statement(proposal.digest(), result)
-        return Vote(voter=self._own, result=result, signature=self._sign(statement))

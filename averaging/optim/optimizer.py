@@ -17,6 +17,7 @@ from averaging.optim.arguments import check_arguments, check_samples
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.delegating import DelegatingOptimizer
+from averaging.optim.endorsing import Endorser
 from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extra_tensors
 from averaging.optim.epochs import EpochLoop
 from averaging.optim.exchange import RunExchange
@@ -146,9 +147,9 @@ class Optimizer(DelegatingOptimizer):
 
     async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
         node, mode = self.node, self._mode
-        exchange = node.service(AveragingService).exchange
-        self._blocklist = exchange.blocklist_of(self.run_id)
-        ledger = self._ledger = exchange.ledger_of(self.run_id)
+        service = node.service(AveragingService)
+        self._blocklist = service.exchange.blocklist_of(self.run_id)
+        ledger = self._ledger = service.exchange.ledger_of(self.run_id)
         self._donor = Donor(
             node,
             self.run_id,
@@ -183,7 +184,7 @@ class Optimizer(DelegatingOptimizer):
         )
         node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor, self._history)
         if self._history is not None:
-            node.service(AveragingService).all_reduce.serve_history(self.run_id, self._history.endorse)
+            service.all_reduce.serve_history(self.run_id, Endorser(self._history, sign).endorse)
         self._meter = Meter(
             node.clock.swarm_s(),
             name=node.config.name,

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from averaging.optim.exchange import fetch_chain
+from averaging.optim.exchange import fetch_history
 from swarm.core.errors import SwarmError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact, open_run_id
@@ -224,7 +224,7 @@ class Watch:
         found = []
         for contact in self.collector.entry:
             try:
-                chain = await fetch_chain(self.node.channels, self.run.run_id, contact, [])
+                chain = (await fetch_history(self.node.channels, self.run.run_id, contact, [])).chain
                 await asyncio.get_running_loop().run_in_executor(None, chain.check, self.run.run_id)
                 found.append(chain)
             except SwarmError as error:

@@ -218,8 +218,11 @@ class _TrainingRun:
             await self._faults.calm()
             self._checks.faults_s = loop.time()
             self._say("all faults have ended")
-            await self._until(_HEAL_S, lambda: not self._checks.apart(self._live))
+            healed_by_s = loop.time() + _HEAL_S
+            await self._until(_HEAL_S, self._is_one)
             await self._goes_on()
+            # it may have looked like one swarm, and a peer behind the others went on with another history
+            await self._until(healed_by_s - loop.time(), self._is_one)
             for apart in self._checks.apart(self._live):
                 self._violations.add(loop.time(), apart)
             self._checks.check_sizes(self._live, loop.time())
@@ -246,6 +249,9 @@ class _TrainingRun:
     @property
     def _live(self) -> list[TrainingPeer]:
         return list(self._swarm.live.values())
+
+    def _is_one(self) -> bool:
+        return not self._checks.apart(self._live)
 
     def _has_begun(self) -> bool:
         return all(one.optimizer is not None and one.optimizer.epoch > 0 for one in self._live)

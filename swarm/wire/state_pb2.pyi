@@ -116,8 +116,20 @@ class HistoryRequest(_message.Message):
     heads: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, run: _Optional[str] = ..., heads: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class Goodbye(_message.Message):
+    __slots__ = ("peer", "signature")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    peer: bytes
+    signature: bytes
+    def __init__(self, peer: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
 class HistoryReply(_message.Message):
-    __slots__ = ("chain",)
+    __slots__ = ("chain", "declines", "goodbyes")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    DECLINES_FIELD_NUMBER: _ClassVar[int]
+    GOODBYES_FIELD_NUMBER: _ClassVar[int]
     chain: bytes
-    def __init__(self, chain: _Optional[bytes] = ...) -> None: ...
+    declines: bool
+    goodbyes: _containers.RepeatedCompositeFieldContainer[Goodbye]
+    def __init__(self, chain: _Optional[bytes] = ..., declines: _Optional[bool] = ..., goodbyes: _Optional[_Iterable[_Union[Goodbye, _Mapping]]] = ...) -> None: ...

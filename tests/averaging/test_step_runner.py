@@ -57,6 +57,7 @@ def lineage(asked: asyncio.Event) -> RoundLineage:
         electors=(),
         goodbyes={},
         may_begin=may_begin,
+        ended=lambda: None,
         may_vote=lambda proposal, result: "",
         release=lambda proposal: None,
         leave=lambda proposal: False,

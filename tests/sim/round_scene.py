@@ -91,6 +91,7 @@ def lineage(
         electors=tuple(electors),
         goodbyes={},
         may_begin=may_begin,
+        ended=lambda: None,
         may_vote=may_vote,
         release=lambda proposal: None,
         leave=lambda proposal: False,

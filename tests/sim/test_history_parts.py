@@ -8,7 +8,7 @@ from averaging.history.certificate import Certificate, RoundKind
 from averaging.history.chain import Relation
 from averaging.history.encoding import decode_chain, encode_part
 from averaging.history.lineage import CERTIFICATES_MAX, Lineage
-from averaging.optim.exchange import HISTORY, fetch_chain
+from averaging.optim.exchange import HISTORY, fetch_history
 from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.uplink import Uplink
@@ -56,7 +56,7 @@ def test_a_peer_that_lags_gets_all_that_it_lacks_over_a_slow_uplink(
             return state_pb2.HistoryReply(chain=encode_part(donor.chain(list(request.heads))))
 
         holder.handlers.unary(HISTORY, answer)
-        chain = await fetch_chain(asker.caller, RUN, holder.contact, own.heads())
+        chain = (await fetch_history(asker.caller, RUN, holder.contact, own.heads())).chain
         assert chain == donor.chain(own.heads())
         known = behind < CERTIFICATES_MAX
         assert own.relation(chain) is (Relation.AHEAD if known else Relation.UNRELATED)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from averaging.allreduce import wire
-from averaging.allreduce.config import ENDORSE
+from averaging.allreduce.config import ENDORSE, VOTE
+from averaging.allreduce.network import RoundNetwork
 from averaging.allreduce.voter import IN_ANOTHER_ROUND
 from averaging.history.certificate import Proposal, Vote, vote_statement
 from averaging.history.promises import Promises
-from swarm.core.ids import PeerId
+from swarm.core.errors import DeadlineExceeded
+from swarm.core.ids import Contact, PeerId
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.round_scene import Scene, lineage
 
@@ -148,3 +151,35 @@ def test_an_elector_that_asks_for_votes_for_none_too_early_ends_no_round(seed: i
         await scene.close()
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_question_for_votes_that_is_lost_is_asked_again(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: two members that had voted waited for one another's vote until the round's deadline,
+    because the only question, or its answer, was lost.
+    """
+    call, lost = RoundNetwork.call, set[PeerId]()
+
+    async def losing_call(
+        network: RoundNetwork, contact: Contact, method: Any, *args: Any, **limit: Any
+    ) -> Any:
+        if method is VOTE and contact.peer_id not in lost:
+            lost.add(contact.peer_id)
+            await asyncio.sleep(limit["timeout_s"])
+            raise DeadlineExceeded("the answer was lost")
+        return await call(network, contact, method, *args, **limit)
+
+    monkeypatch.setattr(RoundNetwork, "call", losing_call)
+    scene = Scene(1, [1.0] * count)
+
+    async def main() -> float:
+        outcomes = await scene.conduct()
+        assert not any(outcome.failed for outcome in outcomes)
+        ended_s = asyncio.get_running_loop().time()
+        await scene.close()
+        return ended_s
+
+    assert run_virtual(main()) < 7.0
+    assert lost

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from averaging.history.ahead import Ahead
+from averaging.history.ahead import Ahead, still_ahead
 from averaging.history.certificate import (
     Certificate,
     Proposal,
@@ -22,6 +22,7 @@ from averaging.history.chain import Chain
 from averaging.history.encoding import decode_chain
 from averaging.history.lineage import Lineage
 from averaging.history.tally import Tally
+from averaging.optim.endorsing import Endorser
 from averaging.optim.history import RunHistory
 from swarm.core.clock import SystemClock
 from swarm.core.errors import NetworkError, PeerError
@@ -46,10 +47,10 @@ def contact(number: int) -> Contact:
     return Contact(SeededIdentity(number).peer_id, (Address("127.0.0.1", 1000 + number),))
 
 
-def history_with(calls: Any) -> RunHistory:
-    """Return the history of peer 1, which calls other peers with `calls`, on the running loop."""
+def history_with(calls: Any, number: int = 1) -> RunHistory:
+    """Return the history of a peer, which calls other peers with `calls`, on the running loop."""
     node: Any = SimpleNamespace(
-        contact=contact(1),
+        contact=contact(number),
         channels=calls,
         network=SimpleNamespace(loop=asyncio.get_running_loop()),
         standing=PeerStanding(),
@@ -58,7 +59,7 @@ def history_with(calls: Any) -> RunHistory:
             service=SimpleNamespace(companions=SimpleNamespace(named_by=lambda run, introducers: []))
         ),
     )
-    return RunHistory(node, "run", SeededIdentity(1).sign, group_size_max=64)
+    return RunHistory(node, "run", SeededIdentity(number).sign, group_size_max=64)
 
 
 @pytest.mark.parametrize("again", [0, 1, 5])
@@ -270,6 +271,11 @@ def proposal_upon(lineage: Lineage, numbers: list[int]) -> Proposal:
     )
 
 
+def endorser(history: RunHistory) -> Endorser:
+    """Return what votes for the history of peer 1."""
+    return Endorser(history, SeededIdentity(1).sign)
+
+
 def begun() -> tuple[Lineage, Certificate]:
     """Return the history of a run after its first certificate, of peers 1 to 3, and that certificate."""
     lineage = Lineage("run", contact(1).peer_id)
@@ -289,12 +295,12 @@ def test_a_contributor_that_never_heard_of_its_round_votes_for_none_when_an_elec
         history, attempt = history_with(Calls()), proposal_upon(lineage, [1, 2])
         history.commit(certificate)
         for _ in range(2):  # the first answer may have been lost
-            vote = await history.endorse(contact(2).peer_id, attempt, b"", ())
+            vote = await endorser(history).endorse(contact(2).peer_id, attempt, b"", ())
             assert isinstance(vote, Vote)
             assert vote.result == b""
             vote.check(attempt.digest())
         assert isinstance(
-            await history.endorse(contact(2).peer_id, attempt, RESULT, votes(attempt, [2])), str
+            await endorser(history).endorse(contact(2).peer_id, attempt, RESULT, votes(attempt, [2])), str
         )
 
     asyncio.run(play())
@@ -318,9 +324,158 @@ def test_nobody_else_is_given_a_vote_for_none(case: str) -> None:
         elif case == "not a member":
             attempt = proposal_upon(lineage, [2, 3])
         elif case == "it has voted":
-            given = await history.endorse(caller, attempt, RESULT, votes(attempt, [2, 3]))
+            given = await endorser(history).endorse(caller, attempt, RESULT, votes(attempt, [2, 3]))
             assert isinstance(given, Vote)
             assert given.result == RESULT
-        assert isinstance(await history.endorse(caller, attempt, b"", ()), str)
+        assert isinstance(await endorser(history).endorse(caller, attempt, b"", ()), str)
+
+    asyncio.run(play())
+
+
+class Peers:
+    """Calls to other peers' histories; those that are not there do not answer."""
+
+    def __init__(self) -> None:
+        self.histories: dict[PeerId, RunHistory] = {}
+        self.goodbye: state_pb2.Goodbye | None = None  # that all of them show
+
+    async def call(self, peer: Contact, method: Any, request: Any, *, timeout_s: float) -> Any:
+        if peer.peer_id not in self.histories:
+            raise NetworkError("nobody listens there")
+        reply = await self.histories[peer.peer_id].on_history(contact(1).peer_id, request)
+        if self.goodbye is not None:
+            reply.goodbyes.append(self.goodbye)
+        return reply
+
+
+def two_of_three(calls: Peers, head: bytes = HEAD) -> tuple[RunHistory, RunHistory]:
+    """Return the histories of peers 1 and 2, which know one another and the electors 2, 1 and 3."""
+    own, other = history_with(calls), history_with(calls, 2)
+    electors = tuple(contact(number).peer_id for number in (2, 1, 3))
+    for history in (own, other):
+        history.restore(Chain(head=head, electors=electors, certificates=()))
+        history.commit(certificate_upon(history, [1, 2, 3]))
+    assert own.head == other.head
+    calls.histories[contact(2).peer_id] = other
+    for number in (2, 3):
+        own.heard(contact(number), own.head)
+    return own, other
+
+
+def certificate_upon(history: RunHistory, contributors: list[int], *, is_break: bool = False) -> Certificate:
+    """Return a certificate of these peers, all of which vote, that extends a history's head."""
+    lineage = Lineage("run", contact(1).peer_id)
+    lineage.adopt(history.root)
+    proposal = lineage.propose(
+        epoch=lineage.epoch + 1,
+        kind=RoundKind.EPOCH,
+        group_id=bytes([*contributors]).ljust(32),
+        contributors=[contact(number).peer_id for number in contributors],
+        is_break=is_break,
+    )
+    tally = Tally(proposal, lineage.electors, lineage.register)
+    for vote in votes(proposal, contributors):
+        tally.add(vote)
+    assert tally.certificate is not None
+    return tally.certificate
+
+
+def test_no_group_begins_that_needs_the_vote_of_an_elector_in_another_group() -> None:
+    """Regression test: two groups on one head began, and each waited for the vote of the other one's member
+    until the grace was over. The third elector was away.
+    """
+
+    async def play() -> None:
+        own, other = two_of_three(Peers())
+        mine, theirs = (history.round(RoundKind.EPOCH, 2, "2") for history in (own, other))
+        assert await mine.may_begin([contact(1).peer_id]) == "", "the other one would vote for it"
+        mine.ended()
+        assert await theirs.may_begin([contact(1).peer_id, contact(2).peer_id]) == ""
+        assert await mine.may_begin([contact(1).peer_id])
+        theirs.ended()
+        assert await mine.may_begin([contact(1).peer_id]) == ""
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "it lacks a quorum"])
+def test_a_group_that_did_not_begin_keeps_no_elector_from_voting(ends: str) -> None:
+    async def play() -> None:
+        own, other = two_of_three(calls := Peers())
+        del calls.histories[contact(2).peer_id]
+        attempt = asyncio.ensure_future(other.round(RoundKind.EPOCH, 2, "2").may_begin([contact(4).peer_id]))
+        await asyncio.sleep(0.0)
+        if ends == "cancelled":
+            attempt.cancel()
+        await asyncio.wait([attempt])
+        calls.histories[contact(2).peer_id] = other
+        assert await own.round(RoundKind.EPOCH, 2, "2").may_begin([contact(1).peer_id]) == ""
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_goodbyes_are_learned_from_others(*, is_signed: bool) -> None:
+    """Regression test: a peer that was not at the head yet when an elector left waited for it for the grace,
+    and went on with a break, beside another one that knew of the goodbye and searched without.
+    """
+
+    async def play() -> None:
+        own, _ = two_of_three(calls := Peers())
+        said = SeededIdentity(3 if is_signed else 4).sign(goodbye_statement("run", own.head))
+        calls.goodbye = state_pb2.Goodbye(peer=contact(3).peer_id.public_key, signature=said)
+        assert not own.seek_quorum([], 0.0, EPOCH_S)
+        await own.compare()
+        signed = {contact(3).peer_id: said} if is_signed else {}
+        assert own.round(RoundKind.EPOCH, 2, "2").goodbyes == signed
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_a_history_that_loses_against_what_a_peer_has_committed_since_is_not_followed(*, wins: bool) -> None:
+    """Regression test: a peer that waited for a quorum was to follow others that had gone on with a break. It
+    committed a break of its own, which won against theirs, and followed them none the less: nobody was left
+    who had the state of the history that continues.
+    """
+
+    async def play() -> None:
+        own, _ = two_of_three(Peers())
+        # of the electors 2, 1 and 3
+        senior, junior = (certificate_upon(own, group, is_break=True) for group in ([2, 4], [3, 5]))
+        mine, theirs = (junior, senior) if wins else (senior, junior)
+        lineage = Lineage("run", contact(1).peer_id)
+        lineage.adopt(own.root)
+        ahead = Ahead(replace(own.root, certificates=(theirs,)), contact(3))
+        lineage.extend(mine)
+        found = still_ahead(ahead, lineage)
+        assert (found is not None) is wins
+        assert found is None or found.epochs_given_up == 1
+
+    asyncio.run(play())
+
+
+def test_electors_that_have_left_a_history_do_not_say_what_its_state_is() -> None:
+    """Regression test: all electors of the head that continues had gone over to another history. What they
+    hold is not the state of that head, and the one peer that had it was refused as a donor.
+    """
+
+    async def play() -> None:
+        own, other = two_of_three(Peers())
+        theirs = certificate_upon(own, [1, 2, 3])
+        followed = Chain(
+            head=other.head,
+            electors=other.root.electors,
+            certificates=(certificate_upon(own, [2, 3]),),
+            root_register=other.root.root_register,
+            root_epoch=other.root.root_epoch,
+        )
+        own.commit(theirs)
+        for number in (2, 3):
+            own.heard(contact(number), followed.last_head)
+        own.follow(Ahead(followed, contact(4)))
+        assert own.electors() == list(followed.last_electors)
+        own.heard(contact(2), theirs.head)  # of the history that this peer has left
+        assert own.electors() == [contact(3).peer_id]
 
     asyncio.run(play())

@@ -1,0 +1,65 @@
+"""When a search for a group with whom to close an epoch leads nowhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from averaging.optim.closing import EpochCloser
+from averaging.optim.progress.logic.reports import ProgressReport
+from swarm.core.ids import PeerId
+from swarm.testing.identities import SeededIdentity
+
+HEAD, OTHER_HEAD = b"h" * 32, b"o" * 32
+OTHER = SeededIdentity(2).peer_id
+
+
+class History:
+    """A history of whose electors this peer alone is a quorum."""
+
+    ahead, is_break, grid_rounds = None, False, 1
+    root = SimpleNamespace(electors=(SeededIdentity(1).peer_id, OTHER))
+
+    def seek_quorum(self, *_: Any) -> bool:
+        return True
+
+    def is_new(self, peer: PeerId, head: bytes) -> bool:
+        return False
+
+
+def report(head: bytes) -> ProgressReport:
+    return ProgressReport(epoch=3, samples=0, rate=1.0, at_s=0.0, since_s=0.0, head=head)
+
+
+def closer(head: bytes, *, in_round: bool) -> EpochCloser:
+    """Return what closes epochs beside another peer that reports this head."""
+    others = {OTHER: report(head)}
+    tracker = SimpleNamespace(
+        history=History(),
+        others=lambda: others,
+        company=lambda: {peer: one for peer, one in others.items() if one.head == HEAD},
+        voters=list,
+    )
+    mode: Any = SimpleNamespace(state=SimpleNamespace(epoch=3), traits=SimpleNamespace())
+    catch_up: Any = SimpleNamespace(clock=SimpleNamespace(monotonic_s=lambda: 100.0))
+    averager: Any = SimpleNamespace(in_round=in_round)
+    donor: Any = None
+    any_tracker: Any = tracker
+    return EpochCloser(mode, any_tracker, donor, averager, catch_up, load_timeout_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("head", "in_round", "is_over"),
+    [(HEAD, False, False), (OTHER_HEAD, False, True), (OTHER_HEAD, True, False)],
+)
+def test_a_search_is_over_when_the_others_have_gone_on_with_another_history(
+    head: bytes, in_round: bool, is_over: bool
+) -> None:
+    """Regression test: a peer that is a quorum by itself searched for the others, who had gone on with a
+    break while it loaded the state, until the search's time limit; and they followed that break so long.
+    """
+    closing = closer(head, in_round=in_round)
+    assert closing.is_obsolete() is is_over
+    assert closing.is_left_alone() is (head != HEAD)
