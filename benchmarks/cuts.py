@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -162,24 +163,23 @@ def _wait(condition: Callable[[], bool], timeout_s: float = _WAIT_S_MAX) -> bool
     return True
 
 
-def rows(say: Callable[[str], None]) -> list[Row]:
-    """Measure every mode with every cut, and return two rows for each length of a cut and each mode."""
-    found = []
-    for mode in MODES:
-        for cut_s in CUTS_S:
-            outcomes = {sizes: measure(mode, sizes, cut_s) for sizes in SIZES}
-            notes = [
-                f"{one} and {other} peers: {outcome.epochs_during} epochs during the cut, "
-                f"{outcome.epochs_given_up} given up after it, {outcome.rounds_lost} rounds failed on the "
-                "side with the quorum"
-                for (one, other), outcome in outcomes.items()
-            ]
-            found += _rows(mode, cut_s, outcomes, tuple(notes))
-            agreed = ", ".join(
-                "never" if one.agreed_s is None else f"{one.agreed_s:.1f} s" for one in outcomes.values()
-            )
-            say(f"{mode}, {cut_s:g} s: {agreed}; {'; '.join(notes)}")
-    return found
+def rows(
+    say: Callable[[str], None], cases: Iterable[tuple[float, str]] = tuple(product(CUTS_S, MODES))
+) -> Iterator[list[Row]]:
+    """Measure every mode with every cut, and yield two rows for each length of a cut and each mode."""
+    for cut_s, mode in cases:
+        outcomes = {sizes: measure(mode, sizes, cut_s) for sizes in SIZES}
+        notes = [
+            f"{one} and {other} peers: {outcome.epochs_during} epochs during the cut, "
+            f"{outcome.epochs_given_up} given up after it, {outcome.rounds_lost} rounds failed on the "
+            "side with the quorum"
+            for (one, other), outcome in outcomes.items()
+        ]
+        agreed = ", ".join(
+            "never" if one.agreed_s is None else f"{one.agreed_s:.1f} s" for one in outcomes.values()
+        )
+        say(f"{mode}, {cut_s:g} s: {agreed}; {'; '.join(notes)}")
+        yield _rows(mode, cut_s, outcomes, tuple(notes))
 
 
 def _rows(

@@ -59,7 +59,7 @@ TITLES = {
     "attacks": ("Attacks", "A node flooded by strangers, and a run beside crowds of them; real sockets."),
     "small": (
         "Small honest runs",
-        "Runs of two to ten peers that come and go, beside the code before membership.",
+        "Rounds without faults, and runs of two to ten peers, beside the code before membership.",
     ),
     "hostile": ("Hostile peers", "Loss under attack, and the cost of robust aggregation."),
 }
@@ -108,7 +108,7 @@ def index_page(found: Mapping[str, Mapping[str, Record]]) -> str:
             for record in missed
         ]
         lines += _table(["workload", "measured", "ours", "ratio", "aim"], rows)
-    lines += ["", "```{toctree}", ":hidden:", "", *found, "```", ""]
+    lines += ["", "```{toctree}", ":hidden:", ":glob:", "", "*", "```", ""]
     return "\n".join(lines)
 
 

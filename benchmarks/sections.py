@@ -120,7 +120,7 @@ SECTIONS = {
     "half-killed": Section(rows=_once(lambda request: half_killed.rows(request.setting.say))),
     "trainers": Section(rows=_once(lambda request: trainer_costs.rows(request.setting)), compared=True),
     "state": Section(rows=_once(lambda request: states.rows(request.setting)), compared=True),
-    "cuts": Section(rows=_once(lambda request: cuts.rows(request.setting.say))),
+    "cuts": Section(rows=lambda request: cuts.rows(request.setting.say)),
     "joining": Section(rows=lambda request: joining.rows(request.setting.say)),
     "reach": Section(rows=lambda request: reach.rows(request.setting.say), check=reach.check),
     "dht": Section(rows=_dht, compared=True),

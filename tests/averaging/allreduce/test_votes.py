@@ -59,3 +59,21 @@ def test_a_member_whose_round_is_over_and_that_says_nothing_new_is_asked_again_a
     exchange.on_statement(1, Statement((votes[1], votes[2])), 3.0)
     exchange.intend(other, 3.0)
     assert 1 in [ask.place for ask in exchange.asks({0, 1, 2}, 3.05)], "it has something new to tell"
+
+
+def test_a_member_that_told_its_vote_is_asked_again_only_after_the_answers_of_others() -> None:
+    """Of four members each tells its own vote first: this member has the certificate once the others answer,
+    and asks again only where they do not.
+    """
+    identities = [SeededIdentity(f"votes {place}") for place in range(4)]
+    setup = round_setup(identities)
+    statement = vote_statement(setup.proposal.digest(), RESULT)
+    votes = [Vote(voter=one.peer_id, result=RESULT, signature=one.sign(statement)) for one in identities]
+    exchange, everybody = VoteExchange(setup), {0, 1, 2, 3}
+    exchange.add_own(votes[0], 1.0)
+    assert [ask.place for ask in exchange.asks(everybody, 1.0)] == [1, 2, 3]
+    exchange.on_answer(1, Statement((votes[1],)))
+    exchange.on_statement(1, Statement((votes[1],)), 1.0)
+    assert exchange.certificate is None
+    assert exchange.asks(everybody, 1.05) == []
+    assert [ask.place for ask in exchange.asks(everybody, 1.2)] == [1]
