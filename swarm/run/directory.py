@@ -259,8 +259,8 @@ def _of_kind(listings: list[RunListing], grid: bool) -> list[RunListing]:
         shown = ", ".join(listing.full_name for listing in listings[:_LISTED_MAX])
         if grid:
             raise UsageError(
-                f"this swarm announces no grid of experts, but the run {shown}: create a grid with --experts, "
-                "or train the run with `swarm join`"
+                f"this swarm announces no grid of experts, but the run {shown}: create a grid with "
+                "--experts, or train the run with `swarm join`"
             )
         raise UsageError(
             f"this swarm announces no run that trains, but the grid {shown}: host its experts with "
