@@ -38,7 +38,8 @@ async def _join(contacts: Sequence[Contact]) -> None:
 def test_a_round_in_progress_does_not_hide_why_the_one_before_failed() -> None:
     async def main() -> None:
         peer = RefusesOnceThenHangs()
-        joining = Joining([ENTRY], peer, PeerBook(SeededIdentity(2).peer_id, lambda: 0.0), _join)  # type: ignore[arg-type]
+        book = PeerBook(SeededIdentity(2).peer_id, lambda: 0.0)
+        joining = Joining([ENTRY], peer, book, _join)  # type: ignore[arg-type]
         task = asyncio.get_running_loop().create_task(joining.run())
         await peer.hangs.wait()
         assert joining.failures == {ENTRY.peer_id: "connection refused"}
