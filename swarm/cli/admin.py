@@ -90,7 +90,7 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
 @options.owner_identity
 @click.option(
     "--target-batch-size",
-    type=options.Integer(1),
+    type=options.BoundedInteger(1),
     default=None,
     help="Samples of the whole swarm in one epoch.",
 )

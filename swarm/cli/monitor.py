@@ -118,7 +118,7 @@ class MonitorChoices:
 )
 @click.option(
     "--keep",
-    type=options.Integer(1, 1000),
+    type=options.BoundedInteger(1, 1000),
     default=5,
     show_default=True,
     help="How many checkpoints to keep.",

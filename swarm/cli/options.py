@@ -19,13 +19,13 @@ _LOOPBACK = ("127.", "::1", "localhost")
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-class Integer(click.IntRange):
+class BoundedInteger(click.IntRange):
     """An integer within bounds, called so in `--help` and in messages."""
 
     name = "integer"
 
 
-class Number(click.FloatRange):
+class BoundedNumber(click.FloatRange):
     """A number within bounds, called so in `--help` and in messages."""
 
     name = "number"
@@ -36,7 +36,7 @@ def relay_mbit(default: float) -> Callable[[Command], Command]:
     return click.option(
         "--relay-mbit",
         metavar="MBIT",
-        type=Number(min=0.0, max=100_000.0),
+        type=BoundedNumber(min=0.0, max=100_000.0),
         default=default,
         show_default=True,
         help="Pass on calls to peers that nobody can call, at most at this rate in Mbit/s; 0: none.",
