@@ -77,11 +77,14 @@ class RemoteExpert(torch.nn.Module):
         return self._schema
 
     @uncompiled
-    def forward(self, *arguments: Any) -> Any:
-        """Return the module's result for these arguments. Under autocast floating-point arguments are cast to
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Return the module's result for these arguments: by position, or all by keyword where the expert was
+        made from a dictionary of sample inputs. Under autocast floating-point arguments are cast to
         the dtypes that the expert takes.
         """
-        tree, tensors = flatten(arguments)
+        if named and arguments:
+            raise UsageError("an expert takes all arguments by position, or all by keyword")
+        tree, tensors = flatten((named,) if named else arguments)
         schema = self.schema
         if any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
             tensors = cast_to_schema(schema.input_leaves, tensors)

@@ -37,7 +37,8 @@ class ComputationFailed(Exception):
 class Expert:
     """A module as an expert. Its schema is that of `sample_inputs` (a tuple of arguments: tensors, or tuples,
     lists and dictionaries of them; the first dimension of each is the batch) and of the module's result for
-    them. The module's mode (train or eval) is left as it is.
+    them. A dictionary of samples means keyword arguments, by name. The module's mode (train or eval) is left
+    as it is.
 
     `optimizer`: called with the trainable parameters, in float32 copies where they have 16 bits; it makes one
     step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is frozen,
@@ -59,7 +60,7 @@ class Expert:
     def __init__(
         self,
         module: torch.nn.Module,
-        sample_inputs: Sequence[Any],
+        sample_inputs: Sequence[Any] | dict[str, Any],
         optimizer: OptimizerFactory | None = None,
         *,
         schedule: ScheduleFactory | None = None,
@@ -68,6 +69,10 @@ class Expert:
         keep_activations_bytes: int = 0,
         autocast: torch.dtype | None = None,
     ) -> None:
+        # a dictionary is one argument on the network
+        self._by_keyword = isinstance(sample_inputs, dict)
+        if isinstance(sample_inputs, dict):
+            sample_inputs = (sample_inputs,) if sample_inputs else ()
         if not isinstance(sample_inputs, tuple | list) or not sample_inputs:
             raise UsageError(
                 "sample_inputs is a tuple of the module's arguments, like (torch.zeros(1, 512),)"
@@ -81,7 +86,7 @@ class Expert:
         self.autocast = autocast
         tree, tensors = flatten(tuple(sample_inputs))
         with using(self.device), torch.no_grad():
-            outputs = self.module(*unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
+            outputs = self._call_module(unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
         self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
         self.clip_norm = clip_norm
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
@@ -322,10 +327,10 @@ class Expert:
     def _outputs(self, inputs: Tensors, batch: int) -> Tensors:
         try:
             if self.autocast is None:
-                _, outputs = flatten(self.module(*unflatten(self.schema.inputs, inputs)))
+                _, outputs = flatten(self._call_module(unflatten(self.schema.inputs, inputs)))
             else:
                 with torch.autocast(self.device.type, self.autocast):
-                    _, outputs = flatten(self.module(*unflatten(self.schema.inputs, inputs)))
+                    _, outputs = flatten(self._call_module(unflatten(self.schema.inputs, inputs)))
                 outputs = self._cast(outputs)
             found = check(self.schema.output_leaves, outputs, "output")
         # a module's error is the answer to its caller, and ends nothing else
@@ -335,6 +340,9 @@ class Expert:
         if found != batch:
             raise ComputationFailed(f"the module made {found} samples of {batch}")
         return outputs
+
+    def _call_module(self, arguments: Sequence[Any]) -> Any:
+        return self.module(**arguments[0]) if self._by_keyword else self.module(*arguments)
 
     def _cast(self, outputs: Tensors) -> Tensors:
         """Return the floating-point outputs of autocast in the dtypes of the schema."""

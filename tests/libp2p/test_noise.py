@@ -78,6 +78,26 @@ def test_both_ends_know_each_other_after_the_handshake_and_read_what_was_sent() 
     run(test)
 
 
+class Crumbling(MemoryPipe):
+    """An end of a pipe whose bytes arrive one by one."""
+
+    async def write(self, data: bytes) -> None:
+        for one in data:
+            await super().write(bytes([one]))
+
+
+def test_a_message_that_arrives_in_more_than_a_hundred_pieces_is_read_to_its_end() -> None:
+    async def test() -> None:  # trap 24
+        pipes = Crumbling(), Crumbling()
+        pipes[0].other, pipes[1].other = pipes[1], pipes[0]
+        one, two = Noise(Identity.generate()), Noise(Identity.generate())
+        client, server = await secured(one, two, pipes)
+        await client.write(b"x" * 500)
+        assert await server.read_exactly(500) == b"x" * 500
+
+    run(test)
+
+
 def test_another_peer_than_the_expected_one_is_refused_at_both_ends() -> None:
     async def test() -> None:
         one, two, third = (Noise(Identity.generate()) for _ in range(3))

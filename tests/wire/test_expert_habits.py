@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import swarm
+from swarm.core.errors import UsageError
 from tests.wire.expert_pair import Pair, expert, network, pair
 
 LAYERS = ["expert", "mixture", "switch", "pipeline"]
@@ -151,3 +152,36 @@ def test_a_mixture_layer_does_not_keep_its_last_output(two: Pair) -> None:
     memory = weakref.ref(found.outputs[0].untyped_storage())
     del found
     assert memory() is None
+
+
+class Masked(torch.nn.Module):
+    """A module that takes its inputs by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+
+    def forward(self, *, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * mask
+
+
+def test_keyword_arguments_reach_the_module_by_name() -> None:
+    module = Masked()
+    sample = {"x": torch.zeros(1, 16), "mask": torch.zeros(1, 16)}
+    x, mask = torch.randn(3, 16, requires_grad=True), torch.rand(3, 16)
+    with pair({"ffn.0": swarm.Expert(module, sample)}) as one:
+        remote = one.remote()
+        y, wanted = remote(mask=mask, x=x), module(x=x, mask=mask)
+        torch.testing.assert_close(y, wanted)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(output.square().sum(), x)[0] for output in (y, wanted))
+        )
+        for arguments, named in (
+            ((x,), {"mask": mask}),
+            ((), {"x": x, "other": mask}),
+            ((x, mask), {}),
+        ):
+            with pytest.raises(UsageError):
+                remote(*arguments, **named)
+    with pytest.raises(UsageError, match="sample_inputs"):
+        swarm.Expert(module, {})

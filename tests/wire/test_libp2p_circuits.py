@@ -21,6 +21,7 @@ from swarm.libp2p.connection import MuxedStream, PeerConnection
 from swarm.libp2p.host import Host
 from swarm.libp2p.logic.messages import (
     HOP_PROTOCOL,
+    IDENTIFY_PROTOCOL,
     STOP_PROTOCOL,
     Hop,
     HopKind,
@@ -110,6 +111,21 @@ def test_a_relay_calls_its_own_client_over_the_connection_that_is_open() -> None
         circuits = Circuits(service.host, SystemClock())
         connection = await circuits.connect(hidden.peer_id, [relay])
         assert connection.relay is None
+        assert await echoed(connection, b"hello") == b"hello"
+
+    run(test)
+
+
+def test_peers_that_never_answer_identify_are_called_all_the_same() -> None:
+    async def silent(stream: MuxedStream) -> None:
+        await stream.connection.wait_ended()
+
+    async def test(scene: Scene) -> None:  # trap 19
+        relay, _ = await scene.relay()
+        scene.hosts[0].handle(IDENTIFY_PROTOCOL, silent)
+        hidden, caller = await scene.hidden(relay), await scene.caller()
+        hidden.host.handle(IDENTIFY_PROTOCOL, silent)
+        connection = await caller.connect(hidden.peer_id, [relay])
         assert await echoed(connection, b"hello") == b"hello"
 
     run(test)
