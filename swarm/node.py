@@ -307,7 +307,7 @@ class Node:
 
     @property
     def join_failures(self) -> list[str]:
-        """Return one sentence for each peer that did not answer in the last attempt to join, and one if an
+        """Return one sentence for each peer that did not answer when it was last asked, and one if an
         address that was given names this peer itself.
         """
         failures = list(self._joining.failures.values())

@@ -81,7 +81,7 @@ def test_a_member_that_turns_bad_is_measured_in_the_short_form() -> None:
     assert {"attacks", "membership", "small-runs"} <= set(SECTIONS)
 
 
-def test_what_the_profiler_takes_is_no_share_of_the_functions_that_it_watches() -> None:
+def test_profiler_time_is_not_counted_for_the_watched_functions() -> None:
     """Ten calls of a counted function from elsewhere, which calls another one of its module and a third."""
     watched, helper, foreign, other = (
         ("m/a.py", 1, "f"),
@@ -104,7 +104,7 @@ def test_what_the_profiler_takes_is_no_share_of_the_functions_that_it_watches() 
     assert found == pytest.approx(10 * (f_s + g_s + h_s))
 
 
-def test_what_the_profiler_takes_far_below_a_function_is_no_share_of_it() -> None:
+def test_profiler_time_far_below_a_function_is_not_counted_as_its_own() -> None:
     """A counted function calls one of another module twice, which calls a third one three times."""
     other, watched, middle, low = (("y.py", 1, "k"), ("m/a.py", 1, "f"), ("x.py", 1, "h"), ("x.py", 9, "l"))
     overhead = membership_profile.Overhead(inside_s=1.0, outside_s=2.0)

@@ -63,7 +63,7 @@ def test_a_step_that_fails_or_hangs_keeps_no_other_from_running(tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} <= set(run.FILES)
 
 
-def test_a_step_gets_no_more_than_what_is_left_after_those_that_follow(tmp_path: Path) -> None:
+def test_a_step_of_the_gpu_run_gets_at_most_the_time_that_later_steps_leave(tmp_path: Path) -> None:
     runner = run.Runner(tmp_path, total_s=8.0)
     began_s = time.monotonic()
     runner.run([python("hangs", "import threading; threading.Event().wait()", limit_s=60.0)], reserved_s=6.0)

@@ -1,8 +1,8 @@
 """The size of a swarm: how many rounds its epochs need, and who has a seat in the electors' cell. Pure.
 
 The electors of the head have a seat. Seats that are left go to other peers, by a hash of head and PeerID, so
-that every head draws other ones and all peers draw alike. Who contributes there is an elector of the next
-head.
+that every head draws other ones and all peers draw alike. A peer that contributes there is an elector of
+the next head.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ async def nothing(target: Target, seconds: float) -> int:
 
 
 async def shared_finds(target: Target, seconds: float) -> int:
-    """Ask 256 times in one message for a key of a megabyte, and read no answer (S7)."""
+    """Ask 256 times in one message for a key of a megabyte, and read no answer."""
 
     async def one(_number: int) -> int:
         identity = Identity.generate()
@@ -197,7 +197,7 @@ async def shared_finds(target: Target, seconds: float) -> int:
 
 
 async def long_finds(target: Target, seconds: float) -> int:
-    """Ask for a key of 4,096 entries and 63 others in one call (S7)."""
+    """Ask for a key of 4,096 entries and 63 others in one call."""
     queries = [DhtFindQuery(key=key_to_wire(LONG_KEY))]
     queries += [DhtFindQuery(key=key_to_wire(Key("public", str(number)))) for number in range(63)]
     return await _finds(target, seconds, queries)
@@ -227,7 +227,7 @@ async def _finds(target: Target, seconds: float, queries: list[DhtFindQuery]) ->
 
 
 async def records(target: Target, seconds: float) -> int:
-    """Store as much as fits, each request as a new identity (S5)."""
+    """Store as much as fits, each request as a new identity."""
 
     async def one(_number: int) -> int:
         identity = Identity.generate()
@@ -240,7 +240,7 @@ async def records(target: Target, seconds: float) -> int:
 
 
 async def forged_records(target: Target, seconds: float) -> int:
-    """Store records with expensive values and without a signature (S12)."""
+    """Store records with expensive values and without a signature."""
     async with contextlib.AsyncExitStack() as stack:
         calls = []
         for _ in range(CONNECTIONS):
@@ -268,7 +268,7 @@ def _store(identity: Identity, *, is_signed: bool) -> bytes:
 
 
 async def half_sent(target: Target, seconds: float) -> int:
-    """Begin to send 256 requests of a megabyte on each connection, and never end one (S8)."""
+    """Begin to send 256 requests of a megabyte on each connection, and never end one."""
 
     async def one(_number: int) -> int:
         writer = await target.connect(Identity.generate())
@@ -319,7 +319,7 @@ async def empty_streams(target: Target, seconds: float) -> int:
 
 
 async def leases(target: Target, seconds: float) -> int:
-    """Take places for downloads and read a chunk now and then (S9)."""
+    """Take places for downloads and read a chunk now and then."""
 
     async def one(_number: int) -> int:
         async with target.channel(Identity.generate()) as channel:

@@ -1,4 +1,4 @@
-"""Take experts home: their parameters, or all that training needs, from the servers that host them.
+"""Download experts: their parameters, or all that training needs, from the servers that host them.
 
 No server is trusted. Where an expert has three replicas or more, three are asked, and the median of each
 element counts, so that one liar or one broken server changes little. Of two nobody can tell which one lies:
@@ -109,7 +109,7 @@ class AgreedState:
 
 
 def find_hosted(node: Node, pattern: str) -> dict[ExpertUid, tuple[ExpertReplica, ...]]:
-    """Return the experts that servers declare and a pattern stands for ("ffn.*"), with their replicas. Raises
+    """Return the experts that match a pattern ("ffn.*") and that servers declare, with their replicas. Raises
     UsageError for a wrong pattern, and NetworkError when the DHT cannot be read.
     """
     patterns = [ExpertPattern.parse(pattern)]

@@ -55,8 +55,8 @@ class FoundExpert:
 
 
 def find_experts(node: Node, pattern: str = "*", *, timeout_s: float = 10.0) -> list[FoundExpert]:
-    """Return the experts that exist and `pattern` stands for, ordered by name: "ffn.*" means all experts of
-    the grid ffn, "ffn.[0:4].*" those of four rows, and "*" all experts of all grids.
+    """Return the existing experts that match `pattern`, ordered by name: "ffn.*" means all experts of the
+    grid ffn, "ffn.[0:4].*" those of four rows, and "*" all experts of all grids.
 
     The names come from the DHT, and everything else from the servers, which are asked directly. A server that
     does not answer is listed with `failure`: its declaration expires after 45 s. Raises UsageError for a

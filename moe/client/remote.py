@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe.client.local_copies import ModuleFactory, download, download_modules
 from moe.client.replicas.autograd_bridge import (
     NodeBridge,
     attach_backward,
@@ -15,7 +16,6 @@ from moe.client.replicas.autograd_bridge import (
     uncompiled,
 )
 from moe.client.replicas.calling import ForwardResult, cast_to_schema
-from moe.client.taking_home import ModuleFactory, download, download_modules
 from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Tree, check, flatten, same_structure, unflatten

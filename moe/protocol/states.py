@@ -1,5 +1,5 @@
 """The transfer of an expert's state from a server that hosts it: to a server that is about to host it as
-well, or to a user who takes the expert home.
+well, or to a user who downloads the expert.
 
 A state is one blob (`averaging.optim.state.snapshot`). It is not trusted: the receiver says how large it can
 be, and checks names, shapes, dtypes and that numbers are finite before it uses any of it.

@@ -143,8 +143,8 @@ class HostingService:
                     pending.future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
 
     def _is_stranger(self, caller: Hashable) -> bool:
-        """Return whether a caller is none of the members that this node knows. Who knows none treats all
-        alike.
+        """Return whether a caller is none of the members that this node knows. A node that knows no members
+        treats all callers alike.
         """
         standing = self._node.standing
         return isinstance(caller, PeerId) and standing.has_members() and not standing.is_member(caller)

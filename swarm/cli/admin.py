@@ -72,7 +72,7 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     found = [one for one in control.running() if one.matches(run)]
     if not found:
         who = f"no volunteer of {run!r}" if run else "nothing"
-        raise SwarmError(f"{who} trains on this machine, or its SWARM_HOME is another one")
+        raise SwarmError(f"{who} trains on this machine, or it was started with another SWARM_HOME")
     for one in found:
         control.set_paused(one, paused)
         print_result(
@@ -90,7 +90,7 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
 @options.owner_identity
 @click.option(
     "--target-batch-size",
-    type=click.IntRange(1),
+    type=options.BoundedInteger(1),
     default=None,
     help="Samples of the whole swarm in one epoch.",
 )

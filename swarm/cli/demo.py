@@ -34,14 +34,14 @@ _TRAINING = (*_LOOPBACK, "--device", "cpu", "--preset", "local")
 @click.command(context_settings=options.CONTEXT)
 @click.option(
     "--volunteers",
-    type=click.IntRange(1, 16),
+    type=options.BoundedInteger(1, 16),
     default=3,
     show_default=True,
     help="How many volunteers train, including the one that creates the run.",
 )
 @click.option(
     "--seconds",
-    type=click.IntRange(5, 3600),
+    type=options.BoundedInteger(5, 3600),
     default=60,
     show_default=True,
     help="How long they train together.",

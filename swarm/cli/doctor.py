@@ -127,7 +127,7 @@ def _examine_network(node: Node, addresses: tuple[str, ...], listen: str | None)
         time.sleep(_POLL_S)
     yield Diagnosis("network", "good", _peers(node))
     problem = node.dht.clock_problem
-    yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with those of its peers")
+    yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with its peers' clocks")
     yield _reach(node, listen, said[-1] if said else "")
     relays = node.relays()
     until_s = time.monotonic() + _SECOND_RELAY_S
@@ -197,7 +197,7 @@ def _relays(node: Node, relays: Sequence[RelayView]) -> Diagnosis:
         shown.append(f"{one.peer_id} at {one.address.host}:{one.address.port} ({delay}{use})")
     if shown:
         return Diagnosis("relays", "good", f"peers that relay: {', '.join(shown)}")
-    missing = "no peer that answers relays calls for others"
+    missing = "none of the peers that answer is a relay"
     return Diagnosis("relays", "note" if node.reach == "hidden" else "good", missing)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
+    type=options.BoundedNumber(0, min_open=True),
     default=10.0,
     show_default=True,
     help="Seconds to wait for each answer.",

@@ -104,7 +104,7 @@ class _Choices:
 
 def _export(choices: _Choices) -> int:
     if choices.output is None and choices.checkpoint is None:
-        raise UsageError("say where to write: --output FILE, or of a grid --checkpoint DIR")
+        raise UsageError("say where to write: --output FILE or, for a grid, --checkpoint DIR")
     if not choices.addresses:
         path = choices.output_of_run
         _export_run(*_newest_on_disk(choices.run), path, choices)
@@ -140,7 +140,9 @@ def _export_grid(node: Node, signed: SignedSpecification, choices: _Choices) -> 
     from swarm.run.grid_export import checkpoint_grid, export_grid
 
     if choices.optimizer:
-        raise UsageError("of a grid --checkpoint DIR writes the optimizer's statistics, too")
+        raise UsageError(
+            "--checkpoint DIR of a grid contains the optimizer's statistics already: leave --optimizer out"
+        )
     check_module(signed, choices.module)
     factory = ExpertFactory(signed.grid, device="cpu", module=choices.module, keep_activations_bytes=0)
     with make_output(Presentation(), as_json=choices.as_json) as shown:

@@ -46,7 +46,7 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
 )
 @click.option(
     "--uses",
-    type=click.IntRange(1, USES_MAX),
+    type=options.BoundedInteger(1, USES_MAX),
     default=1,
     show_default=True,
     help="How many peers may join with it, including those that they invite.",

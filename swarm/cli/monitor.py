@@ -117,7 +117,11 @@ class MonitorChoices:
     "--every", metavar="TIME", default="10m", show_default=True, help="How often to save: 90s, 10m, 2h."
 )
 @click.option(
-    "--keep", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many checkpoints to keep."
+    "--keep",
+    type=options.BoundedInteger(1, 1000),
+    default=5,
+    show_default=True,
+    help="How many checkpoints to keep.",
 )
 @click.option(
     "--log",

@@ -19,12 +19,24 @@ _LOOPBACK = ("127.", "::1", "localhost")
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
+class BoundedInteger(click.IntRange):
+    """An integer within bounds, called so in `--help` and in messages."""
+
+    name = "integer"
+
+
+class BoundedNumber(click.FloatRange):
+    """A number within bounds, called so in `--help` and in messages."""
+
+    name = "number"
+
+
 def relay_mbit(default: float) -> Callable[[Command], Command]:
     """Return the option `--relay-mbit`, in Mbit/s."""
     return click.option(
         "--relay-mbit",
         metavar="MBIT",
-        type=click.FloatRange(min=0.0, max=100_000.0),
+        type=BoundedNumber(min=0.0, max=100_000.0),
         default=default,
         show_default=True,
         help="Pass on calls to peers that nobody can call, at most at this rate in Mbit/s; 0: none.",

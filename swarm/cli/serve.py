@@ -57,7 +57,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 )
 @click.option(
     "--num-experts",
-    type=click.IntRange(1, 4096),
+    type=options.BoundedInteger(1, 4096),
     default=None,
     help="Host this many only: those that the grid needs most.",
 )
@@ -82,11 +82,15 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     "tuple of its sample inputs; settings has hidden_dim and sequence_length.",
 )
 @click.option(
-    "--hidden-dim", type=click.IntRange(1), default=1024, show_default=True, help="Width of the experts."
+    "--hidden-dim",
+    type=options.BoundedInteger(1),
+    default=1024,
+    show_default=True,
+    help="Width of the experts.",
 )
 @click.option(
     "--sequence-length",
-    type=click.IntRange(1),
+    type=options.BoundedInteger(1),
     default=128,
     show_default=True,
     help="Length of the sequences, for experts that take sequences.",
@@ -98,22 +102,22 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     show_default=True,
     help="How the experts learn; none: their parameters stay as they are.",
 )
-@click.option("--lr", type=click.FloatRange(0), default=1e-3, show_default=True, help="Learning rate.")
+@click.option("--lr", type=options.BoundedNumber(0), default=1e-3, show_default=True, help="Learning rate.")
 @click.option(
     "--clip-norm",
-    type=click.FloatRange(0, min_open=True),
+    type=options.BoundedNumber(0, min_open=True),
     default=None,
     help="Scale gradients with a larger norm down to this norm.",
 )
 @click.option(
     "--warmup-steps",
-    type=click.IntRange(0),
+    type=options.BoundedInteger(0),
     default=0,
     help="Steps over which the learning rate rises to its full value.",
 )
 @click.option(
     "--training-steps",
-    type=click.IntRange(1),
+    type=options.BoundedInteger(1),
     default=None,
     help="Step at which the learning rate has fallen to zero.",
 )
@@ -135,7 +139,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 )
 @click.option(
     "--max-batch-size",
-    type=click.IntRange(1),
+    type=options.BoundedInteger(1),
     default=4096,
     show_default=True,
     help="Samples in one batch, and in one request.",
@@ -149,13 +153,13 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 )
 @click.option(
     "--keep-activations-mb",
-    type=click.IntRange(0),
+    type=options.BoundedInteger(0),
     default=0,
     help="Keep up to this many MB of activations for backward passes, instead of computing them again.",
 )
 @click.option(
     "--average-s",
-    type=click.FloatRange(0),
+    type=options.BoundedNumber(0),
     default=60.0,
     show_default=True,
     help="Seconds between averages with replicas on other servers; 0: never.",

@@ -46,14 +46,14 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 _upload = click.option(
     "--upload",
     metavar="MBIT",
-    type=click.FloatRange(min=0.1),
+    type=options.BoundedNumber(min=0.1),
     default=None,
     help="Send at most this many Mbit/s.",
 )
 _download = click.option(
     "--download",
     metavar="MBIT",
-    type=click.FloatRange(min=0.1),
+    type=options.BoundedNumber(min=0.1),
     default=None,
     help="Receive at most this many Mbit/s.",
 )

@@ -132,8 +132,8 @@ class MuxedStream:
 
 @asynccontextmanager
 async def answered(stream: MuxedStream, seconds: float, failure: str) -> AsyncIterator[None]:
-    """Close the stream when what is done with it fails. Raise NetworkError with `failure` when that takes
-    longer than this.
+    """Close the stream when the block under this context fails. Raise NetworkError with `failure` when the
+    block takes longer than this.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -161,8 +161,8 @@ class Events(Protocol):
 class PeerConnection:
     """A secured connection. `run` works until it ends; `close` ends it.
 
-    `relay`: the peer through which it runs; None: a direct one, whose other end is `remote`. `host` is what
-    limits count it under.
+    `relay`: the peer through which it runs; None: a direct one, whose other end is `remote`. `host`: the name
+    under which limits count it.
     """
 
     def __init__(

@@ -193,7 +193,7 @@ class Host:
         remote: Address | None = None,
         relay: PeerId | None = None,
     ) -> PeerConnection:
-        """Make a connection of a pipe, and let it run. `is_client`: this side has dialed. `expected`: who
+        """Secure a pipe, and run the connection. `is_client`: this side has dialed. `expected`: who
         must be there; None: anybody. `remote` or `relay`: where the pipe leads. Raises NetworkError or
         PeerError, and the pipe is closed then.
         """

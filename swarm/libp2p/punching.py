@@ -191,7 +191,7 @@ class Punching:
             self._punches.end(peer_id, self._clock.monotonic_s(), has_worked=has_worked)
 
     def _named(self, peer_id: PeerId, message: HolePunch) -> list[Address]:
-        """Return where a peer may be dialed, of what it names: no private addresses, if it is far away."""
+        """Return the addresses a peer names at which it may be dialed: no private ones if it is far away."""
         found: dict[Address, None] = {}
         for raw in message.addresses:
             try:

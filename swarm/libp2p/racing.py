@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class Races(Generic[T]):
-    """Attempts to reach peers, at each peer by one caller at a time: who begins meanwhile takes what that one
-    gets, or tries in turn.
+    """Attempts to reach peers, at each peer by one caller at a time. A caller that begins meanwhile takes the
+    result of that one, or tries after it.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class Races(Generic[T]):
         attempts: Sequence[tuple[str, Callable[[], Awaitable[T]]]],
         timeout_s: float,
     ) -> T:
-        """Return what `known` returns if there is such, otherwise what the first attempt returns that
-        does not fail. `attempts`: their names, and what begins them. Raises NetworkError that names what
-        each met, DeadlineExceeded after `timeout_s`.
+        """Return the result of `known` unless that is None, otherwise the result of the first attempt that
+        succeeds. `attempts`: their names, and functions that begin them. Raises NetworkError that names
+        the failure of each, DeadlineExceeded after `timeout_s`.
         """
         turn = self._turns.setdefault(peer_id, asyncio.Lock())
         what = f"cannot reach {peer_id}"
@@ -44,8 +44,8 @@ class Races(Generic[T]):
 
 
 async def _first_of(attempts: Sequence[tuple[str, Callable[[], Awaitable[T]]]], what: str) -> T:
-    """Return what the first attempt returns that does not fail; each begins 0.25 s after the one before, or
-    as soon as that has failed. The others are cancelled.
+    """Return the result of the first attempt that succeeds. Each begins 0.25 s after the one before, or as
+    soon as that has failed. The others are cancelled.
     """
     won: list[T] = []
     failures: list[str] = []

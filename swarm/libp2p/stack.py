@@ -45,7 +45,7 @@ class Stack:
         self, listening: Endpoint | None, may_dial: MayDialFn, on_direct: Callable[[PeerId], None]
     ) -> None:
         """Begin to work. `listening`: the IP address and port of the machine at which to listen, or at
-        another port where this one is taken; None: nowhere. The others are those of `Punching`.
+        another port where this one is taken; None: nowhere. The other parameters are those of `Punching`.
         """
         Punching(self.host, self._clock, may_dial, on_direct)
         await self.host.start()
@@ -57,12 +57,12 @@ class Stack:
             await self.host.listen(listening[0], 0)
 
     def take_calls(self, server: Address) -> None:
-        """Keep reservations, and lead the calls that come through relays to this gRPC server."""
+        """Keep reservations, and pass the calls that come through relays to this gRPC server."""
         self.tunnels.serve(server)
         self.host.supervisor.spawn("reservations at relays", self.circuits.run, restart=True)
 
     def offer_relay(self, bytes_per_s: float) -> RelayService:
-        """Relay for others."""
+        """Begin to relay for others at this rate, and return the service."""
         limits = RelayLimits(bytes_per_s=bytes_per_s)
         self.relay = RelayService(self.host, limits, self._standing, self._clock)
         return self.relay

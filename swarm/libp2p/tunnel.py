@@ -103,7 +103,7 @@ class Tunnels:
         return self._served
 
     def place(self, end: Endpoint) -> str:
-        """Return what limits count a call under that comes from this end: the relay, or the network of a peer
+        """Return the name under which limits count a call from this end: the relay, or the network of a peer
         to which a hole was punched. Empty when it comes through no tunnel.
         """
         return self._places.get(end, "")

@@ -150,9 +150,8 @@ class Admission:
         return standing.roles
 
     def hear(self, handover: Handover) -> None:
-        """Let the owner in that the recovery key has named in this checked statement, and those that it
-        invites. Everything else changes with its specification (`follow_owner`), which it may be about to
-        bring.
+        """Admit the owner that the recovery key has named in this checked statement, and the peers that it
+        invites. Everything else changes with the owner's specification (`follow_owner`), which may follow.
         """
         known = self.handover
         if known is not None and handover.after < known.after:
@@ -165,9 +164,9 @@ class Admission:
         self.revoked -= {handover.owner}
 
     def follow_owner(self, run: RunIdentity, confirmed: Iterable[PeerId]) -> None:
-        """Take the run's present owner, that its recovery key has named, from its specification. Of the
-        founder's capabilities only those count that the new owner has confirmed: the founder's key may be
-        stolen, and a grant can be given any date.
+        """Follow the owner that the recovery key has named, as the specification `run` says. Of the founder's
+        capabilities only those count that the new owner has confirmed: the founder's key may be stolen, and
+        a grant can be given any date.
         """
         owner = run.owner
         if run.handover is not None:

@@ -72,7 +72,7 @@ class Rights:
     grants: Grants
 
     def concerns(self, peers: frozenset[PeerId]) -> bool:
-        """Return whether one of these is the holder, its invite, or an issuer before."""
+        """Return whether one of these is the holder, its invite, or an earlier issuer."""
         return any(grant.subject in peers for grant in self.grants)
 
 

@@ -9,22 +9,21 @@ from swarm.monitor.logic.robust import median
 from swarm.monitor.logic.view import ExpertView
 
 _EXPERTS_MAX = 2000
+_TIMEOUT_S = 5.0  # of each read
 _GRIDS_MAX = 64  # of the announced ones; each costs a read
 
 
-async def experts_of(
-    directory: Directory, grids: tuple[str, ...], *, timeout_s: float = 5.0
-) -> tuple[ExpertView, ...]:
+async def experts_of(directory: Directory, grids: tuple[str, ...]) -> tuple[ExpertView, ...]:
     """Return the experts below the grids of these names; without names, of all grids that servers announce.
     Raise NetworkError when no peer answers.
     """
     prefixes = [ExpertUid.parse_prefix(grid) for grid in grids]
     if not prefixes:
-        prefixes = (await directory.grids(timeout_s=timeout_s))[:_GRIDS_MAX]
+        prefixes = (await directory.grids(timeout_s=_TIMEOUT_S))[:_GRIDS_MAX]
     found = await hosted_experts(
         directory,
         [ExpertPattern.below(prefix) for prefix in prefixes],
-        timeout_s=timeout_s,
+        timeout_s=_TIMEOUT_S,
         experts_max=_EXPERTS_MAX,
     )
     return tuple(_view(uid, replicas) for uid, replicas in found.items())

@@ -200,7 +200,7 @@ class Watch:
         except UsageError as error:
             if wanted is None:
                 raise UsageError(
-                    f"{error}. A run of library users has no announcement: name it with --run"
+                    f"{error}. Runs of programs that use the library are not announced: name one with --run"
                 ) from None
             with contextlib.suppress(UsageError):
                 run_id = open_run_id(wanted.rpartition("@")[2])

@@ -8,4 +8,4 @@ import os
 # and can hang in DataLoader workers (which never use the network: swarm.runtime.fork), and its own log lines
 # repeat the messages of swarm's errors.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

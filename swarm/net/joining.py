@@ -49,8 +49,9 @@ class Joining:
         self._timings = timings
         self._tried: set[PeerId] = set()
         self._lost: set[PeerId] = set()
-        self.failures: dict[PeerId, str] = {}  # why each peer of the last round did not answer
-        self._silent: set[PeerId] = set()  # of those
+        # why each peer did not answer when it was last asked; a round in progress leaves what is known
+        self.failures: dict[PeerId, str] = {}
+        self._silent: set[PeerId] = set()  # peers of this round that gave no answer in time
         self.is_refused = False  # the last round is over: nobody answered, and nobody was silent
         self.not_invited = ""  # the last refusal of a peer that answers invited peers only
         self.attempted = asyncio.Event()
@@ -76,17 +77,20 @@ class Joining:
 
     async def _round(self) -> tuple[int, int]:
         """Return how many peers were asked in one round, and how many answered."""
-        self.failures, self._silent = {}, set()
-        asked, answered = len(self._bootstrap), await self._ask(self._bootstrap)
+        self._silent = set()
+        asked, answered = list(self._bootstrap), await self._ask(self._bootstrap)
         if not answered:
+            given = {contact.peer_id for contact in self._bootstrap}
             remembered = [
                 peer.contact
                 for peer in self._book.known()
-                if peer.contact.addresses and peer.peer_id not in self.failures
+                if peer.contact.addresses and peer.peer_id not in given
             ]
             remembered = remembered[:REMEMBERED_MAX]
-            asked, answered = asked + len(remembered), await self._ask(remembered)
-        return asked, answered
+            asked, answered = asked + remembered, await self._ask(remembered)
+        peers = {contact.peer_id for contact in asked}
+        self.failures = {peer: reason for peer, reason in self.failures.items() if peer in peers}
+        return len(asked), answered
 
     async def _ask(self, contacts: Sequence[Contact]) -> int:
         """Ask all of them at once, and join through each that answers without waiting for the others. Returns
@@ -115,9 +119,7 @@ class Joining:
 
     async def _hello(self, contact: Contact) -> Contact | None:
         try:
-            return (
-                await self._introductions.introduce(contact, timeout_s=self._timings.hello_timeout_s)
-            ).contact
+            hello = await self._introductions.introduce(contact, timeout_s=self._timings.hello_timeout_s)
         except SwarmError as error:
             self.failures[contact.peer_id] = str(error)
             if isinstance(error, DeadlineExceeded):
@@ -126,6 +128,8 @@ class Joining:
                 self.not_invited = str(error)
             self._lost.add(contact.peer_id)
             return None
+        self.failures.pop(contact.peer_id, None)
+        return hello.contact
 
 
 def _by_peer(contacts: Sequence[Contact]) -> list[Contact]:

@@ -87,7 +87,7 @@ class PortMapping:
         return self._outer or 0 if self._is_open else 0
 
     def on_moved(self) -> None:
-        """Take that the addresses of this machine have changed: the next `open` searches the router again,
+        """Note that the addresses of this machine have changed: the next `open` searches the router again,
         since it may be another one, and forwards to the old address.
         """
         self._router = self._searched_s = self._searching = None

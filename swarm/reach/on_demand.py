@@ -47,7 +47,7 @@ class Libp2p:
         self.on_change: list[Callable[[], None]] = []  # called when `held` has changed
 
     def listen_beside(self, endpoint: Endpoint) -> None:
-        """Take where the gRPC server listens: the host will listen at the next port, once it is loaded."""
+        """Set where the gRPC server listens: the host will listen at the next port, once it is loaded."""
         self._beside = endpoint
 
     async def stack(self) -> Stack:

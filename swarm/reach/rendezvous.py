@@ -1,7 +1,7 @@
 """Runs are found by their names through libp2p's DHT (kad-dht), whose servers the user names.
 
-Peers of a run that others can call are providers of two keys there, of its name and of its id. Who knows one
-of them asks for the providers, and enters through these.
+Peers of a run that others can call are providers of two keys there, of its name and of its id. A peer that
+knows one of these asks for the providers, and enters through them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rendezvous:
         self._changed = ChangeEvent()
 
     def on_announced(self) -> None:
-        """Take that `contact` has changed."""
+        """Note that `contact` has changed."""
         self._changed.notify()
 
     async def run(

@@ -235,7 +235,7 @@ def choose(listings: Iterable[RunListing], wanted: str | None, *, grid: bool = F
     what, option = ("grid", "--grid") if grid else ("run", "--run")
     if not every and grid:
         raise UsageError(
-            "this swarm announces no grid of experts: found one with `swarm serve ADDRESS GRID.toml` or "
+            "this swarm announces no grid of experts: create one with `swarm serve ADDRESS GRID.toml` or "
             "`--experts`, or check the address"
         )
     if not every:
@@ -259,8 +259,8 @@ def _of_kind(listings: list[RunListing], grid: bool) -> list[RunListing]:
         shown = ", ".join(listing.full_name for listing in listings[:_LISTED_MAX])
         if grid:
             raise UsageError(
-                f"this swarm announces no grid of experts, but the run {shown}: found a grid with --experts, "
-                "or train the run with `swarm join`"
+                f"this swarm announces no grid of experts, but the run {shown}: create a grid with "
+                "--experts, or train the run with `swarm join`"
             )
         raise UsageError(
             f"this swarm announces no run that trains, but the grid {shown}: host its experts with "

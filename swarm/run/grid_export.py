@@ -1,4 +1,4 @@
-"""Take a grid of experts home: its parameters as a safetensors file, or all that training needs as a folder
+"""Download a grid of experts: its parameters as a safetensors file, or all that training needs as a folder
 of checkpoints, from which servers resume.
 """
 
@@ -42,7 +42,7 @@ _EXPERTS_LISTED = 8  # in a sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridExport:
-    """The experts that were taken home."""
+    """The experts that were downloaded."""
 
     experts: list[str]
     missing: list[str]  # experts of the grid that nobody hosts

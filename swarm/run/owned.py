@@ -182,7 +182,7 @@ def explain(error: ValidationError, table: str = "") -> list[str]:
             "extra_forbidden": "is not a known key (misspelt?)",
             "literal_error": f"must be one of {context.get('expected', '')}, not {problem['input']!r}",
             "value_error": f"{context.get('error', problem['msg'])}, not {problem['input']!r}"
-            if key not in ("optimizer", "mode", "strategy", "the file")
+            if isinstance(problem["input"], (str, int, float))
             else str(context.get("error")),
         }.get(problem["type"])
         if text is None:

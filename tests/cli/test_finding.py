@@ -210,7 +210,7 @@ def test_a_run_that_needs_an_invite_says_so(around: list[NearbyRun]) -> None:
     assert nearby_entry(Shown(), None, None).run == f"open@{'b' * 20}"  # the only one that it may join
 
 
-def test_nothing_around_is_one_sentence(around: list[NearbyRun]) -> None:
+def test_an_empty_local_network_is_reported_in_one_sentence(around: list[NearbyRun]) -> None:
     with pytest.raises(NetworkError, match="no run was found on the local network"):
         nearby_entry(Shown(), None, None)
 

@@ -121,7 +121,7 @@ def test_a_damaged_identity_of_an_invite_is_moved_aside_and_another_one_is_made(
         assert (second.path, second.peer_id != first.peer_id) == (file, True)
 
 
-def test_commands_that_enter_by_an_invite_have_one_identity_each_time_and_another_one_at_the_same_time(
+def test_commands_with_one_invite_reuse_an_identity_and_take_another_one_while_it_is_in_use(
     run: SignedSpecification, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression test: `swarm doctor`, or a first start, took the only use of an invite, and `swarm join` was
@@ -177,7 +177,7 @@ def test_an_invite_without_the_role_is_refused_before_it_takes_a_use(
         (["free", "--from", ADDRESS], 2, "is open: anybody joins it by an address"),
     ],
 )
-def test_what_cannot_be_given_is_one_sentence(
+def test_an_invite_that_cannot_be_made_is_refused_in_one_sentence(
     options: list[str],
     code: int,
     sentence: str,

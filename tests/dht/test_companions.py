@@ -85,7 +85,7 @@ def test_an_introducer_is_asked_once_a_minute_so_that_it_knows_who_takes_part() 
     assert ids(found.to_ask(KEY, (), answered, INTRODUCER_INTERVAL_S, 0)) == [ENTRY]
 
 
-def test_a_newcomer_asks_its_introducers_and_the_members_that_they_name_and_nobody_else_names_any() -> None:
+def test_a_newcomer_asks_its_introducers_and_only_the_members_that_they_name() -> None:
     found = companions([])
     found.add_introducers([contact(ENTRY)])
     assert ids(found.to_ask(KEY, (), [ENTRY], 0.0, 0)) == [ENTRY]

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
+from swarm.libp2p.logic.relaying import RelayLimits
 from tests.docs.pages import DOCS, ROOT, Block, blocks, pages, prose
 from tests.docs.scene import Scene
 
@@ -85,6 +86,19 @@ def _message_pieces(page: Path) -> list[tuple[str, str]]:
     """Return the fixed pieces of the messages that are headings of a page; `…` stands for what varies."""
     headings = [line for _, line in prose(page) if line.startswith("### `")]
     return [(heading, piece) for heading in headings for piece in heading[len("### `") : -1].split("…")]
+
+
+def test_limits_of_a_relay_on_the_pages_are_those_of_the_program() -> None:
+    limits = RelayLimits()
+    everything, one = f"{limits.circuits_max:,} connections", limits.circuits_per_peer_max
+    ports = " ".join((DOCS / "howto" / "ports.md").read_text(encoding="utf-8").split())
+    assert (
+        f"A relay takes in {limits.reservations_max} peers, {limits.reservations_per_prefix_max} of one"
+        in ports
+    )
+    assert f"carries {everything}, {one} of a peer" in ports
+    troubles = (DOCS / "howto" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert f"the relay carries {everything}, or {one} of one peer" in troubles
 
 
 def test_the_scorecard_follows_from_the_measurements() -> None:

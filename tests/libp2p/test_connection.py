@@ -186,7 +186,7 @@ def test_writers_that_are_cancelled_leave_the_connection_whole() -> None:
     run(test)
 
 
-def test_what_had_arrived_before_a_reset_can_still_be_read() -> None:
+def test_bytes_that_arrived_before_a_reset_can_still_be_read() -> None:
     async def test(scene: Scene) -> None:
         here = await scene.one.open("/test")
         there = await scene.streams.get()
@@ -332,7 +332,7 @@ def test_watching_a_connection_as_it_is_watched_already_cuts_no_ping_short() -> 
     asyncio.run(test())
 
 
-def test_what_all_connections_hold_is_added_up_when_one_holds_more_and_not_at_each_message(
+def test_held_bytes_of_all_connections_are_summed_only_when_one_holds_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held: dict[PeerConnection, int] = {}

@@ -135,7 +135,7 @@ def test_a_peer_that_names_many_addresses_is_heard_up_to_eight() -> None:
     assert (len(heard), max(map(len, heard))) == (ADDRESSES_MAX, 128)
 
 
-def test_what_a_peer_calls_itself_cannot_move_the_cursor() -> None:
+def test_the_name_of_a_peer_cannot_move_the_cursor() -> None:
     said = messages.decode_identify(messages.encode_identify(Identify("\x1b[2J" + "a" * 500, ("/x\n",))))
     assert said.agent.startswith("?[2Ja")
     assert len(said.agent) == 128

@@ -147,7 +147,7 @@ def test_a_dead_relay_is_replaced_at_once_and_asked_again_after_a_pause() -> Non
     assert [one.peer_id for one in kept.due(11.0)] == [PEERS[1]]
 
 
-def test_what_a_relay_says_about_the_life_of_a_reservation_is_bounded() -> None:
+def test_the_lifetime_of_a_reservation_that_a_relay_claims_is_bounded() -> None:
     kept = Reservations()
     kept.offer([contact(1), contact(2)])
     kept.due(0.0)

@@ -127,7 +127,7 @@ def test_a_revocation_reaches_those_that_were_admitted_through_it(revoked: str) 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_those_that_signed_first_have_the_uses_whatever_the_order_in_which_they_come(seed: int) -> None:
+def test_peers_that_signed_first_get_the_uses_in_any_order_of_arrival(seed: int) -> None:
     run = InvitedRun(seed)
     uses = run.rng.randint(1, 4)
     invite = run.invite(uses=uses, days=1)
@@ -234,7 +234,7 @@ def membership_of(invite: Invite, own: Identity) -> RunMembership:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whom_the_recovery_key_named_is_let_in_before_members_have_its_specification(seed: int) -> None:
+def test_an_owner_named_by_the_recovery_key_is_admitted_before_its_specification_is_known(seed: int) -> None:
     run, rng = RecoveredRun(seed), random.Random(seed + 200)
     early, guest, thief = (identity(rng) for _ in range(3))
     member = membership_of(run.invite(run.before, run.founder), early)

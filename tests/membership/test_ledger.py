@@ -119,7 +119,7 @@ def test_a_peer_that_repeats_its_faults_has_no_other_one_passed_over() -> None:
     assert not ledger.is_passed_over(MEMBERS[1])
 
 
-def test_only_those_with_a_fault_that_are_no_electors_share_the_faults_of_others() -> None:
+def test_only_peers_with_a_fault_that_are_no_electors_share_an_account() -> None:
     ledger = ledger_of_members()
     for one in MEMBERS[:3]:
         ledger.fault(one, "it stalls", 0.0)
@@ -210,7 +210,7 @@ def test_the_copy_on_disk_keeps_what_is_known_and_the_steps_of_the_pauses() -> N
         {"format": 1, "rounds": 0, "peers": 3},
     ],
 )
-def test_what_is_no_ledger_changes_nothing(document: Any) -> None:
+def test_a_malformed_ledger_changes_nothing(document: Any) -> None:
     ledger = ledger_of_members()
     before = ledger.encode()
     with pytest.raises(PeerError, match="no ledger"):

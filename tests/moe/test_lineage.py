@@ -34,7 +34,7 @@ def test_steps_are_counted_from_the_last_common_version() -> None:
     assert len(trained(500).past) == PAST_MAX
 
 
-def test_a_newcomer_takes_over_and_what_is_there_does_not() -> None:
+def test_a_new_replica_takes_over_a_state_and_a_trained_one_does_not() -> None:
     live, fresh = trained(5), ExpertLineage()
     assert donors(fresh, {ONE: live}, OWN, is_declared=False) == [ONE]
     assert donors(live, {ONE: fresh}, OWN, is_declared=True) == []
@@ -57,7 +57,7 @@ def test_replicas_with_one_head_are_averaged_and_take_nothing_over() -> None:
     assert donors(behind, {ONE: ahead}, OWN, is_declared=False) == [ONE], "nobody uses it yet"
 
 
-def test_of_two_that_began_alike_exactly_one_takes_over() -> None:
+def test_exactly_one_of_two_replicas_that_began_alike_takes_over() -> None:
     for versions in ((0, 0), (4, 4), (3, 5)):
         one, other = map(ExpertLineage, versions)
         first = donors(one, {LAST: other}, OWN, is_declared=True)

@@ -116,7 +116,7 @@ def test_the_column_says_how_a_peer_is_reached(reach: str, reached: bool | None,
     assert shown in line.split()
 
 
-def test_what_relays_say_is_listed() -> None:
+def test_reports_of_relays_are_listed() -> None:
     watched = WatchedRun(1)
     ui = ScreenState(section="relays")
     assert "no relay has answered this monitor" in text(watched, ui)

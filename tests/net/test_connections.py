@@ -100,7 +100,7 @@ def test_members_keep_their_connections_beside_strangers_of_the_same_address() -
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_left_is_within_the_limits_and_nothing_else_was_closed(seed: int) -> None:
+def test_only_connections_beyond_the_limits_are_closed(seed: int) -> None:
     rng, known = random.Random(seed), standing(MEMBER)
     found: list[Held] = []
     for prefix in range(rng.randint(1, 30)):
@@ -238,7 +238,7 @@ def test_a_network_that_connects_again_and_again_is_turned_away_most_of_the_time
     assert sum(states) >= 0.6 * len(states)
 
 
-def test_what_is_known_of_networks_is_bounded_and_so_is_what_is_turned_away() -> None:
+def test_known_and_refused_networks_are_bounded() -> None:
     arrivals = Arrivals()
     for number in range(20_000):
         arrivals.enter(f"198.{number % 250}.{number // 250}.0/24", NOW_S)

@@ -35,7 +35,7 @@ def test_a_record_of_many_addresses_keeps_the_relays() -> None:
     assert Contact.from_record(PEER, published).relays == RELAYS[:2]
 
 
-def test_who_has_an_address_leaves_calls_through_relays_to_the_others() -> None:
+def test_members_with_an_address_leave_calls_through_relays_to_the_hidden_ones() -> None:
     direct, hidden, client = Contact(PEER, OWN[:1]), Contact(PEER, (), RELAYS[:1]), Contact(PEER)
     assert direct.is_called_by(direct)
     assert direct.is_called_by(client)

@@ -35,7 +35,7 @@ def record(*fields: str) -> bytes:
     return b"".join(bytes([len(field.encode())]) + field.encode() for field in fields)
 
 
-def test_a_record_says_what_the_peer_is() -> None:
+def test_a_decoded_record_equals_the_encoded_peer() -> None:
     for one in (peer(), peer(is_invited=True, who=""), peer(host="10.1.200.9")):
         assert decode(encode(one), HERE) == one
 
@@ -90,7 +90,7 @@ def test_a_peer_whose_record_does_not_say_open_is_taken_to_need_an_invite() -> N
     assert decode(record(*fields), HERE).is_invited
 
 
-def test_names_lose_what_a_terminal_obeys_and_all_beyond_forty_characters() -> None:
+def test_names_lose_control_characters_and_everything_beyond_forty_characters() -> None:
     said = record(
         f"dnsaddr={peer().contact.multiaddrs[0]}",
         f"swarm-run={RUN}",
@@ -153,7 +153,7 @@ def test_datagrams_from_elsewhere_and_long_ones_are_not_read() -> None:
     assert not door.admits(b"", "192.168.7.200", 0.0)
 
 
-def test_who_only_announces_reads_no_answers() -> None:
+def test_a_peer_that_only_announces_reads_no_answers() -> None:
     door = Doorkeeper(HERE, takes_answers=False)
     assert door.admits(QUESTION, "192.168.7.200", 0.0)
     assert not door.admits(ANSWER, "192.168.7.200", 0.0)

@@ -99,12 +99,12 @@ def test_a_name_counts_as_what_it_resolves_to() -> None:
     assert surroundings.dialable(PEER, name, [LOOPBACK, PUBLIC, LAN]) == [PUBLIC]
 
 
-def test_a_user_who_says_that_all_peers_are_near_is_believed() -> None:
+def test_a_scope_that_the_user_gives_decides_which_addresses_are_dialed() -> None:
     assert dialed(entered(PUBLIC, Scope.SITE), LOOPBACK, LAN, PUBLIC) == [LAN, PUBLIC]
     assert dialed(entered(PUBLIC, Scope.MACHINE), LOOPBACK, LAN) == [LOOPBACK, LAN]
 
 
-def test_a_prefix_is_what_one_person_has() -> None:
+def test_a_prefix_is_a_24_network_of_ipv4_and_a_48_network_of_ipv6() -> None:
     assert prefix_of("203.0.113.77") == prefix_of("203.0.113.1") == "203.0.113.0/24"
     assert prefix_of("::ffff:203.0.113.9") == "203.0.113.0/24"
     assert prefix_of("2001:db8:1:2::3") == prefix_of("2001:db8:1:ffff::9") == "2001:db8:1::/48"

@@ -146,7 +146,7 @@ def test_a_malformed_handover_is_refused(value: object) -> None:
         verified(blob, FIRST.run_id)
 
 
-def test_nobody_jumps_to_the_last_version_in_one_step() -> None:
+def test_a_specification_version_cannot_jump_to_the_last_one_in_one_step() -> None:
     far = stolen(VERSION_MAX, ended=True)
     assert newest([far], held=FIRST) == FIRST
     assert newest([far, FIRST]) == FIRST, "a newcomer takes what is reached from the lowest copy"

@@ -1,4 +1,4 @@
-"""Keys of a run that strangers surround with identities made for it (finding S14): members read each other's
+"""Keys of a run that strangers surround with identities made for it: members read each other's
 records all the same, and so does a newcomer that comes by an address.
 """
 

@@ -249,7 +249,7 @@ def test_a_round_fails_when_a_reducer_gives_no_account(how: str, monkeypatch: py
     assert all(str(held.liar) in str(outcome.reason) for outcome in held.outcomes)
 
 
-def test_accounts_are_given_to_members_once_and_of_what_was_reduced() -> None:
+def test_a_member_gets_the_account_of_a_reduced_chunk_once() -> None:
     network = SimulatedNetwork(5)
     peers = [network.peer() for _ in range(2)]
     codec = find("float32")

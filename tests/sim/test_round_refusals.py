@@ -155,7 +155,7 @@ def test_too_many_calls_wait_for_rounds_that_never_begin() -> None:
     run_virtual(main())
 
 
-def test_usage_errors() -> None:
+def test_wrong_arguments_of_a_round_raise_usage_errors() -> None:
     async def main() -> None:
         network = SimulatedNetwork(0)
         peers = [network.peer() for _ in range(2)]

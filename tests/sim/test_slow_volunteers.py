@@ -91,7 +91,7 @@ def measure(plan: Plan, seed: int = 1) -> tuple[float, Work, int]:
 
 
 @pytest.mark.parametrize(("speed", "batch"), [(1 / 4, 8), (1 / 20, 2), (1 / 100, 1)])
-def test_what_a_slow_volunteer_computes_counts_once_it_has_chosen_its_micro_batch(
+def test_samples_of_a_slow_volunteer_count_once_it_has_chosen_its_micro_batch(
     speed: float, batch: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression test: a volunteer whose first steps all ended in a download reported no speed. Its steps

@@ -167,7 +167,7 @@ def test_a_peer_that_goes_on_with_a_break_does_not_wait_for_one_that_loads_a_sta
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_peer_gives_up_a_state_that_nobody_who_lives_has(
+def test_a_peer_gives_up_a_state_that_no_live_peer_has(
     seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression test: a peer that had been cut off learned what the others had committed, and these died

@@ -92,7 +92,7 @@ def test_the_same_seed_repeats_the_training() -> None:
     assert run_training(scenario).digest == run_training(scenario).digest
 
 
-def test_what_a_killed_process_used_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_killed_process_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else two hours of faults take gigabytes, and each run of the garbage collector visits all of it."""
     add, check = TrainingSwarm.add, TrainingChecks.check_sizes
     begun: list[weakref.ref[TrainingPeer]] = []

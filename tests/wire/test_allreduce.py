@@ -31,7 +31,7 @@ from tests.wire.round_peers import (
 
 @pytest.mark.parametrize("cores", [2, 8])
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
-def test_exact_and_identical(codec: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_members_hold_the_exact_average(codec: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On few cores tensor work is done on the event loop, otherwise in the pool."""
     monkeypatch.setattr("averaging.allreduce.offload.cores", lambda: cores)
 
@@ -63,7 +63,7 @@ def test_exact_and_identical(codec: str, cores: int, monkeypatch: pytest.MonkeyP
     asyncio.run(main())
 
 
-def test_roles() -> None:
+def test_clients_and_auxiliary_peers_take_part_without_reducing() -> None:
     """A client peer that nobody can dial, an auxiliary one, one of weight 0: five members, three of them
     reduce.
     """
@@ -91,7 +91,7 @@ def test_roles() -> None:
     asyncio.run(main())
 
 
-def test_alone() -> None:
+def test_a_group_of_one_averages_with_itself() -> None:
     async def main() -> None:
         async with peers(1) as members:
             (vector,) = vectors_of(1, 5000)

@@ -53,7 +53,7 @@ def test_a_port_where_somebody_else_answers_counts_as_not_reached(asked: Node) -
         assert not ask(asker, asked, other.contact.addresses[0].port).reached
 
 
-def test_nothing_is_said_about_why_a_port_was_not_reached(asked: Node) -> None:
+def test_the_reason_why_a_port_was_not_reached_is_not_sent(asked: Node) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, Node(listen=None) as asker:
         reply = ask(asker, asked, silent.getsockname()[1])
         assert reply == peer_pb2.DialBackReply(reached=False, observed="127.0.0.1")
@@ -77,7 +77,7 @@ def test_the_port_of_a_relay_is_reached_where_a_libp2p_host_answers_and_nowhere_
 
 
 @pytest.mark.parametrize("port", [0, 65536, 2**32 - 1])
-def test_what_is_no_port_is_refused(asked: Node, port: int) -> None:
+def test_an_invalid_port_is_refused(asked: Node, port: int) -> None:
     with Node(listen=None) as asker, pytest.raises(PeerError, match="is not a TCP port"):
         ask(asker, asked, port)
 

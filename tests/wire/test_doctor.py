@@ -49,7 +49,7 @@ def test_a_machine_that_takes_no_calls_can_volunteer_with_a_note(capsys: pytest.
     assert findings(capsys)["reach"]["state"] == "note"
 
 
-def test_nobody_at_the_address_is_said_with_the_reason_and_the_exit_status(
+def test_a_dead_address_is_reported_with_the_reason_and_an_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with Node(listen=HERE) as gone:

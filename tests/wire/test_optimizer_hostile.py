@@ -1,4 +1,4 @@
-"""Optimizers on real sockets among peers that lie about epochs and serve forged states (findings S1-S3)."""
+"""Optimizers on real sockets among peers that lie about epochs and serve forged states."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from moe.client.downloading import DownloadedExpert, Progress
 from moe.client.local import LocalMixtureOfExperts
+from moe.client.local_copies import ModuleFactory, download, download_modules, ignore
 from moe.client.logic.dispatch import weighted_sum
 from moe.client.logic.gate import ProductKeyGate, gate_input, logits_of, softmax_over
 from moe.client.logic.gathering import GatherTimeouts
 from moe.client.mixture.options import MixtureOptions, PassReport
 from moe.client.mixture.session import LastPasses, Session
 from moe.client.replicas.autograd_bridge import NodeBridge, check_batch, uncompiled
-from moe.client.taking_home import ModuleFactory, download, download_modules, ignore
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
 from swarm.core.errors import UsageError

@@ -12,6 +12,7 @@ from torch import nn
 
 from moe.client.downloading import DownloadedExpert, Progress
 from moe.client.local import LocalSwitchMixtureOfExperts
+from moe.client.local_copies import ModuleFactory, ignore
 from moe.client.logic.gate import (
     ProductKeyGate,
     balancing_loss,
@@ -22,7 +23,6 @@ from moe.client.logic.gate import (
 from moe.client.mixture.layer import RemoteMixtureOfExperts, weighted_outputs
 from moe.client.mixture.options import PassReport
 from moe.client.replicas.autograd_bridge import check_batch, uncompiled
-from moe.client.taking_home import ModuleFactory, ignore
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from swarm.core.errors import UsageError
 

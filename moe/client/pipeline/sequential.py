@@ -11,6 +11,7 @@ from torch import nn
 
 from moe.client.downloading import DownloadedExpert, Progress
 from moe.client.local import LocalSequential
+from moe.client.local_copies import ModuleFactory, download, download_modules, ignore
 from moe.client.pipeline.passes import STAGES_MAX, MicroBatch, PipelineOptions, PipelinePass, PipelineReport
 from moe.client.replicas.autograd_bridge import (
     NodeBridge,
@@ -20,7 +21,6 @@ from moe.client.replicas.autograd_bridge import (
     to_host_checked,
     uncompiled,
 )
-from moe.client.taking_home import ModuleFactory, download, download_modules, ignore
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
 from moe.protocol.schema import ExpertSchema

@@ -1,5 +1,5 @@
-"""A cache of what searches found, for readers that state how old an answer may be and for replicas, which
-receive every write anyway.
+"""Caches of what searches found: records, for readers that state how old an answer may be and for replicas,
+which receive every write anyway; and replicas, for the next write under the same key.
 
 An answer is kept as records, tombstones included, so that it can be merged with later arrivals and expires
 like any other copy. Entries have no fixed lifetime: the reader decides whether an answer is fresh enough.
@@ -8,11 +8,13 @@ like any other copy. Entries have no fixed lifetime: the reader decides whether 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm.core.ids import Key
+from swarm.core.ids import Contact, Key
 from swarm.dht.logic.records import Owner, Record
+
+_KEYS_MAX = 256  # beyond this the replicas that were found longest ago are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +71,21 @@ class ReadCache:
 
 def _size_bytes(answer: CachedAnswer) -> int:
     return 256 + sum(record.size_bytes for record in answer.latest.values())
+
+
+class FoundReplicas:
+    """The replicas of the keys that this peer has read or written under lately."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Key, Sequence[Contact]] = OrderedDict()
+
+    def of(self, key: Key) -> Sequence[Contact]:
+        """Return the replicas that the last search for a key found; none when that is forgotten."""
+        return self._found.get(key, ())
+
+    def note(self, key: Key, replicas: Sequence[Contact]) -> None:
+        """Record the replicas of a key."""
+        self._found[key] = replicas
+        self._found.move_to_end(key)
+        if len(self._found) > _KEYS_MAX:
+            self._found.popitem(last=False)

@@ -16,6 +16,7 @@ from swarm.core.clock import Clock
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError
 from swarm.core.ids import ADDRESSES_MAX, Contact, PeerId
 from swarm.core.presets import Timings
+from swarm.dht.logic.cache import FoundReplicas
 from swarm.dht.logic.clock_offset import ClockOffset
 from swarm.dht.logic.constants import (
     REPLICAS,
@@ -24,7 +25,6 @@ from swarm.dht.logic.constants import (
     SUSPECT_S_MAX,
     SUSPECTS_MAX,
 )
-from swarm.dht.logic.found_replicas import FoundReplicas
 from swarm.dht.logic.lookup import Lookup, LookupBreadth, LookupDone
 from swarm.dht.logic.routing import NEAR_COUNT, RoutingTable
 from swarm.dht.service.wire import known_to_wire

@@ -27,12 +27,12 @@ T = TypeVar("T", str, PeerId)
 
 
 def through(relay: PeerId | None) -> str:
-    """Return what limits count the connections through a relay under."""
+    """Return the name under which limits count the connections through a relay."""
     return f"{_RELAYED}{relay}"
 
 
 class ConnectionCounts:
-    """The counts. Every method that takes something returns why it must not be, or an empty text."""
+    """The counts. A method that counts something returns why the limits forbid it, or an empty text."""
 
     def __init__(self) -> None:
         self._handshakes: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class ConnectionCounts:
         return ""
 
     def end(self, host: str) -> None:
-        """Note that a handshake which has begun is over, in whatever way."""
+        """Note that a handshake is over, whether it succeeded or not."""
         _decrease(self._handshakes, prefix_of(host))
         self._handshaking -= 1
 

@@ -115,7 +115,7 @@ class ServerSearch:
         self.learn(closer)
 
     def on_failure(self, peer: PeerId) -> None:
-        """Take that an asked peer gave none."""
+        """Note that an asked peer gave no answer."""
         self._waiting.discard(peer)
 
     @property

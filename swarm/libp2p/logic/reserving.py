@@ -84,7 +84,7 @@ class Reservations:
         return [one.contact for one in chosen]
 
     def next_s(self, now_s: float) -> float:
-        """Return when `due` has something to say unless something happens before; infinity: never."""
+        """Return when `due` will return relays next if nothing happens before; infinity: never."""
         times = [math.inf]
         for one in self._relays.values():
             if not one.asking:

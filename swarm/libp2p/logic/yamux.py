@@ -38,7 +38,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Bytes have arrived. Say `consumed` once somebody has read them: that is what lets the peer send on."""
+    """Bytes have arrived. Call `consumed` once they are read, so that the peer can send more."""
 
     stream: int
     data: bytes

@@ -110,14 +110,14 @@ class Reachability:
         self.due_s = now_s + (CHECK_S if is_certain else RETRY_S)
 
     def on_candidate(self, now_s: float) -> None:
-        """Take that a peer can be asked. It is asked at once when nobody has answered yet, for instance
+        """Note that a peer can be asked. It is asked at once when nobody has answered yet, for instance
         because the line came up after this peer did.
         """
         if self.reach.verdict == "unknown" and not self._was_answered:
             self.due_s = min(self.due_s, now_s)
 
     def on_interfaces(self, public: Sequence[Address], gone: Iterable[str], now_s: float) -> None:
-        """Take that the addresses of this machine have changed: `public` are those of the internet, `gone`
+        """Note that the addresses of this machine have changed: `public` are those of the internet, `gone`
         the hosts that it no longer has. What others saw and tried before is no evidence any more.
         """
         lost = set(gone)
@@ -132,7 +132,7 @@ class Reachability:
         self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
 
     def on_router(self, now_s: float) -> None:
-        """Take that a router may forward the port, so that others may get through where they have failed."""
+        """Note that a router may forward the port, so that others may get through where they have failed."""
         if self.reach.verdict != "direct":
             self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
 

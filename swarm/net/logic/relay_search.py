@@ -52,5 +52,5 @@ class RelaySearch:
         return max(self._next_s, now_s)
 
     def restart(self) -> None:
-        """Take that relays are wanted again: the first rounds follow one another quickly."""
+        """Note that relays are wanted again: the first rounds follow one another quickly."""
         self._rounds, self._next_s = 0, -math.inf

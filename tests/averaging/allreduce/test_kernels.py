@@ -179,7 +179,7 @@ def test_a_member_that_finds_nan_delivers_a_residual_or_keeps_it_and_not_both() 
     assert torch.equal(after[two.start : two.stop], before[two.start : two.stop])
 
 
-def test_what_a_successor_loses_of_an_average_goes_into_the_next_round() -> None:
+def test_the_compression_error_of_a_successor_goes_into_the_next_round() -> None:
     """The lost reducer would have corrected its next average; its successor sends the error instead."""
     chance = torch.Generator().manual_seed(4)
     work, feedback = fed("float16", torch.randn(NUMEL, generator=chance))

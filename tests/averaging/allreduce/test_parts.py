@@ -30,7 +30,7 @@ CODEC = find("float32")
 
 @pytest.mark.parametrize("chunk", [0, 1, 127, 128, 1 << 20])
 @pytest.mark.parametrize("contributors", [b"", b"\x0f", bytes(32)])
-def test_framing(chunk: int, contributors: bytes) -> None:
+def test_a_packed_message_is_unpacked_unchanged(chunk: int, contributors: bytes) -> None:
     header = ExchangeHeader(average=ExchangeAverage(chunk=chunk, contributors=contributors))
     message = pack(header, memoryview(b"payload"))
     found, payload = unpack(message)
@@ -55,7 +55,7 @@ def test_framing(chunk: int, contributors: bytes) -> None:
         b"\x00\x20\x00\x00" + bytes(9000),
     ],
 )
-def test_framing_refuses(message: bytes) -> None:
+def test_a_malformed_frame_is_refused(message: bytes) -> None:
     with pytest.raises(PeerError):
         unpack(message)
 
@@ -70,7 +70,7 @@ def test_an_empty_header_has_no_kind() -> None:
 # ---- assembly
 
 
-def test_places() -> None:
+def test_places_of_members_survive_encoding() -> None:
     assert decode_places(encode_places([0, 3, 8], 9), 9) == (0, 3, 8)
     assert decode_places(b"\x00", 4) == ()
     for raw, members in [(b"", 1), (b"\x10", 4), (b"\x01\x00", 4), (bytes(33), 256)]:
@@ -78,7 +78,7 @@ def test_places() -> None:
             decode_places(raw, members)
 
 
-def test_assembly() -> None:
+def test_a_shard_is_assembled_from_its_chunks() -> None:
     plan = plan_chunks(4096, [1.0, 0.0, 1.0], CODEC, 4096)
     assert [(chunk.reducer, chunk.numel) for chunk in plan.chunks] == [
         (0, 1024),

@@ -148,7 +148,7 @@ def test_a_client_helps_the_successor_without_lacking_anything() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_repairs_end(seed: int) -> None:
+def test_repairs_end_with_all_chunks_or_a_failure(seed: int) -> None:
     """Members that hold some chunks and lose others on the way: all come to hold everything, or die."""
     rng = random.Random(seed)
     chunks = rng.randint(1, 20)
@@ -254,7 +254,7 @@ def test_a_member_that_cannot_finish_in_time_is_detected_from_its_rate() -> None
     assert [place for place, _ in found[-1]] == [0]
 
 
-def test_nobody_is_late_when_most_are() -> None:
+def test_no_member_counts_as_late_when_most_are_late() -> None:
     given = forecast()
     for place in range(3):
         given.came(place, 2_000)

@@ -137,7 +137,7 @@ def test_a_successor_does_not_wait_for_a_member_that_says_for_ever_that_averages
     assert one.took_over[one.chunks[0]] > 9.0, "its averages may be on their way"
 
 
-def test_what_a_successor_makes_that_was_passed_over_is_taken() -> None:
+def test_an_average_of_a_successor_that_was_passed_over_is_taken() -> None:
     """Member 0, the next in group order, is a client and cannot: members 3 and 1 take over."""
     one = Observed(round_setup(IDENTITIES, clients=[0], deadline_s=120.0))
     one.lose()

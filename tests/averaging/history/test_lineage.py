@@ -298,7 +298,7 @@ def test_the_grace_is_counted_while_this_peer_is_awake_and_begins_anew_with_a_qu
     [(A, [A, B], True), (B, [A, B], False), (A, [A, B, C], False), (A, [A], False)],
     ids=["senior of two", "junior of two", "one of three", "the only one"],
 )
-def test_a_peer_that_has_slept_abstains_if_it_is_a_quorum_by_itself_that_others_may_have_waited_for(
+def test_a_peer_that_is_a_quorum_by_itself_abstains_after_a_sleep(
     own: PeerId, electors: list[PeerId], abstains: bool
 ) -> None:
     one = together(electors, 2)[electors.index(own)]
@@ -367,9 +367,7 @@ def test_a_history_with_a_changed_byte_is_refused_or_unrelated(flipped: int) -> 
         assert decode_chain(bytes(data)).last_head == b.head
 
 
-def test_an_elector_that_restarted_does_not_vote_on_a_head_that_it_returns_to_from_a_line_of_its_own() -> (
-    None
-):
+def test_a_restarted_elector_does_not_vote_on_a_head_to_which_it_returned() -> None:
     a, b, c = together([A, B, C], 2)
     checkpoint = b.chain()
     step([a, b, c], [A, B, C])
@@ -422,7 +420,7 @@ def test_an_elector_that_has_voted_elsewhere_may_vote_for_none_and_then_for_noth
     assert "none" in a.refusal(second, b"x" * 32)
 
 
-def test_an_elector_that_was_restored_signs_nothing_about_attempts_that_it_may_have_voted_in_before() -> None:
+def test_a_restored_elector_does_not_sign_for_attempts_before_its_restart() -> None:
     b = together([A, B, C], 2)[1]
     again = lineage(A)
     again.adopt(b.chain())

@@ -153,7 +153,7 @@ def test_a_claim_of_2_to_the_40_samples_counts_as_three_times_the_electors_media
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_members_count_a_group_alike_whomever_they_take_for_a_stranger(seed: int) -> None:
+def test_all_members_count_a_group_alike_although_they_know_different_strangers(seed: int) -> None:
     rng = random.Random(seed)
     group = group_of({number: rng.choice([0.0, 1.0, 7.0, 1e9]) for number in range(1, 12)})
     numbers = rng.sample(range(1, 20), 6)
@@ -342,7 +342,7 @@ def test_strangers_together_are_waited_for_as_long_as_one_small_account_allows()
     assert any(isinstance(effect, SearchFinished) for effect in bench.poll(0.3))
 
 
-def test_the_account_of_strangers_is_paid_a_quarter_of_what_a_peer_is() -> None:
+def test_the_budget_for_strangers_grows_a_quarter_as_fast_as_that_for_a_peer() -> None:
     period = GracePeriod(30.0, unknown_peer_s=2.0, waiting_share_max=0.1)
     period.charge({contact(20).peer_id: 100.0}, ids(20))
     period.pay(0.0)

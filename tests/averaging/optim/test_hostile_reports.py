@@ -1,4 +1,4 @@
-"""Reports of liars about their epochs (finding S3): only certificates say which epoch a swarm has reached."""
+"""Reports of liars about their epochs: only certificates say which epoch a swarm has reached."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_step_that_raises_is_over() -> None:
     assert metrics(meter, 1100.0).idle_s == 100.0
 
 
-def test_a_reunion_counts_the_epochs_that_were_given_up_and_the_record_says_in_which_history_it_is() -> None:
+def test_a_reunion_reports_its_history_and_the_epochs_that_were_given_up() -> None:
     meter = Meter(1000.0)
     loaded = LoadResult(loaded=True, epoch=7, bytes_received=10)
     for given_up in (3, 0, 2):

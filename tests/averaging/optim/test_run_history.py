@@ -307,7 +307,7 @@ def test_a_contributor_that_never_heard_of_its_round_votes_for_none_when_an_elec
 
 
 @pytest.mark.parametrize("case", ["stranger asks", "not a member", "restored", "it has voted", "no elector"])
-def test_nobody_else_is_given_a_vote_for_none(case: str) -> None:
+def test_a_vote_for_none_is_refused_to_all_other_callers(case: str) -> None:
     async def play() -> None:
         lineage, certificate = begun()
         history, attempt, caller = (

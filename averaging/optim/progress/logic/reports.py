@@ -84,9 +84,9 @@ class ProgressReport:
             raise PeerError("epoch and samples are whole numbers within bounds")
         rate, at_s, since_s = value.get("rate"), value.get("at"), value.get("since")
         if (
-            not is_number(rate, 0.0, RATE_MAX)
-            or not is_number(at_s, 0.0, now_s + CLOCK_AHEAD_S_MAX)
-            or not is_number(since_s, 0.0, at_s)
+            not is_number(rate, RATE_MAX)
+            or not is_number(at_s, now_s + CLOCK_AHEAD_S_MAX)
+            or not is_number(since_s, at_s)
         ):
             raise PeerError("rate, at and since are finite numbers, since <= at <= now")
         joining = value.get("joining", False)
@@ -169,15 +169,15 @@ class ProgressTotal:
         epoch, samples, rate, peers, median_rate, at_s, since_s, bits = value
         whole = is_count(epoch, EPOCH_MAX) and is_count(peers, _PEERS_MAX) and is_count(bits, BITS_MAX)
         amounts = (
-            is_number(samples, 0.0, float(SAMPLES_MAX))
-            and is_number(rate, 0.0, RATE_MAX * 1e3)
-            and is_number(median_rate, 0.0, RATE_MAX)
+            is_number(samples, float(SAMPLES_MAX))
+            and is_number(rate, RATE_MAX * 1e3)
+            and is_number(median_rate, RATE_MAX)
         )
         if (
             not whole
             or not amounts
-            or not is_number(at_s, 0.0, now_s + CLOCK_AHEAD_S_MAX)
-            or not is_number(since_s, 0.0, at_s)
+            or not is_number(at_s, now_s + CLOCK_AHEAD_S_MAX)
+            or not is_number(since_s, at_s)
         ):
             raise PeerError("a sum is of numbers within bounds, since <= at <= now")
         return cls(
@@ -486,10 +486,10 @@ def is_count(value: Any, maximum: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
 
 
-def is_number(value: Any, minimum: float, maximum: float) -> TypeGuard[float]:
+def is_number(value: Any, maximum: float) -> TypeGuard[float]:
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
         and math.isfinite(value)
-        and minimum <= value <= maximum
+        and 0.0 <= value <= maximum
     )

@@ -1,4 +1,4 @@
-"""Trained experts are taken home: as modules of plain torch, with the outputs and the loss of the remote
+"""Trained experts are downloaded as modules of plain torch, with the outputs and the loss of the remote
 layers, also when one of three servers lies.
 """
 

@@ -40,7 +40,7 @@ def ignore(done: int, total: int, name: str) -> None:
 
 
 def download(node: Node, pattern: str, on_progress: Progress = ignore) -> dict[str, DownloadedExpert]:
-    """Return the parameters of all experts that exist and a pattern stands for, by name. Raises
+    """Return the parameters of all existing experts that match a pattern, by name. Raises
     NotEnoughPeers when there is none, or no server gives one of them.
     """
     return download_experts(node, _existing(node, pattern), on_progress=on_progress)
@@ -52,9 +52,8 @@ def download_modules(
     make_module: ModuleFactory | None = None,
     on_progress: Progress = ignore,
 ) -> dict[str, nn.Module]:
-    """Return all experts that exist and a pattern stands for as local modules, by name. `make_module` returns
-    a new module like that of an expert; None: of the class that the servers name, which is one of this
-    machine's own.
+    """Return all existing experts that match a pattern as local modules, by name. `make_module` returns a new
+    module like that of an expert; None: of the class that the servers name, which this machine must have.
 
     Raises NotEnoughPeers when there is none, or no server gives one of them, and UsageError when it is not
     known what module an expert is.
