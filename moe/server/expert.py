@@ -4,9 +4,11 @@ passes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +25,15 @@ from swarm.core.errors import UsageError
 
 Tensors: TypeAlias = list[torch.Tensor]
 Gradients: TypeAlias = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class JointBatch:
+    """What an expert has gathered for a joint step with its replicas."""
+
+    samples: int  # whose gradients are in the sum
+    counted: int  # with samples that an earlier step had too many
+    gradients: dict[int, torch.Tensor]  # by the parameter's number
 
 
 class ComputationFailed(Exception):
@@ -83,6 +94,9 @@ class Expert:
         self.version = 0  # counts optimizer steps and averages with replicas
         self._target_batch_size = 0
         self._gathered = 0  # samples whose gradients wait for a step of the target batch
+        # its replicas gather for the same steps: they are made by `moe.server.joint_steps`, not by `apply`
+        self.is_joint = False
+        self._carried = 0  # samples of the last joint step beyond its target, which count for the next one
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
         self.settled = False
@@ -209,9 +223,81 @@ class Expert:
     @property
     def samples_to_step(self) -> int:
         """Return after how many more samples of backward passes a step is made; 0: after each batch."""
-        if not self.target_batch_size or self.frozen:
+        if not self.target_batch_size or self.frozen or self.is_joint:
             return 0
-        return max(self.target_batch_size - self._gathered, 1)
+        return max(self.target_batch_size - self.counted, 1)
+
+    @property
+    def counted(self) -> int:
+        """Return the number of samples that count for the next step of the target batch."""
+        return self._gathered + self._carried
+
+    def new_joint_tensors(self) -> Tensors:
+        """Return new tensors for what replicas average in a joint step: gradients of all parameters that
+        learn, and floating-point buffers.
+        """
+        buffers = self._floating_buffers()
+        return [torch.zeros_like(one) for one in (*map(torch.Tensor.detach, self._learner.masters), *buffers)]
+
+    def take_batch(self, into: Tensors) -> JointBatch:
+        """Take what was gathered out of this expert, for a joint step, and write its mean over the samples
+        and the buffers into tensors of `new_joint_tensors`. The lock must be held.
+        """
+        taken = JointBatch(self._gathered, self.counted, self._learner.take_gathered())
+        self._gathered = self._carried = 0
+        count = len(into) - len(self._floating_buffers())
+        with using(self.device), torch.no_grad():
+            for place, tensor in enumerate(into[:count]):
+                gradient = taken.gradients.get(place)
+                if gradient is None:
+                    tensor.zero_()
+                else:
+                    torch.div(gradient, max(taken.samples, 1), out=tensor)
+            for tensor, value in zip(into[count:], self._floating_buffers(), strict=True):
+                tensor.copy_(value)
+        return taken
+
+    def return_batch(self, taken: JointBatch) -> None:
+        """Put a batch back that was taken: its joint step was not made. The lock must be held."""
+        self._learner.return_gathered(taken.gradients)
+        self._gathered += taken.samples
+        self._carried += taken.counted - taken.samples
+
+    def step_jointly(self, averaged: Tensors, samples: float, carried: int, name: bytes) -> bool:
+        """Make one step with the sum of all replicas' gradients: `averaged` is their mean over `samples`
+        samples, and the buffers. The result is the common version `name`; `carried` samples count for the
+        next step. The lock must be held. Return False when the step was refused; then it was on all replicas,
+        and the batch is dropped.
+        """
+        buffers = self._floating_buffers()
+        count = len(averaged) - len(buffers)
+        with using(self.device), torch.no_grad():
+            for tensor, value in zip(buffers, averaged[count:], strict=True):
+                tensor.copy_(value)
+            try:
+                self._learner.step_with([tensor * samples for tensor in averaged[:count]])
+                stepped = True
+            except StepRefused:
+                stepped = False
+            self._learner.replaced()
+        self._carried += carried
+        self._continue(self.lineage.averaged(name, self.version + 1))
+        return stepped
+
+    def step_alone(self) -> bool:
+        """Make the step of a target batch that is complete, after the replicas are gone. The lock must be
+        held. Return whether one was made.
+        """
+        if self.counted < self._target_batch_size or not self._gathered:
+            return False
+        self._gathered = self._carried = 0
+        with using(self.device), contextlib.suppress(StepRefused):
+            self.version += self._learner.step_gathered()
+        self._activations.clear()
+        return True
+
+    def _floating_buffers(self) -> Tensors:
+        return [one for one in self.module.buffers() if one.dtype.is_floating_point and one.numel()]
 
     @property
     def progress(self) -> int:
@@ -222,9 +308,9 @@ class Expert:
         """Add the accumulated gradients to the target batch, and make its step when it is complete."""
         self._learner.gather()
         self._gathered += self._accumulated
-        if self._gathered < self.target_batch_size:
+        if self.is_joint or self.counted < self.target_batch_size:
             return False
-        self._gathered = 0
+        self._gathered = self._carried = 0
         return self._learner.step_gathered()
 
     def discard(self) -> None:
@@ -270,7 +356,7 @@ class Expert:
         """
         with using(self.device):
             self._learner.load(blob)
-        self._gathered = 0
+        self._gathered = self._carried = 0
         self._continue(lineage)
 
     def averaged_tensors(self) -> Tensors:
