@@ -263,9 +263,11 @@ class Expert:
         self._gathered += taken.samples
         self._carried += taken.counted - taken.samples
 
-    def step_jointly(self, averaged: Tensors, samples: float, carried: int, name: bytes) -> bool:
-        """Make one step with the sum of all replicas' gradients: `averaged` is their mean over `samples`
-        samples, and the buffers. The result is the common version `name`; `carried` samples count for the
+    def step_jointly(
+        self, averaged: Tensors, samples: float, steps: int, carried: int, name: bytes
+    ) -> bool:
+        """Make `steps` steps with the sum of all replicas' gradients, divided among them: `averaged` is their
+        mean over `samples` samples, and the buffers. The result is the common version `name`; `carried` samples count for the
         next step. The lock must be held. Return False when the step was refused; then it was on all replicas,
         and the batch is dropped.
         """
@@ -274,14 +276,15 @@ class Expert:
         with using(self.device), torch.no_grad():
             for tensor, value in zip(buffers, averaged[count:], strict=True):
                 tensor.copy_(value)
-            try:
-                self._learner.step_with([tensor * samples for tensor in averaged[:count]])
-                stepped = True
-            except StepRefused:
-                stepped = False
+            stepped = True
+            for _ in range(steps):
+                try:
+                    self._learner.step_with([tensor * (samples / steps) for tensor in averaged[:count]])
+                except StepRefused:
+                    stepped = False
             self._learner.replaced()
         self._carried += carried
-        self._continue(self.lineage.averaged(name, self.version + 1))
+        self._continue(self.lineage.averaged(name, self.version + steps))
         return stepped
 
     def step_alone(self) -> bool:

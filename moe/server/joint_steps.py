@@ -6,7 +6,8 @@ caller has all its answers, every replica knows whether the batch is complete, a
 until the step is made: they see the new parameters, as they would in one process. The step is one round of
 an `Averager` over the mean gradients, weighted by samples; each replica multiplies the result by all samples
 and steps its own optimizer, which is in the same state everywhere. Samples beyond the target count for the
-next step, so the number of steps follows from the number of samples alone.
+next step, and a round with twice the target makes two steps with half of the sum each, so the number of steps
+follows from the number of samples alone.
 
 A replica that missed a step takes the state of one that made it, and drops what it had gathered.
 """
@@ -48,6 +49,7 @@ _ROUND_TIMEOUT_S = 10.0
 _ROUNDS_MAX = 2  # that fail with the same replicas; then this one steps without them
 _PAUSE_S = 0.2  # before a replica that could not catch up tries again
 _GROUP_SIZE = 32
+_STEPS_MAX = 8  # of one round: no replica can claim more
 # gradients of one step are as in one process; they are no larger than the parameters, once per step
 _CODEC = "float32"
 _ROUNDS_AT_ONCE_MAX = 64
@@ -308,19 +310,21 @@ class JointExpert:
                 expert.return_batch(taken)
                 return result
             samples = sum(result.weights[peer] * part for peer, part in result.contributions.items())
-            carried = 0
-            if result.peers[0] == node.peer_id:
-                carried = self._carried(result)
+            steps, carried = self._steps_due(result)
             name = hashlib.blake2b(f"{result.group_id} {result.digest}".encode(), digest_size=NAME_BYTES)
-            if not expert.step_jointly(self._tensors, samples, carried, name.digest()):
+            if not expert.step_jointly(self._tensors, samples, steps, carried, name.digest()):
                 _log.warning("a step of %s with its replicas was refused", self._uid)
         return result
 
-    def _carried(self, result: RoundResult) -> int:
-        """Return by how many samples the step's batch was larger than its target, less than another one."""
+    def _steps_due(self, result: RoundResult) -> tuple[int, int]:
+        """Return how many steps the round's batch is for, and how many samples this replica carries over: one
+        of them does for all. It is more than one step where replicas admitted passes at the same moment.
+        """
         target = self.expert.target_batch_size
-        counted = [one for one in result.gathered.values() if type(one) is int and 0 <= one < _SAMPLES_MAX]
-        return min(max(sum(counted) - target, 0), target - 1)
+        counts = [one for one in result.gathered.values() if type(one) is int and 0 <= one < _SAMPLES_MAX]
+        steps = min(max(sum(counts) // target, 1), _STEPS_MAX)
+        left = min(max(sum(counts) - steps * target, 0), target - 1)
+        return steps, left if result.peers[0] == self._node.peer_id else 0
 
 
 class JointSteps:

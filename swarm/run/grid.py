@@ -24,7 +24,7 @@ class GridOptimizer(SpecificationTable):
     name: Literal["adam", "adamw", "sgd", "none"] = "adam"  # none: the experts are frozen
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    # samples of one step of an expert; 0: one step for each batch of requests, whatever its size
+    # samples of one step of an expert, over all its servers; 0: one step for each batch of requests, whatever its size
     target_batch_size: Annotated[int, Field(ge=0, le=1 << 32)] = 0
     warmup_steps: int = Field(default=0, ge=0, le=1 << 40)
     training_steps: int | None = Field(default=None, ge=1, le=1 << 40)

@@ -111,12 +111,16 @@ def test_two_replicas_make_one_step_for_the_union_of_their_batches(
     assert all(server.statistics().experts["ffn.0"].counts.backward_samples for server in replicas.servers)
 
 
-def test_the_number_of_steps_follows_from_the_samples_alone(replicas: Replicas) -> None:
+@pytest.mark.parametrize("micro_batch_size", [8, 24])
+def test_the_number_of_steps_follows_from_the_samples_alone(
+    replicas: Replicas, micro_batch_size: int
+) -> None:
     """Two callers that do not wait for each other, with batches that do not divide the target."""
     for _ in range(2):
         replicas.serve()
     replicas.meet()
-    remotes = [swarm.RemoteSequential(replicas.caller, "ffn.[0:1]", micro_batch_size=8) for _ in range(2)]
+    remotes = [swarm.RemoteSequential(replicas.caller, "ffn.[0:1]", micro_batch_size=micro_batch_size)
+        for _ in range(2)]
 
     def train(remote: swarm.RemoteSequential, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
