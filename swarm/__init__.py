@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     )
     from averaging.reduction.lowrank import PowerSgd
     from averaging.reduction.robust import Aggregation
+    from moe.client.downloading import DownloadedExpert
     from moe.client.finding import FoundExpert, FoundReplica, find_experts
+    from moe.client.local import LocalMixtureOfExperts, LocalSequential, LocalSwitchMixtureOfExperts
     from moe.client.mixture.layer import PassReport, RemoteMixtureOfExperts
     from moe.client.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
     from moe.client.pipeline.sequential import PipelineConfig, PipelineReport, RemoteSequential
@@ -71,6 +73,7 @@ _HOMES = {
     "Contact": "swarm.core.ids",
     "DeadlineExceeded": "swarm.core.errors",
     "Diloco": "averaging.optim.optimizer",
+    "DownloadedExpert": "moe.client.downloading",
     "Entry": "swarm.dht.service.dht_service",
     "Expert": "moe.server.expert_server",
     "ExpertApplied": "moe.protocol.errors",
@@ -90,6 +93,9 @@ _HOMES = {
     "Key": "swarm.core.ids",
     "LoadResult": "averaging.optim.optimizer",
     "Local": "averaging.optim.optimizer",
+    "LocalMixtureOfExperts": "moe.client.local",
+    "LocalSequential": "moe.client.local",
+    "LocalSwitchMixtureOfExperts": "moe.client.local",
     "ManyAnswers": "swarm.dht.service.dht_service",
     "NamespaceRules": "swarm.dht.logic.rules",
     "NetworkError": "swarm.core.errors",
@@ -130,6 +136,7 @@ __all__ = [
     "Contact",
     "DeadlineExceeded",
     "Diloco",
+    "DownloadedExpert",
     "Entry",
     "Expert",
     "ExpertApplied",
@@ -149,6 +156,9 @@ __all__ = [
     "Key",
     "LoadResult",
     "Local",
+    "LocalMixtureOfExperts",
+    "LocalSequential",
+    "LocalSwitchMixtureOfExperts",
     "ManyAnswers",
     "NamespaceRules",
     "NetworkError",

@@ -82,7 +82,7 @@ class HostingService:
         self._numbers = itertools.count(1)
         self._receiving: Counter[PeerId] = Counter()  # bytes by caller
         self._joint: dict[str, JointExpert] = {}  # steps with replicas, by the expert's name
-        self._states = StateDonor(self._hosted)
+        self._states = StateDonor(self._hosted, self._is_stranger)
         node.handlers.direct(methods.DESCRIBE, self._describe)
         node.handlers.direct(methods.COUNT, self._count)
         node.handlers.unary(methods.CALL, self._call)
@@ -187,6 +187,7 @@ class HostingService:
                     samples_per_s=hosted.compute.samples_per_s,
                     past=wire_past(hosted.expert.lineage) if request.with_lineage else (),
                     turns=hosted.expert.turns if request.with_lineage else 0,
+                    expert_class=hosted.expert.expert_class,
                 )
             )
         return reply

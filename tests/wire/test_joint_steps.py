@@ -119,8 +119,10 @@ def test_the_number_of_steps_follows_from_the_samples_alone(
     for _ in range(2):
         replicas.serve()
     replicas.meet()
-    remotes = [swarm.RemoteSequential(replicas.caller, "ffn.[0:1]", micro_batch_size=micro_batch_size)
-        for _ in range(2)]
+    remotes = [
+        swarm.RemoteSequential(replicas.caller, "ffn.[0:1]", micro_batch_size=micro_batch_size)
+        for _ in range(2)
+    ]
 
     def train(remote: swarm.RemoteSequential, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
