@@ -266,9 +266,9 @@ class Expert:
 
     def step_jointly(self, averaged: Tensors, samples: float, steps: int, carried: int, name: bytes) -> bool:
         """Make `steps` steps with the sum of all replicas' gradients, divided among them: `averaged` is their
-        mean over `samples` samples, and the buffers. The result is the common version `name`; `carried` samples count for the
-        next step. The lock must be held. Return False when the step was refused; then it was on all replicas,
-        and the batch is dropped.
+        mean over `samples` samples, and the buffers. The result is the common version `name`; `carried`
+        samples count for the next step. The lock must be held. Return False when a step was refused; then it
+        was on all replicas, and the batch is dropped.
         """
         buffers = self._floating_buffers()
         count = len(averaged) - len(buffers)

@@ -352,8 +352,8 @@ class HostingService:
     # --- computing
 
     async def _outcome(self, admitted: AdmittedRequest, payload: Buffer | torch.Tensor) -> Outcome:
-        """Return the outcome of a request, as `_computed` does. A pass waits for a joint step that is due, and
-        a backward pass is answered once replicas know of it.
+        """Return the outcome of a request, as `_computed` does. A pass waits for a joint step that is due,
+        and a backward pass is answered once replicas know of it.
         """
         joint = self._joint.get(admitted.request.uid)
         if joint is None or not joint.is_active:
@@ -367,11 +367,11 @@ class HostingService:
             raise request_overloaded(admitted.hosted, "it waits for a step with its replicas") from None
         try:
             outcome = await self._computed(admitted, payload)
+            if is_backward:
+                await joint.tell()
+            return outcome
         finally:
             joint.release(samples, is_backward=is_backward)
-        if is_backward:
-            await joint.tell()
-        return outcome
 
     async def _computed(self, admitted: AdmittedRequest, payload: Buffer | torch.Tensor) -> Outcome:
         """Return the outcome of a request, possibly that of an earlier call with the same id. Raises

@@ -1,5 +1,5 @@
-"""Joint steps: the replicas of an expert with a target batch gather for it together, and make one step for all
-of them, as in SWARM (Ryabinin and others, 2023).
+"""Joint steps: the replicas of an expert with a target batch gather for it together, and make one step for
+all of them, as in SWARM (Ryabinin and others, 2023).
 
 Each server tells the others how many samples it has gathered before it answers a backward pass. So when a
 caller has all its answers, every replica knows whether the batch is complete, and keeps later passes waiting
@@ -86,8 +86,8 @@ class JointExpert:
 
     @property
     def is_active(self) -> bool:
-        """Return whether there are replicas to step with."""
-        return self.expert.is_joint
+        """Return whether passes may have to wait: there are replicas to step with, or a step is made."""
+        return self.expert.is_joint or self._busy
 
     async def refresh(self, replicas: Iterable[ExpertReplica]) -> None:
         """Take note of the replicas that other servers declare now."""
@@ -170,11 +170,11 @@ class JointExpert:
             waiting.set_result(None)
 
     def _is_open(self, *, is_backward: bool) -> bool:
-        if not self.is_active:
-            return True
+        if self._busy or not self.expert.is_joint:
+            return not self._busy
         own = self._own
         counted = self._counts.samples(own) + (self._under_way if is_backward else 0)
-        return not self._busy and counted < self.expert.target_batch_size and not self._is_behind(own)
+        return counted < self.expert.target_batch_size and not self._is_behind(own)
 
     def _is_behind(self, own: BatchCount) -> bool:
         return self._counts.is_behind(own, self._node.clock.monotonic_s())

@@ -1,5 +1,5 @@
-"""Replicas with a target batch make one step for all of them, over real sockets. The oracle is plain torch with
-the union of the batches.
+"""Replicas with a target batch make one step for all of them, over real sockets. The oracle is plain torch
+with the union of the batches.
 """
 
 from __future__ import annotations
