@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,13 +15,9 @@ import torch
 from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
+from moe.server.activations import ActivationCache
 from moe.server.devices import using
-from moe.server.learning import (
-    ExpertLearner,
-    OptimizerFactory,
-    ScheduleFactory,
-    StepRefused,
-)
+from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from moe.server.norm_statistics import unchanged_statistics
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
@@ -111,7 +106,7 @@ class Expert:
         # held by the computing thread, checkpoints and averaging while they use the expert
         self.lock = threading.Lock()
         self._accumulated = 0  # samples whose gradients wait for `apply`
-        self._activations = _ActivationCache(keep_activations_bytes)
+        self._activations = ActivationCache(keep_activations_bytes)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -478,41 +473,6 @@ class Expert:
         return [tensor.grad for tensor in wanted]
 
 
-class _ActivationCache:
-    """Activations of forward passes, by pass id, of one version of the parameters; the oldest are dropped
-    first.
-    """
-
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
-        self._version = 0
-        self._bytes = 0
-        self._graphs: OrderedDict[object, tuple[Tensors, Tensors, int]] = OrderedDict()
-
-    def put(self, pass_id: object, version: int, inputs: Tensors, outputs: Tensors) -> None:
-        if version != self._version:  # a step has overwritten the tensors of the graphs
-            self.clear()
-            self._version = version
-        size = _graph_bytes(inputs, outputs)
-        if size > self.bytes_max:
-            return
-        self._graphs[pass_id] = (inputs, outputs, size)
-        self._bytes += size
-        while self._bytes > self.bytes_max:
-            self._bytes -= self._graphs.popitem(last=False)[1][2]
-
-    def take(self, pass_id: object, version: int) -> tuple[Tensors, Tensors] | None:
-        found = self._graphs.pop(pass_id, None)
-        if found is None:
-            return None
-        self._bytes -= found[2]
-        return found[:2] if version == self._version else None
-
-    def clear(self) -> None:
-        self._graphs.clear()
-        self._bytes = 0
-
-
 def concatenate(many: Sequence[Tensors]) -> Tensors:
     """Return the tensors of several requests as one batch; those of a single request unchanged."""
     return many[0] if len(many) == 1 else [torch.cat(parts) for parts in zip(*many, strict=True)]
@@ -526,30 +486,6 @@ def split(tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> list[
         torch.split(tensor, list(sizes)) if tensor is not None else (None,) * len(sizes) for tensor in tensors
     ]
     return [[column[number] for column in columns] for number in range(len(sizes))]
-
-
-def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
-    """Return the memory that an autograd graph holds, as far as it can be seen: its inputs and outputs, and
-    the tensors that its nodes have saved.
-    """
-    size = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-    visited: set[object] = set()
-    pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    while pending:
-        node = pending.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        for attribute in dir(node):
-            if attribute.startswith("_saved_"):
-                saved = getattr(node, attribute)
-                size += (
-                    saved.nbytes
-                    if isinstance(saved, torch.Tensor) and not isinstance(saved, torch.nn.Parameter)
-                    else 0
-                )
-        pending.extend(following for following, _ in node.next_functions if following is not None)
-    return size
 
 
 def _raise_if_of_device(error: BaseException) -> None:

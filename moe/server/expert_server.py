@@ -246,7 +246,7 @@ class ExpertServer:
     async def _begin(self) -> None:
         """Take over the states of replicas, then answer calls and declare the experts."""
         await self.replicating.take_over()
-        self._service.open(self._hosted, self.joint.experts if self.config.average_s else None)
+        self._service.open(self._hosted, self.joint.experts if self.config.average_s else {})
         spawn = self.node.supervisor.spawn
         self._tasks += [
             spawn("declarations of experts", self._declarations.renew, restart=True),

@@ -103,14 +103,10 @@ class HostingService:
             raise ValueError(f"{taken[0]} is hosted on this node already")
         self._reserved.update(names)
 
-    def open(
-        self, hosted: Sequence[HostedExpert], joint: Mapping[ExpertUid, JointExpert] | None = None
-    ) -> None:
-        """Answer calls for these experts, whose names are reserved, from now on. `joint` are those that may
-        step with replicas.
-        """
+    def open(self, hosted: Sequence[HostedExpert], joint: Mapping[ExpertUid, JointExpert]) -> None:
+        """Answer calls for these experts, whose names are reserved. `joint` may step with replicas."""
         self._expecting = False
-        self._joint.update({str(uid): one for uid, one in (joint or {}).items()})
+        self._joint.update({str(uid): one for uid, one in joint.items()})
         self._hosted.update({str(one.uid): one for one in hosted if str(one.uid) in self._reserved})
 
     def close(self, hosted: Sequence[HostedExpert]) -> None:
