@@ -15,7 +15,7 @@ class ActivationCache:
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self._version = 0
-        self._bytes = 0
+        self.size_bytes = 0
         self._graphs: OrderedDict[object, tuple[list[torch.Tensor], list[torch.Tensor], int]] = OrderedDict()
 
     def put(
@@ -29,22 +29,22 @@ class ActivationCache:
         if size > self.bytes_max:
             return
         self._graphs[pass_id] = (inputs, outputs, size)
-        self._bytes += size
-        while self._bytes > self.bytes_max:
-            self._bytes -= self._graphs.popitem(last=False)[1][2]
+        self.size_bytes += size
+        while self.size_bytes > self.bytes_max:
+            self.size_bytes -= self._graphs.popitem(last=False)[1][2]
 
     def take(self, pass_id: object, version: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """Return what was kept for a pass, which is forgotten; None when there is nothing of this version."""
         found = self._graphs.pop(pass_id, None)
         if found is None:
             return None
-        self._bytes -= found[2]
+        self.size_bytes -= found[2]
         return found[:2] if version == self._version else None
 
     def clear(self) -> None:
         """Forget everything."""
         self._graphs.clear()
-        self._bytes = 0
+        self.size_bytes = 0
 
 
 def _graph_bytes(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:

@@ -219,7 +219,10 @@ class JointExpert:
                 _log.info("%s steps without its replica at %s: %s", self._uid, peer.short, error)
                 self._counts.forget(peer)
 
-        await asyncio.gather(*(tell(peer) for peer in peers if peer in self._declared))
+        async with asyncio.TaskGroup() as tasks:
+            for peer in peers:
+                if peer in self._declared:
+                    tasks.create_task(tell(peer))
 
     async def _end_work(self) -> None:
         self._before = None

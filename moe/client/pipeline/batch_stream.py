@@ -148,7 +148,8 @@ class BatchStream:
         if not batch.inputs.requires_grad or any(one is None for one in found):
             return
         gradient = torch.cat([one for one in found if one is not None])
-        batch.inputs.backward(gradient.to(batch.inputs.device, batch.inputs.dtype))  # type: ignore[no-untyped-call]
+        gradient = gradient.to(batch.inputs.device, batch.inputs.dtype)
+        batch.inputs.backward(gradient)  # type: ignore[no-untyped-call]
 
     # --- on the network loop
 
