@@ -29,7 +29,7 @@ Gradients: TypeAlias = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class JointBatch:
-    """What an expert has gathered for a joint step with its replicas."""
+    """The gradients that an expert has gathered for a joint step with its replicas."""
 
     samples: int  # whose gradients are in the sum
     counted: int  # with samples that an earlier step had too many

@@ -12,7 +12,7 @@ _APART_S_MAX = 5.0
 
 @dataclass(frozen=True, slots=True)
 class BatchCount:
-    """What one replica has gathered."""
+    """The progress of one replica towards its next step."""
 
     version: int  # of the parameters that the gradients are for
     head: bytes  # name of their last common version; b"": there is none
