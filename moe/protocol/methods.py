@@ -11,7 +11,14 @@ import torch
 from moe.protocol.tensors import CHUNK_BYTES, Header, TensorPayload, chunks
 from swarm.core.errors import PeerError
 from swarm.net.rpc import UNARY_BYTES_MAX, Method, Stream, StreamMethod
-from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertReply, ExpertRequest, TensorHeader
+from swarm.wire.expert_pb2 import (
+    DescribeReply,
+    DescribeRequest,
+    ExpertCount,
+    ExpertReply,
+    ExpertRequest,
+    TensorHeader,
+)
 
 # payloads up to this size are sent within the call; both the request's and the reply's must fit
 INLINE_BYTES_MAX = 256 << 10
@@ -39,6 +46,13 @@ CALL = Method(
     reply_bytes_max=INLINE_BYTES_MAX + _HEADER_BYTES_MAX,
 )
 EXCHANGE = StreamMethod(name="/swarm.Expert/Exchange", message_bytes_max=CHUNK_BYTES + _HEADER_BYTES_MAX)
+COUNT = Method(
+    name="/swarm.Expert/Count",
+    request=ExpertCount,
+    reply=ExpertCount,
+    request_bytes_max=1 << 10,
+    reply_bytes_max=1 << 10,
+)
 STATE = StreamMethod(name="/swarm.Expert/State", message_bytes_max=CHUNK_BYTES + _HEADER_BYTES_MAX)
 
 

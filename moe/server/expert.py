@@ -4,9 +4,10 @@ passes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -14,13 +15,9 @@ import torch
 from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
+from moe.server.activations import ActivationCache
 from moe.server.devices import using
-from moe.server.learning import (
-    ExpertLearner,
-    OptimizerFactory,
-    ScheduleFactory,
-    StepRefused,
-)
+from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from moe.server.norm_statistics import unchanged_statistics
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
@@ -28,6 +25,15 @@ from swarm.core.errors import UsageError
 
 Tensors: TypeAlias = list[torch.Tensor]
 Gradients: TypeAlias = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class JointBatch:
+    """The gradients that an expert has gathered for a joint step with its replicas."""
+
+    samples: int  # whose gradients are in the sum
+    counted: int  # with samples that an earlier step had too many
+    gradients: dict[int, torch.Tensor]  # by the parameter's number
 
 
 class ComputationFailed(Exception):
@@ -93,6 +99,9 @@ class Expert:
         self.version = 0  # counts optimizer steps and averages with replicas
         self._target_batch_size = 0
         self._gathered = 0  # samples whose gradients wait for a step of the target batch
+        # its replicas gather for the same steps: they are made by `moe.server.joint_steps`, not by `apply`
+        self.is_joint = False
+        self._carried = 0  # samples of the last joint step beyond its target, which count for the next one
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
         self.settled = False
@@ -102,7 +111,7 @@ class Expert:
         # held by the computing thread, checkpoints and averaging while they use the expert
         self.lock = threading.Lock()
         self._accumulated = 0  # samples whose gradients wait for `apply`
-        self._activations = _ActivationCache(keep_activations_bytes)
+        self._activations = ActivationCache(keep_activations_bytes)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -233,9 +242,82 @@ class Expert:
     @property
     def samples_to_step(self) -> int:
         """Return after how many more samples of backward passes a step is made; 0: after each batch."""
-        if not self.target_batch_size or self.frozen:
+        if not self.target_batch_size or self.frozen or self.is_joint:
             return 0
-        return max(self.target_batch_size - self._gathered, 1)
+        return max(self.target_batch_size - self.counted, 1)
+
+    @property
+    def counted(self) -> int:
+        """Return the number of samples that count for the next step of the target batch."""
+        return self._gathered + self._carried
+
+    def new_joint_tensors(self) -> Tensors:
+        """Return new tensors for what replicas average in a joint step: gradients of all parameters that
+        learn, and floating-point buffers.
+        """
+        buffers = self._floating_buffers()
+        return [torch.zeros_like(one) for one in (*map(torch.Tensor.detach, self._learner.masters), *buffers)]
+
+    def take_batch(self, into: Tensors) -> JointBatch:
+        """Take what was gathered out of this expert, for a joint step, and write its mean over the samples
+        and the buffers into tensors of `new_joint_tensors`. The lock must be held.
+        """
+        taken = JointBatch(self._gathered, self.counted, self._learner.take_gathered())
+        self._gathered = self._carried = 0
+        count = len(into) - len(self._floating_buffers())
+        with using(self.device), torch.no_grad():
+            for place, tensor in enumerate(into[:count]):
+                gradient = taken.gradients.get(place)
+                if gradient is None:
+                    tensor.zero_()
+                else:
+                    torch.div(gradient, max(taken.samples, 1), out=tensor)
+            for tensor, value in zip(into[count:], self._floating_buffers(), strict=True):
+                tensor.copy_(value)
+        return taken
+
+    def return_batch(self, taken: JointBatch) -> None:
+        """Put a batch back that was taken: its joint step was not made. The lock must be held."""
+        self._learner.return_gathered(taken.gradients)
+        self._gathered += taken.samples
+        self._carried += taken.counted - taken.samples
+
+    def step_jointly(self, averaged: Tensors, samples: float, steps: int, carried: int, name: bytes) -> bool:
+        """Make `steps` steps with the sum of all replicas' gradients, divided among them: `averaged` is their
+        mean over `samples` samples, and the buffers. The result is the common version `name`; `carried`
+        samples count for the next step. The lock must be held. Return False when a step was refused; then it
+        was on all replicas, and the batch is dropped.
+        """
+        buffers = self._floating_buffers()
+        count = len(averaged) - len(buffers)
+        with using(self.device), torch.no_grad():
+            for tensor, value in zip(buffers, averaged[count:], strict=True):
+                tensor.copy_(value)
+            stepped = True
+            for _ in range(steps):
+                try:
+                    self._learner.step_with([tensor * (samples / steps) for tensor in averaged[:count]])
+                except StepRefused:
+                    stepped = False
+            self._learner.replaced()
+        self._carried += carried
+        self._continue(self.lineage.averaged(name, self.version + steps))
+        return stepped
+
+    def step_alone(self) -> bool:
+        """Make the step of a target batch that is complete, after the replicas are gone. The lock must be
+        held. Return whether one was made.
+        """
+        if self.counted < self._target_batch_size or not self._gathered:
+            return False
+        self._gathered = self._carried = 0
+        with using(self.device), contextlib.suppress(StepRefused):
+            self.version += self._learner.step_gathered()
+        self._activations.clear()
+        return True
+
+    def _floating_buffers(self) -> Tensors:
+        return [one for one in self.module.buffers() if one.dtype.is_floating_point and one.numel()]
 
     @property
     def progress(self) -> int:
@@ -246,9 +328,9 @@ class Expert:
         """Add the accumulated gradients to the target batch, and make its step when it is complete."""
         self._learner.gather()
         self._gathered += self._accumulated
-        if self._gathered < self.target_batch_size:
+        if self.is_joint or self.counted < self.target_batch_size:
             return False
-        self._gathered = 0
+        self._gathered = self._carried = 0
         return self._learner.step_gathered()
 
     def discard(self) -> None:
@@ -302,7 +384,7 @@ class Expert:
         """
         with using(self.device):
             self._learner.load(blob)
-        self._gathered = 0
+        self._gathered = self._carried = 0
         self._continue(lineage)
 
     def averaged_tensors(self) -> Tensors:
@@ -399,41 +481,6 @@ class Expert:
         return [tensor.grad for tensor in wanted]
 
 
-class _ActivationCache:
-    """Activations of forward passes, by pass id, of one version of the parameters; the oldest are dropped
-    first.
-    """
-
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
-        self._version = 0
-        self._bytes = 0
-        self._graphs: OrderedDict[object, tuple[Tensors, Tensors, int]] = OrderedDict()
-
-    def put(self, pass_id: object, version: int, inputs: Tensors, outputs: Tensors) -> None:
-        if version != self._version:  # a step has overwritten the tensors of the graphs
-            self.clear()
-            self._version = version
-        size = _graph_bytes(inputs, outputs)
-        if size > self.bytes_max:
-            return
-        self._graphs[pass_id] = (inputs, outputs, size)
-        self._bytes += size
-        while self._bytes > self.bytes_max:
-            self._bytes -= self._graphs.popitem(last=False)[1][2]
-
-    def take(self, pass_id: object, version: int) -> tuple[Tensors, Tensors] | None:
-        found = self._graphs.pop(pass_id, None)
-        if found is None:
-            return None
-        self._bytes -= found[2]
-        return found[:2] if version == self._version else None
-
-    def clear(self) -> None:
-        self._graphs.clear()
-        self._bytes = 0
-
-
 def concatenate(many: Sequence[Tensors]) -> Tensors:
     """Return the tensors of several requests as one batch; those of a single request unchanged."""
     return many[0] if len(many) == 1 else [torch.cat(parts) for parts in zip(*many, strict=True)]
@@ -447,30 +494,6 @@ def split(tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> list[
         torch.split(tensor, list(sizes)) if tensor is not None else (None,) * len(sizes) for tensor in tensors
     ]
     return [[column[number] for column in columns] for number in range(len(sizes))]
-
-
-def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
-    """Return the memory that an autograd graph holds, as far as it can be seen: its inputs and outputs, and
-    the tensors that its nodes have saved.
-    """
-    size = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-    visited: set[object] = set()
-    pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    while pending:
-        node = pending.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        for attribute in dir(node):
-            if attribute.startswith("_saved_"):
-                saved = getattr(node, attribute)
-                size += (
-                    saved.nbytes
-                    if isinstance(saved, torch.Tensor) and not isinstance(saved, torch.nn.Parameter)
-                    else 0
-                )
-        pending.extend(following for following, _ in node.next_functions if following is not None)
-    return size
 
 
 def _raise_if_of_device(error: BaseException) -> None:

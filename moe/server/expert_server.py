@@ -22,6 +22,7 @@ from moe.server.devices import DeviceFailed
 from moe.server.expert import Expert
 from moe.server.hosting import HostingService
 from moe.server.jobs import Counts, Job, Outcome
+from moe.server.joint_steps import JointSteps
 from moe.server.links import link_of
 from moe.server.logic.batching import BatchLimits
 from moe.server.logic.placement import BusyMeter
@@ -199,6 +200,7 @@ class ExpertServer:
             self.ended.wait(_DRAIN_S + 2.0)  # a failed device may be closing the server already
             try:
                 self.replicating.close()
+                self.joint.close()
             except RuntimeError as error:
                 if not is_device_failure(error):
                     raise
@@ -233,6 +235,7 @@ class ExpertServer:
         except ValueError as error:
             raise UsageError(str(error)) from None
         self.replicating = Replicating(node, self.experts, self.config.average_s)
+        self.joint = JointSteps(node, self.experts)
         self._ready = asyncio.Event()
         self._tasks = [node.supervisor.spawn("opening experts", self._begin, restart=True)]
         node.at_close(self._close_with_node)
@@ -243,12 +246,14 @@ class ExpertServer:
     async def _begin(self) -> None:
         """Take over the states of replicas, then answer calls and declare the experts."""
         await self.replicating.take_over()
-        self._service.open(self._hosted)
+        self._service.open(self._hosted, self.joint.experts if self.config.average_s else {})
         spawn = self.node.supervisor.spawn
         self._tasks += [
             spawn("declarations of experts", self._declarations.renew, restart=True),
             spawn("averaging with replicas of experts", self.replicating.run, restart=True),
         ]
+        if self.config.average_s:
+            self._tasks.append(spawn("joint steps of experts", self.joint.run, restart=True))
         if self._checkpoints is not None:
             self._tasks.append(spawn("checkpoints of experts", self._save_periodically, restart=True))
         self._ready.set()

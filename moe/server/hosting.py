@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from google.protobuf.message import DecodeError
 
 from moe.protocol import methods
+from moe.protocol.names import ExpertUid
 from moe.protocol.tensors import (
     check_headers,
     check_payload,
@@ -26,6 +27,7 @@ from moe.protocol.tensors import (
     payload_bytes,
 )
 from moe.server.jobs import Job, Outcome, ReceivedTensor
+from moe.server.joint_steps import JointExpert, read_count, wire_count
 from moe.server.logic.applied import AppliedRequests
 from moe.server.logic.caller_cache import CacheLimits, CallerCache
 from moe.server.replica_states import StateDonor, wire_past
@@ -46,6 +48,7 @@ from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import (
     DescribeReply,
     DescribeRequest,
+    ExpertCount,
     ExpertDescription,
     ExpertReply,
     ExpertRequest,
@@ -78,8 +81,10 @@ class HostingService:
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
         self._receiving: Counter[PeerId] = Counter()  # bytes by caller
+        self._joint: dict[str, JointExpert] = {}  # steps with replicas, by the expert's name
         self._states = StateDonor(self._hosted, self._is_stranger)
         node.handlers.direct(methods.DESCRIBE, self._describe)
+        node.handlers.direct(methods.COUNT, self._count)
         node.handlers.unary(methods.CALL, self._call)
         node.handlers.stream(methods.EXCHANGE, self._exchange)
         node.handlers.stream(methods.STATE, self._states.give)
@@ -98,15 +103,17 @@ class HostingService:
             raise ValueError(f"{taken[0]} is hosted on this node already")
         self._reserved.update(names)
 
-    def open(self, hosted: Sequence[HostedExpert]) -> None:
-        """Answer calls for these experts, whose names are reserved, from now on."""
+    def open(self, hosted: Sequence[HostedExpert], joint: Mapping[ExpertUid, JointExpert]) -> None:
+        """Answer calls for these experts, whose names are reserved. `joint` may step with replicas."""
         self._expecting = False
+        self._joint.update({str(uid): one for uid, one in joint.items()})
         self._hosted.update({str(one.uid): one for one in hosted if str(one.uid) in self._reserved})
 
     def close(self, hosted: Sequence[HostedExpert]) -> None:
         """Answer no new calls for these experts; calls under way continue."""
         for one in hosted:
             self._hosted.pop(str(one.uid), None)
+            self._joint.pop(str(one.uid), None)
             self._reserved.discard(str(one.uid))
 
     def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
@@ -118,6 +125,8 @@ class HostingService:
                 self.input_cache.drop(job.caller, (job.pass_id[1], job.uid))
                 if not outcome.failure:
                     self._applied.note(*job.pass_id, outcome, payload_bytes(outcome.payloads))
+                    if job.uid in self._joint:
+                        self._joint[job.uid].counted()
             if pending is not None and not pending.future.done():
                 pending.future.set_result(outcome)
 
@@ -178,6 +187,12 @@ class HostingService:
                 )
             )
         return reply
+
+    def _count(self, caller: PeerId, request: ExpertCount) -> ExpertCount:
+        joint = self._joint.get(request.uid)
+        if joint is None or request.schema_digest != joint.expert.schema.digest:
+            raise PeerError("such an expert does not learn here")
+        return wire_count(joint.hear(caller, read_count(request)))
 
     async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
         try:
@@ -338,6 +353,28 @@ class HostingService:
     # --- computing
 
     async def _outcome(self, admitted: AdmittedRequest, payload: Buffer | torch.Tensor) -> Outcome:
+        """Return the outcome of a request, as `_computed` does. A pass waits for a joint step that is due,
+        and a backward pass is answered once replicas know of it.
+        """
+        joint = self._joint.get(admitted.request.uid)
+        if joint is None or not joint.is_active:
+            return await self._computed(admitted, payload)
+        if admitted.is_backward and (applied := self._earlier_outcome(admitted)) is not None:
+            return applied
+        samples, is_backward = admitted.request.batch, admitted.is_backward
+        try:
+            await joint.admit(samples, is_backward=is_backward)
+        except TimeoutError:
+            raise request_overloaded(admitted.hosted, "it waits for a step with its replicas") from None
+        try:
+            outcome = await self._computed(admitted, payload)
+            if is_backward:
+                await joint.tell()
+            return outcome
+        finally:
+            joint.release(samples, is_backward=is_backward)
+
+    async def _computed(self, admitted: AdmittedRequest, payload: Buffer | torch.Tensor) -> Outcome:
         """Return the outcome of a request, possibly that of an earlier call with the same id. Raises
         RequestRefused when nothing was computed.
         """

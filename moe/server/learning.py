@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -98,6 +98,26 @@ class ExpertLearner:
         gathered, self._gathered = self._gathered, {}
         for place, gradient in gathered.items():
             self.masters[place].grad = gradient
+        return self._step()
+
+    def take_gathered(self) -> dict[int, torch.Tensor]:
+        """Return the gathered gradients, by the number of their parameter, and gather new ones from now
+        on.
+        """
+        gathered, self._gathered = self._gathered, {}
+        return gathered
+
+    def return_gathered(self, gathered: dict[int, torch.Tensor]) -> None:
+        """Add gradients that were taken to those gathered since then."""
+        for place, gradient in gathered.items():
+            self._gathered[place] = (
+                self._gathered[place].add_(gradient) if place in self._gathered else gradient
+            )
+
+    def step_with(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Make one step with these gradients of all masters, as `step` does. The tensors are not kept."""
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient.to(master.device)
         return self._step()
 
     def discard(self) -> None:

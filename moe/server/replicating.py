@@ -106,7 +106,9 @@ class Replicating:
         due = {
             uid: self._weight(uid, len(others[uid]), lineages[uid])
             for uid in others
-            if is_due(uid, max([own_turns, *(one.turns for one in lineages[uid].values())]), period)
+            # replicas that step jointly are equal already
+            if not self._experts[uid].is_joint
+            and is_due(uid, max([own_turns, *(one.turns for one in lineages[uid].values())]), period)
         }
         if due:
             await self._run_on_thread(self._run_rounds, due)

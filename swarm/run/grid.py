@@ -31,7 +31,7 @@ class GridOptimizer(SpecificationTable):
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     # the largest change of an expert's parameters in one step, as a fraction of their norm; none: any
     update_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    # samples of one step of an expert; 0: one step for each batch of requests, whatever its size
+    # samples of one step of an expert, over all its servers; 0: one for each batch of requests
     target_batch_size: Annotated[int, Field(ge=0, le=1 << 32)] = 0
     warmup_steps: int = Field(default=0, ge=0, le=1 << 40)
     training_steps: int | None = Field(default=None, ge=1, le=1 << 40)

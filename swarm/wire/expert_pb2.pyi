@@ -105,6 +105,20 @@ class ExpertStateReply(_message.Message):
     past: _containers.RepeatedCompositeFieldContainer[ExpertCommonVersion]
     def __init__(self, status: _Optional[_Union[ExpertStatus, str]] = ..., reason: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., version: _Optional[int] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ...) -> None: ...
 
+class ExpertCount(_message.Message):
+    __slots__ = ("uid", "schema_digest", "version", "head", "samples")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    schema_digest: bytes
+    version: int
+    head: bytes
+    samples: int
+    def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., version: _Optional[int] = ..., head: _Optional[bytes] = ..., samples: _Optional[int] = ...) -> None: ...
+
 class ExpertRequest(_message.Message):
     __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept", "staleness_max")
     KIND_FIELD_NUMBER: _ClassVar[int]

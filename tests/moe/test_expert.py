@@ -91,7 +91,7 @@ def test_kept_activations_give_the_same_gradients_and_are_bounded() -> None:
         assert torch.allclose(first[0][0], second[0][0])
     for name, inputs, _ in passes(100, seed=1):
         keeping.forward_keeping(name, inputs)
-    assert 0 < keeping._activations._bytes <= 4000
+    assert 0 < keeping._activations.size_bytes <= 4000
     keeping.backward(passes(1, seed=2))
     assert keeping._activations.take(("x", 99), keeping.version) is None  # a step was made in between
 

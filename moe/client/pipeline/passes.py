@@ -9,7 +9,8 @@ inputs of a stage are kept here until its backward pass, so that it can be compu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import contextlib
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
 from moe.protocol.errors import ExpertRefused
 from moe.protocol.names import ExpertUid
 from swarm.core.backoff import Backoff
+from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
 
 T = TypeVar("T")
@@ -59,6 +61,41 @@ class PipelineReport:
     micro_batches: int = 0
     rerouted: list[str] = field(default_factory=list)  # "block.3: reason", for each attempt that failed
     seconds: float = 0.0
+    # fraction of the time in which no micro-batch was at a stage or on its way there, the mean over stages
+    bubbles: float = 0.0
+
+
+class StageOccupancy:
+    """Measures for how long each stage has micro-batches. Those under way on the network count, too: this is
+    what the caller sees.
+    """
+
+    def __init__(self, stages: int, clock: Clock) -> None:
+        self._clock, self._begun_s = clock, clock.monotonic_s()
+        self._calls, self._since_s, self._busy_s = [0] * stages, [0.0] * stages, [0.0] * stages
+
+    @contextlib.contextmanager
+    def at(self, stage: int) -> Iterator[None]:
+        """Count a micro-batch at a stage."""
+        if not self._calls[stage]:
+            self._since_s[stage] = self._clock.monotonic_s()
+        self._calls[stage] += 1
+        try:
+            yield
+        finally:
+            self._calls[stage] -= 1
+            if not self._calls[stage]:
+                self._busy_s[stage] += self._clock.monotonic_s() - self._since_s[stage]
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since the beginning."""
+        return self._clock.monotonic_s() - self._begun_s
+
+    def bubbles(self) -> float:
+        """Return the fraction of the time so far in which stages had nothing."""
+        total_s = self.seconds * len(self._busy_s)
+        return max(1.0 - sum(self._busy_s) / total_s, 0.0) if total_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -80,8 +117,11 @@ class MicroBatch:
 class PipelinePass:
     """A forward or a backward pass. Use one object for each pass."""
 
-    def __init__(self, calls: ReplicaCalls, options: PipelineOptions) -> None:
+    def __init__(
+        self, calls: ReplicaCalls, options: PipelineOptions, occupancy: StageOccupancy | None = None
+    ) -> None:
         self._calls, self._options = calls, options
+        self._occupancy = occupancy or StageOccupancy(len(options.stages), calls.clock)
         self._begun_s = calls.clock.monotonic_s()
         self._deadline_s = self._begun_s + options.timeout_s
         self.report = PipelineReport()
@@ -93,8 +133,9 @@ class PipelinePass:
 
         async def run_forward(parts: Sequence[torch.Tensor]) -> MicroBatch:
             micro_batch = MicroBatch(outputs=parts)
-            for uid in self._options.stages:
-                result = await self._forward_stage(uid, micro_batch.outputs, keep)
+            for stage, uid in enumerate(self._options.stages):
+                with self._occupancy.at(stage):
+                    result = await self._forward_stage(uid, micro_batch.outputs, keep)
                 micro_batch.stage_calls.append(StageCall(result, micro_batch.outputs if keep else ()))
                 micro_batch.outputs = result.forward_reply.outputs
             return micro_batch
@@ -118,7 +159,8 @@ class PipelinePass:
                     return [
                         None for tensor in micro_batch.stage_calls[0].inputs if tensor.is_floating_point()
                     ]
-                gradients = await self._backward_stage(micro_batch, stage, gradients, pass_number)
+                with self._occupancy.at(stage):
+                    gradients = await self._backward_stage(micro_batch, stage, gradients, pass_number)
             return gradients
 
         sizes = [len(micro_batch.outputs[0]) for micro_batch in micro_batches]
@@ -139,6 +181,7 @@ class PipelinePass:
         self.report.micro_batches = len(work)
         found = await run_together(work, self._options.in_flight_max)
         self.report.seconds = self._calls.clock.monotonic_s() - self._begun_s
+        self.report.bubbles = self._occupancy.bubbles()
         return found
 
     async def _forward_stage(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import nn
 from moe.client.downloading import DownloadedExpert, Progress
 from moe.client.local import LocalSequential
 from moe.client.local_copies import ModuleFactory, download, download_modules, ignore
+from moe.client.pipeline.batch_stream import BatchStream
 from moe.client.pipeline.passes import STAGES_MAX, MicroBatch, PipelineOptions, PipelinePass, PipelineReport
 from moe.client.replicas.autograd_bridge import (
     NodeBridge,
@@ -83,6 +84,7 @@ class RemoteSequential(nn.Module):
         self._bridge = NodeBridge(node)
         self.last_forward: PipelineReport | None = None  # report of the last pass
         self.last_backward: PipelineReport | None = None
+        self.last_training: PipelineReport | None = None  # of the last `train_batches`
 
     def __len__(self) -> int:
         return self.grid.count
@@ -111,6 +113,36 @@ class RemoteSequential(nn.Module):
             run_backward,
         )
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def train_batches(
+        self,
+        batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> list[float]:
+        """Run forward and backward passes of several batches, each (inputs, targets), and return the loss of
+        each.
+
+        The stages are kept full across batches: a micro-batch goes back as soon as its loss is computed (one
+        forward, one backward), and the next batch follows while the one before is still under way, up to
+        `in_flight_max` micro-batches in all. So a batch may see parameters from before the last steps of the
+        stages. `loss` is called with the output and the targets of a micro-batch and returns the mean over
+        its samples. Inputs that need a gradient get it by `backward`, which local layers before the pipeline
+        learn from. `last_training` reports the passes, with the bubbles. Raises what `forward` and `backward`
+        raise.
+        """
+        stream = BatchStream(
+            self._bridge, self.pass_options, self._forward_timeout_s, self._backward_timeout_s
+        )
+        try:
+            for inputs, targets in batches:
+                check_batch((inputs, targets))
+                (host_inputs,) = to_host_checked((inputs,), "pipeline")
+                stream.add(inputs, host_inputs, targets, loss)
+            losses = stream.finish()
+        finally:
+            stream.close()
+        self.last_training = stream.report
+        return losses
 
     def download(self, on_progress: Progress = ignore) -> dict[str, DownloadedExpert]:
         """Return the present parameters and buffers of all stages, by name. Three replicas of each are

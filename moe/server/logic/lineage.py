@@ -58,7 +58,12 @@ class ExpertLineage:
 
 
 def donors(
-    own: ExpertLineage, others: Mapping[PeerId, ExpertLineage], own_id: PeerId, *, is_declared: bool
+    own: ExpertLineage,
+    others: Mapping[PeerId, ExpertLineage],
+    own_id: PeerId,
+    *,
+    is_declared: bool,
+    steps_jointly: bool = False,
 ) -> list[PeerId]:
     """Return the replicas from one of which a server should take over the state, the best one first; () when
     its own state is better.
@@ -66,13 +71,14 @@ def donors(
     That is so when more than half of the other replicas have come further than this server since their last
     common version. A server that callers use already (`is_declared`) keeps its state beside replicas with the
     same head: averaging brings those together. Of two that began alike, without a common version, the one
-    with the larger PeerID takes over.
+    with the larger PeerID takes over. Replicas that step jointly (`steps_jointly`) are not averaged, so there
+    that holds for replicas with the same head, too.
     """
     ahead = {
         peer: theirs
         for peer, theirs in others.items()
         if _is_ahead(theirs, own, wins_ties=not is_declared or peer < own_id)
-        and not (is_declared and own.head is not None and own.head == theirs.head)
+        and not (is_declared and not steps_jointly and own.head is not None and own.head == theirs.head)
     }
     if 2 * len(ahead) <= len(others):
         return []
