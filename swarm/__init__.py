@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from swarm.dht.service.dht_service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.net.throttle import Bandwidth
     from swarm.node import Node, NodeConfig
+    from swarm.run.task import Draw, Task, TaskData, TaskDescription
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ _HOMES = {
     "Contact": "swarm.core.ids",
     "DeadlineExceeded": "swarm.core.errors",
     "Diloco": "averaging.optim.optimizer",
+    "Draw": "swarm.run.task",
     "Entry": "swarm.dht.service.dht_service",
     "Expert": "moe.server.expert_server",
     "ExpertApplied": "moe.protocol.errors",
@@ -114,6 +116,9 @@ _HOMES = {
     "StoreItem": "swarm.dht.service.dht_service",
     "StoreResult": "swarm.dht.service.dht_service",
     "SwarmError": "swarm.core.errors",
+    "Task": "swarm.run.task",
+    "TaskData": "swarm.run.task",
+    "TaskDescription": "swarm.run.task",
     "SwitchConfig": "moe.client.mixture.switch",
     "UsageError": "swarm.core.errors",
     "WireCodecs": "moe.client.remote",
@@ -130,6 +135,7 @@ __all__ = [
     "Contact",
     "DeadlineExceeded",
     "Diloco",
+    "Draw",
     "Entry",
     "Expert",
     "ExpertApplied",
@@ -174,6 +180,9 @@ __all__ = [
     "StoreResult",
     "SwarmError",
     "SwitchConfig",
+    "Task",
+    "TaskData",
+    "TaskDescription",
     "UsageError",
     "WireCodecs",
     "__version__",

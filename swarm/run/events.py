@@ -162,6 +162,16 @@ class EpochDone(Event):
     digest: str | None  # of the averaged vector; equal on every member
     state_digest: str | None  # of the canonical state; only in epochs that averaged it
     drift: float | None  # relative norm of parameters minus average; only in epochs that averaged the state
+    metrics: dict[str, float] = field(default_factory=dict)  # what the task measured with the validation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSample(Event):
+    """The task wrote what its model produces."""
+
+    kind: ClassVar[str] = "sample"
+    epoch: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

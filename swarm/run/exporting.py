@@ -44,7 +44,8 @@ def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, o
     from averaging.optim.state.checkpoint import MODEL, STATISTIC
 
     specification = signed.training
-    model = make_task(specification.task.name, specification.task.settings).build_model(specification.seed)
+    chosen = specification.task
+    model = make_task(chosen.name, chosen.settings, chosen.package).build_model(specification.seed)
     _load(
         model,
         {name.removeprefix(MODEL): t for name, t in checkpoint.tensors.items() if name.startswith(MODEL)},

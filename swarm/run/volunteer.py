@@ -89,7 +89,8 @@ class Volunteer:
             emit,
             stop,
         )
-        self._task = make_task(self.specification.task.name, self.specification.task.settings)
+        chosen = self.specification.task
+        self._task = make_task(chosen.name, chosen.settings, chosen.package)
         self._description = self._task.describe(self.specification.batch_size)
         self.training: Training | None = None  # set once `train` has joined the run
         self._writer: CheckpointWriter | None = None  # saves what a reunion would give up
