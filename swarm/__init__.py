@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     )
     from averaging.reduction.lowrank import PowerSgd
     from averaging.reduction.robust import Aggregation
+    from moe.client.downloading import DownloadedExpert
     from moe.client.finding import FoundExpert, FoundReplica, find_experts
+    from moe.client.local import LocalMixtureOfExperts, LocalSequential, LocalSwitchMixtureOfExperts
     from moe.client.mixture.layer import PassReport, RemoteMixtureOfExperts
     from moe.client.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
     from moe.client.pipeline.sequential import PipelineConfig, PipelineReport, RemoteSequential
@@ -73,6 +75,7 @@ _HOMES = {
     "DeadlineExceeded": "swarm.core.errors",
     "Diloco": "averaging.optim.optimizer",
     "Draw": "swarm.run.task",
+    "DownloadedExpert": "moe.client.downloading",
     "Entry": "swarm.dht.service.dht_service",
     "Expert": "moe.server.expert_server",
     "ExpertApplied": "moe.protocol.errors",
@@ -92,6 +95,9 @@ _HOMES = {
     "Key": "swarm.core.ids",
     "LoadResult": "averaging.optim.optimizer",
     "Local": "averaging.optim.optimizer",
+    "LocalMixtureOfExperts": "moe.client.local",
+    "LocalSequential": "moe.client.local",
+    "LocalSwitchMixtureOfExperts": "moe.client.local",
     "ManyAnswers": "swarm.dht.service.dht_service",
     "NamespaceRules": "swarm.dht.logic.rules",
     "NetworkError": "swarm.core.errors",
@@ -136,6 +142,7 @@ __all__ = [
     "DeadlineExceeded",
     "Diloco",
     "Draw",
+    "DownloadedExpert",
     "Entry",
     "Expert",
     "ExpertApplied",
@@ -155,6 +162,9 @@ __all__ = [
     "Key",
     "LoadResult",
     "Local",
+    "LocalMixtureOfExperts",
+    "LocalSequential",
+    "LocalSwitchMixtureOfExperts",
     "ManyAnswers",
     "NamespaceRules",
     "NetworkError",

@@ -20,6 +20,7 @@ SETTINGS_MAX = 40
 VALUES = {
     swarm.Address,
     swarm.Contact,
+    swarm.DownloadedExpert,
     RunAverager,
     swarm.Entry,
     swarm.FoundExpert,

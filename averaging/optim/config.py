@@ -22,8 +22,6 @@ class OptimizerConfig:
     # of a download of the state within step: the size of the model and its statistics over the speed of the
     # link
     load_timeout_s: float = 600.0
-    state_codec: str = "float32"  # of rounds over the state
-    serve_state: bool = True  # False: peers that join download nothing from this one
     publish_metrics: bool = True  # False: monitors see only this peer's progress
 
     def __post_init__(self) -> None:

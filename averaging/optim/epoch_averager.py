@@ -249,7 +249,7 @@ class EpochAverager:
             return
         if self._state_averager is not None:
             self._state_averager.close()
-        options = replace(self._options, codec=self._config.state_codec, error_feedback=False, strategy=None)
+        options = replace(self._options, codec="float32", error_feedback=False, strategy=None)
         self._state_averager = self._make_averager(tensors, "state", options)
         self._state_addresses = addresses
 

@@ -154,7 +154,6 @@ class Optimizer(DelegatingOptimizer):
             self.run_id,
             self._state,
             self._blocklist,
-            serve=config.serve_state,
             shard=lambda: self._tracker.tree.shard_name,
         )
         sign, size = node.identity.sign, config.group_size_max

@@ -316,27 +316,56 @@ def simulation() -> None:
 
 
 def connections() -> None:
-    picture = Picture("connections", "Which peer dials which other peer, and on which port", 860, 340)
-    picture.box(330, 30, 200, 60, "entry point\nlistens on TCP 4000", GREEN)
-    picture.box(40, 180, 200, 60, "volunteer\nlistens on a TCP port")
-    picture.box(330, 180, 200, 60, "volunteer\nlistens on a TCP port")
-    picture.box(620, 180, 200, 60, "client\nlistens nowhere", YELLOW)
-    picture.arrow(160, 178, 350, 92, both=True)
-    picture.arrow(430, 178, 430, 92, both=True)
-    picture.arrow(242, 210, 328, 210, both=True)
-    picture.arrow(618, 210, 532, 210)
-    picture.arrow(700, 178, 520, 92)
+    picture = Picture("connections", "Which peer dials which other peer, and on which port", 860, 420)
+    picture.box(330, 30, 200, 60, "entry point, relay\nlistens on TCP 4000, 4001", GREEN)
+    picture.box(40, 160, 200, 60, "volunteer\nlistens on a TCP port")
+    picture.box(330, 160, 200, 60, "volunteer\nlistens on a TCP port")
+    picture.box(620, 160, 200, 60, "client\nlistens nowhere", YELLOW)
+    picture.box(40, 270, 200, 60, "volunteer behind a router\nreached through the relay", YELLOW)
+    picture.box(620, 270, 200, 60, "volunteer behind a router\nreached through the relay", YELLOW)
+    picture.arrow(160, 158, 350, 92, both=True)
+    picture.arrow(430, 158, 430, 92, both=True)
+    picture.arrow(242, 190, 328, 190, both=True)
+    picture.arrow(618, 190, 532, 190)
+    picture.arrow(700, 158, 520, 92)
+    picture.arrow(242, 290, 370, 222)
+    picture.arrow(618, 290, 490, 222)
+    picture.arrow(242, 310, 618, 310, "hole punching, where the routers allow it", both=True, dashed=True)
     picture.text(
         40,
-        282,
+        362,
         "An arrow points from the peer that dials to the peer that is dialed. "
         "All calls of a pair use mutual TLS on the one port\n"
         "of the callee: DHT, groups, rounds, state, experts. "
-        "A peer behind a router is a client unless its port is forwarded.\n"
+        "Relays carry the calls to peers behind routers, on a port of their own.\n"
         "Two other ports exist on request only: "
         "the page of a monitor (--web) and its metrics (--prometheus).",
         colour=GREY,
     )
+    picture.save()
+
+
+def history() -> None:
+    picture = Picture(
+        "history", "A history that is cut in two: one side breaks, and gives up its epochs", 860, 300
+    )
+    picture.text(20, 34, "each certificate names the head that it follows", size=12, colour=GREY)
+    for number, text in enumerate(
+        ("genesis", "certificate 1\nvotes of A, B, C", "certificate 2\nvotes of A, B, C")
+    ):
+        picture.box(20 + 150 * number, 110, 130, 56, text)
+        if number:
+            picture.arrow(150 * number + 2, 138, 18 + 150 * number, 138)
+    picture.arrow(452, 130, 508, 84)
+    picture.arrow(452, 146, 508, 206)
+    picture.box(510, 54, 130, 56, "certificate 3\nvotes of A, B", GREEN)
+    picture.arrow(642, 82, 688, 82)
+    picture.box(690, 54, 150, 56, "certificate 4\nvotes of A, B, C", GREEN)
+    picture.box(510, 178, 130, 56, "break\nvote of C alone", RED)
+    picture.arrow(642, 200, 740, 114, dashed=True)
+    picture.text(510, 40, "two of three electors are a quorum: they continue", size=12, colour=GREY)
+    picture.text(510, 256, "C waits for the grace, then breaks; after the cut", size=12, colour=GREY)
+    picture.text(510, 273, "it gives up these epochs and loads the state of A, B", size=12, colour=GREY)
     picture.save()
 
 
@@ -408,7 +437,7 @@ def sequences() -> None:
 
 
 def main() -> None:
-    for draw in (overview, discovery, phases, modes, experts, simulation, connections, sequences):
+    for draw in (overview, discovery, phases, modes, experts, simulation, connections, history, sequences):
         draw()
 
 

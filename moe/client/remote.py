@@ -15,6 +15,7 @@ from moe.client.replicas.autograd_bridge import (
     uncompiled,
 )
 from moe.client.replicas.calling import ForwardResult, cast_to_schema
+from moe.client.taking_home import ModuleFactory, download, download_modules
 from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Tree, check, flatten, same_structure, unflatten
@@ -105,6 +106,18 @@ class RemoteExpert(torch.nn.Module):
             return self._bridge.run(work, self.backward_timeout_s)
 
         return unflatten(schema.outputs, attach_backward(tensors, outputs, run_backward))
+
+    def download(self) -> dict[str, torch.Tensor]:
+        """Return the expert's present parameters and buffers: the `state_dict` of its module. Three replicas
+        are compared where there are as many. Raises NotEnoughPeers when no server gives them.
+        """
+        return download(self._bridge.node, str(self.uid))[str(self.uid)].state
+
+    def to_local(self, make_module: ModuleFactory | None = None) -> torch.nn.Module:
+        """Return the expert as a module of this process. `make_module`: returns a new module like that of the
+        expert with this name; None: of the class that its servers name (those of `swarm serve` do).
+        """
+        return download_modules(self._bridge.node, str(self.uid), make_module)[str(self.uid)]
 
     def extra_repr(self) -> str:
         return str(self.uid)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _SCHEMAS_MAX = 1024
+_CLASS_CHARACTERS_MAX = 64
 _POOLED_BYTES = 256 << 10  # beyond this, encoding takes longer than a change of threads
 _TENSOR_CONNECTION = 1
 
@@ -82,6 +83,7 @@ class Description:
     batch_size_max: int  # the most samples of one request
     frozen: bool
     load: ServerLoad
+    expert_class: str = ""  # by which its server made it; empty: a module of the server's user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,7 @@ class ExpertCalls:
                     batch_size_max=one.batch_size_max,
                     frozen=one.frozen,
                     load=ServerLoad(one.wait_s, one.samples_per_s),
+                    expert_class=one.expert_class[:_CLASS_CHARACTERS_MAX],
                 )
             )
         return found

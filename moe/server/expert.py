@@ -86,6 +86,7 @@ class Expert:
         self._past: tuple[CommonVersion, ...] = ()  # the last versions in common with replicas
         # its state is one of its replicas: it was averaged with them, or taken over by this server or another
         self.settled = False
+        self.expert_class = ""  # the name by which `swarm serve` made it, for those who take it home
         self.turns = 1  # its server averages it once in this many periods
         self.samples = 0  # samples of backward passes
         # held by the computing thread, checkpoints and averaging while they use the expert
@@ -262,6 +263,14 @@ class Expert:
         """
         with using(self.device):
             return self._learner.view()
+
+    def module_state(self) -> Blob:
+        """Return a copy of the module's `state_dict` as a blob, for those who take the expert home. The lock
+        must be held. Raises PeerError when a tensor's dtype cannot be sent, or there is no memory, and
+        DeviceFailed.
+        """
+        with using(self.device):
+            return self._learner.module_state(self.module)
 
     def load_state(self, blob: Blob, lineage: ExpertLineage) -> None:
         """Replace everything by a state of such an expert, from a checkpoint or a replica. The lock must be

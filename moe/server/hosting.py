@@ -78,7 +78,7 @@ class HostingService:
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
         self._receiving: Counter[PeerId] = Counter()  # bytes by caller
-        self._states = StateDonor(self._hosted)
+        self._states = StateDonor(self._hosted, self._is_stranger)
         node.handlers.direct(methods.DESCRIBE, self._describe)
         node.handlers.unary(methods.CALL, self._call)
         node.handlers.stream(methods.EXCHANGE, self._exchange)
@@ -174,6 +174,7 @@ class HostingService:
                     samples_per_s=hosted.compute.samples_per_s,
                     past=wire_past(hosted.expert.lineage) if request.with_lineage else (),
                     turns=hosted.expert.turns if request.with_lineage else 0,
+                    expert_class=hosted.expert.expert_class,
                 )
             )
         return reply

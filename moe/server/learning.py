@@ -18,10 +18,11 @@ from typing import Any, TypeAlias
 import torch
 
 from averaging.optim.finite import all_finite
-from averaging.optim.state.snapshot import Blob
+from averaging.optim.state.snapshot import DTYPE_NAMES, Blob, encode_snapshot
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
-from swarm.core.device import is_device_failure
+from swarm.core.device import is_device_failure, is_out_of_memory
+from swarm.core.errors import PeerError
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -159,6 +160,20 @@ class ExpertLearner:
         view.complete_copy()
         view.close()
         return view
+
+    def module_state(self, module: torch.nn.Module) -> Blob:
+        """Return a copy of the module's own `state_dict`, in host memory. Raises PeerError when it cannot be
+        sent.
+        """
+        named = [(name, one) for name, one in module.state_dict().items() if isinstance(one, torch.Tensor)]
+        if any(one.dtype not in DTYPE_NAMES for _, one in named):
+            raise PeerError("the expert has tensors of a dtype that cannot be sent")
+        try:
+            return encode_snapshot(self.steps, {}, named)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise PeerError("there is no memory for a copy of the expert") from error
 
     @property
     def state_bytes_max(self) -> int:

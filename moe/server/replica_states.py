@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from averaging.optim.state.snapshot import Blob
 from moe.protocol import methods
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.names import ExpertUid
+from moe.protocol.states import StateFetching, transfer_s_max
 from moe.protocol.tensors import CHUNK_BYTES
 from moe.server.devices import DeviceFailed
 from moe.server.expert import Expert
@@ -45,9 +46,6 @@ _log = logging.getLogger(__name__)
 _READ_TIMEOUT_S = 5.0
 _CALLS_MAX = 16  # descriptions asked for at once
 _GIVEN_MAX = 2  # states given at once: each is a copy in memory
-_GIVE_S = 30.0  # a state is given within this, and the time that it takes at the slowest pace
-_PACE_BYTES_PER_S = 256 << 10
-_STATE_CONNECTION = 1  # the one for large tensors
 _DONORS_MAX = 4  # asked for one state, one after the other
 _TURNS_MAX = 64
 
@@ -65,7 +63,7 @@ def wire_past(lineage: ExpertLineage) -> list[ExpertCommonVersion]:
     return [ExpertCommonVersion(name=one.name, version=one.version) for one in lineage.past]
 
 
-def _read_lineage(version: int, past: Sequence[ExpertCommonVersion]) -> ExpertLineage:
+def read_lineage(version: int, past: Sequence[ExpertCommonVersion]) -> ExpertLineage:
     """Return a lineage that a peer sent. Raises PeerError when it is malformed."""
     if (
         len(past) > PAST_MAX
@@ -78,12 +76,13 @@ def _read_lineage(version: int, past: Sequence[ExpertCommonVersion]) -> ExpertLi
 
 class StateDonor:
     """Gives states of the `hosted` experts to servers that ask. The mapping is that of the hosting service,
-    by name; experts that are not ready are not in it.
+    by name; experts that are not ready are not in it. A peer gets one state at a time, and strangers take one
+    of the places at most.
     """
 
-    def __init__(self, hosted: Mapping[str, HostedExpert]) -> None:
-        self._hosted = hosted
-        self._giving = 0
+    def __init__(self, hosted: Mapping[str, HostedExpert], is_stranger: Callable[[PeerId], bool]) -> None:
+        self._hosted, self._is_stranger = hosted, is_stranger
+        self._receivers: set[PeerId] = set()
 
     async def give(self, stream: Stream) -> None:
         """Answer a request for a state. Raises PeerError for a malformed one."""
@@ -95,25 +94,35 @@ class StateDonor:
         hosted = self._hosted.get(request.uid)
         if hosted is None or request.schema_digest != hosted.expert.schema.digest:
             await _refuse(stream, expert_pb2.EXPERT_MISSING, "such an expert is not hosted here")
-        elif self._giving >= _GIVEN_MAX:
-            await _refuse(stream, expert_pb2.EXPERT_OVERLOADED, "other servers are given states")
+        elif not self._has_place(stream.peer_id):
+            await _refuse(stream, expert_pb2.EXPERT_OVERLOADED, "others are given states")
         else:
-            self._giving += 1
+            self._receivers.add(stream.peer_id)
             try:
-                await self._give(stream, hosted.expert)
+                await self._give(stream, hosted.expert, parameters_only=request.parameters_only)
             finally:
-                self._giving -= 1
+                self._receivers.discard(stream.peer_id)
 
-    async def _give(self, stream: Stream, expert: Expert) -> None:
+    def _has_place(self, peer_id: PeerId) -> bool:
+        strangers = sum(map(self._is_stranger, self._receivers))
+        return (
+            peer_id not in self._receivers
+            and len(self._receivers) < _GIVEN_MAX
+            and not (strangers and self._is_stranger(peer_id))
+        )
+
+    async def _give(self, stream: Stream, expert: Expert, *, parameters_only: bool) -> None:
         try:
-            blob, lineage = await asyncio.get_running_loop().run_in_executor(None, _copy_state, expert)
+            blob, lineage = await asyncio.get_running_loop().run_in_executor(
+                None, _copy_state, expert, parameters_only
+            )
         except (PeerError, DeviceFailed) as error:
             await _refuse(stream, expert_pb2.EXPERT_FAILED, str(error))
             return
-        expert.settled = True
+        expert.settled = expert.settled or not parameters_only
         reply = ExpertStateReply(payload_bytes=len(blob), version=lineage.version, past=wire_past(lineage))
         try:
-            async with asyncio.timeout(_GIVE_S + len(blob) / _PACE_BYTES_PER_S):
+            async with asyncio.timeout(transfer_s_max(len(blob))):
                 await stream.send(reply.SerializeToString())
                 view = memoryview(blob)
                 for start in range(0, len(view), CHUNK_BYTES):
@@ -126,9 +135,10 @@ async def _refuse(stream: Stream, status: expert_pb2.ExpertStatus, reason: str) 
     await stream.send(ExpertStateReply(status=status, reason=reason).SerializeToString())
 
 
-def _copy_state(expert: Expert) -> tuple[Blob, ExpertLineage]:
+def _copy_state(expert: Expert, parameters_only: bool) -> tuple[Blob, ExpertLineage]:
     with expert.lock:
-        return expert.state().blob, expert.lineage
+        blob = expert.module_state() if parameters_only else expert.state().blob
+        return blob, expert.lineage
 
 
 class ReplicaStates:
@@ -136,6 +146,7 @@ class ReplicaStates:
 
     def __init__(self, node: Node) -> None:
         self._channels, self._pool = node.channels, node.network.pool
+        self._fetching = node.service(StateFetching.from_node)
         self._slots = asyncio.Semaphore(_CALLS_MAX)
 
     async def lineages(
@@ -193,29 +204,8 @@ class ReplicaStates:
     async def _fetch(self, uid: ExpertUid, expert: Expert, donor: ExpertReplica) -> ExpertLineage:
         loop = asyncio.get_running_loop()
         bytes_max = await loop.run_in_executor(self._pool, lambda: expert.state_bytes_max)
-        timeout_s = _GIVE_S + bytes_max / _PACE_BYTES_PER_S
-        request = ExpertStateRequest(uid=str(uid), schema_digest=expert.schema.digest)
-        async with (
-            asyncio.timeout(timeout_s),
-            self._channels.open_stream(
-                donor.contact, methods.STATE, timeout_s=timeout_s, connection=_STATE_CONNECTION
-            ) as stream,
-        ):
-            await stream.send(request.SerializeToString())
-            try:
-                reply = ExpertStateReply.FromString(await stream.receive() or b"")
-            except DecodeError:
-                raise PeerError(f"peer {donor.peer_id} sent no reply to a request for a state") from None
-            if reply.status != expert_pb2.EXPERT_OK:
-                raise PeerError(f"peer {donor.peer_id} does not give it: {reply.reason[:200]}")
-            if not 0 < reply.payload_bytes <= bytes_max:
-                raise PeerError(
-                    f"peer {donor.peer_id} announces a state of {reply.payload_bytes} bytes: "
-                    f"that of this expert has at most {bytes_max}"
-                )
-            lineage = _read_lineage(reply.version, reply.past)
-            payload = await methods.receive_payload(stream, reply.payload_bytes)
-        blob = memoryview(payload.numpy())  # type: ignore[arg-type, unused-ignore]
+        reply, blob = await self._fetching.fetch(donor, uid, bytes_max)
+        lineage = read_lineage(reply.version, reply.past)
         await loop.run_in_executor(self._pool, _load_state, expert, blob, lineage)
         return lineage
 
@@ -229,4 +219,4 @@ def _load_state(expert: Expert, blob: Blob, lineage: ExpertLineage) -> None:
 def _read_description(one: ExpertDescription) -> ReplicaLineage | None:
     if not one.schema:
         return None
-    return ReplicaLineage(_read_lineage(one.version, one.past), min(max(one.turns, 1), _TURNS_MAX))
+    return ReplicaLineage(read_lineage(one.version, one.past), min(max(one.turns, 1), _TURNS_MAX))

@@ -1,10 +1,8 @@
-"""`swarm pause`, `swarm resume`, `swarm change` and `swarm export`: act on a run while others train it."""
+"""`swarm pause`, `swarm resume` and `swarm change`: act on a run while others train it."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +13,14 @@ import click
 from swarm.cli import options
 from swarm.cli.control import Control
 from swarm.cli.identity import open_entry_identity
-from swarm.cli.invite import contacts_of, owners_entries, run_addresses, stored_run
-from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
+from swarm.cli.invite import contacts_of, owners_entries, run_addresses
+from swarm.cli.paths import control_folder, default_identity, specifications_folder
 from swarm.cli.render import print_result
 from swarm.core.errors import NotInvited, SwarmError
 from swarm.core.identity import Identity
 from swarm.run.entering import find_run, refusal, wait_for_answer
 
 if TYPE_CHECKING:
-    from averaging.optim.state.checkpoint import Checkpoint
     from swarm.dht.logic.blobs import Handover
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
@@ -101,23 +98,22 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     "--pause/--resume",
     "paused",
     default=None,
-    help="Nobody trains for a while; members stay and keep the state.",
+    help="Stop training for a while, or go on; members stay and keep the state.",
 )
 @click.option("--end/--reopen", "ended", default=None, help="End the run for everybody, or open it again.")
 @click.option(
     "--ban",
     metavar="PEERID",
     multiple=True,
-    help="Every member avoids this peer; may be given several times.",
+    help="Make every member avoid this peer. Repeatable.",
 )
-@click.option(
-    "--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer; may be given several times."
-)
+@click.option("--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer. Repeatable.")
 @click.option(
     "--revoke",
     metavar="PEERID",
     multiple=True,
-    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it.",
+    help="Refuse a peer and all that it invited, or an invite (swarm1...) and all that joined by it. "
+    "Repeatable.",
 )
 @options.as_json
 def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: Any) -> int:
@@ -180,75 +176,6 @@ def tell_members(node: Node, directory: RunDirectory, signed: SignedSpecificatio
     contacts = node.network.run(reading, 12.0)
     versions = node.network.run(send_version(node.channels, signed, contacts), 30.0)
     return len(contacts), sum(version >= signed.version for version in versions.values())
-
-
-@click.command(context_settings=options.CONTEXT)
-@click.argument("run", metavar="RUN")
-@options.peers_of_run
-@click.option(
-    "--output",
-    "-o",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="The safetensors file to write.",
-)
-@click.option(
-    "--optimizer", is_flag=True, help="With the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
-)
-@options.as_json
-def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, as_json: bool) -> int:
-    """Write a run's model to a safetensors file: what torch's load_state_dict takes.
-
-    From the newest good checkpoint on this machine, or with --from as the run's peers have it now.
-
-    \b
-    Examples:
-      swarm export bytelm -o bytelm.safetensors
-      swarm export bytelm -o bytelm.safetensors --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
-    """
-    from swarm.run.exporting import export as write
-
-    output = output.expanduser()
-    if addresses:
-        where = RunAddress(run=run, addresses=addresses)
-        with (
-            temporary_node(where) as (node, directory),
-            tempfile.TemporaryDirectory(prefix="swarm-") as folder,
-        ):
-            signed = find_run(node, directory, run)
-            checkpoint = _download(node, directory, signed, Path(folder))
-            write(signed, checkpoint, output, optimizer=optimizer)
-    else:
-        signed, checkpoint = _newest_on_disk(run)
-        write(signed, checkpoint, output, optimizer=optimizer)
-    size = output.stat().st_size
-    print_result(
-        "exported",
-        {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(output), "bytes": size},
-        f"{signed.full_name}, epoch {checkpoint.epoch}: {size / 1e6:,.1f} MB in {output}",
-        as_json=as_json,
-    )
-    return 0
-
-
-def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:
-    """Return the specification and newest checkpoint of a run on this machine."""
-    from swarm.run.exporting import newest_checkpoint
-
-    signed = stored_run(run)
-    return signed, newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
-
-
-def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, folder: Path) -> Checkpoint:
-    """Download the current state of a run from its peers."""
-    from swarm.run.exporting import read_checkpoint
-    from swarm.run.volunteer import Volunteer, VolunteerConfig
-
-    volunteer = Volunteer(
-        node, signed, directory, VolunteerConfig(device="cpu"), lambda event: None, threading.Event()
-    )
-    return read_checkpoint(volunteer.fetch_state(folder / "state.safetensors"))
 
 
 @contextlib.contextmanager

@@ -23,13 +23,14 @@ _REPORT_S = 5.0  # interval in which the number of known peers is checked
     "--identity",
     metavar="FILE",
     default=None,
-    help="Its identity file; `new`: a new one that is not kept. [default: one of its own]",
+    help="The identity file of this entry point; `new`: a new one that is not kept. [default: this user's, "
+    "for entry points]",
 )
 @click.option(
     "--bootstrap",
     metavar="ADDRESS",
     multiple=True,
-    help="Another entry point of the same swarm; may be given several times.",
+    help="Another entry point of the same swarm. Repeatable.",
 )
 @click.option(
     "--listen",

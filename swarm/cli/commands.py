@@ -20,7 +20,7 @@ COMMANDS = {
     "demo": ("demo", "Watch several peers train a model on this machine."),
     "doctor": ("doctor", "Find out whether this machine can volunteer."),
     "experts": ("experts", "List the experts of a swarm."),
-    "export": ("admin", "Write a run's model to a file."),
+    "export": ("export", "Write a run's model, or a grid of experts, to a file."),
     "identity": ("identity", "Show, make, export or import an identity."),
     "invite": ("invite", "Make an invite to a run."),
     "join": ("train", "Volunteer for a run."),

@@ -37,7 +37,7 @@ _TRAINING = (*_LOOPBACK, "--device", "cpu", "--preset", "local")
     type=click.IntRange(1, 16),
     default=3,
     show_default=True,
-    help="How many train, the one that creates the run included.",
+    help="How many volunteers train, including the one that creates the run.",
 )
 @click.option(
     "--seconds",
@@ -50,7 +50,7 @@ _TRAINING = (*_LOOPBACK, "--device", "cpu", "--preset", "local")
     "--web",
     metavar="HOST:PORT",
     default=None,
-    help="Also a monitor, with its page there; port 0 picks a free one.",
+    help="Also start a monitor that serves its page there; port 0 picks a free one.",
 )
 @options.as_json
 @options.exit_with_parent

@@ -47,8 +47,8 @@ def identity(
 ) -> int:
     """Show or make an identity: the key that says who a peer is and which runs it owns.
 
-    Keep a copy of the identity that owns a run: without it nobody can change the run any more. A copy is
-    worthless to others without its passphrase, and to you as well.
+    Keep a copy of the identity that owns a run: without it nobody can change the run any more. Without its
+    passphrase a copy is worthless, to others and to you.
 
     \b
     Examples:

@@ -63,7 +63,7 @@ _MEMBER_ROLES: tuple[Role, ...] = ("train", "serve", "observe")
     "roles",
     type=click.Choice(ROLES),
     multiple=True,
-    help="What they may do; may be given several times. [default: train, serve, observe, as far as you may]",
+    help="What they may do. Repeatable. [default: those of train, serve and observe that you have]",
 )
 @options.peers_of_run
 @options.owner_identity

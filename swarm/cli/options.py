@@ -43,7 +43,7 @@ listen = click.option(
     "--listen",
     metavar="HOST:PORT",
     default=None,
-    help="Where to listen; port 0: a free one; none: accept no calls.",
+    help="Where to listen; port 0 picks a free one; none: accept no calls.",
 )
 announce = click.option(
     "--announce",
@@ -96,7 +96,7 @@ peers_of_run = click.option(
     "addresses",
     metavar="ADDRESS",
     multiple=True,
-    help="A peer of the run; may be given several times.",
+    help="A peer of the run. Repeatable.",
 )
 libp2p_bootstrap = click.option(
     "--libp2p-bootstrap",

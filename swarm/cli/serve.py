@@ -96,14 +96,14 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     type=click.Choice(["adam", "adamw", "sgd", "none"]),
     default="adam",
     show_default=True,
-    help="none: frozen.",
+    help="How the experts learn; none: their parameters stay as they are.",
 )
 @click.option("--lr", type=click.FloatRange(0), default=1e-3, show_default=True, help="Learning rate.")
 @click.option(
     "--clip-norm",
     type=click.FloatRange(0, min_open=True),
     default=None,
-    help="Scale gradients down to this norm.",
+    help="Scale gradients with a larger norm down to this norm.",
 )
 @click.option(
     "--warmup-steps",
@@ -143,7 +143,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     "--keep-activations-mb",
     type=click.IntRange(0),
     default=0,
-    help="Keep activations for backward instead of recomputing them.",
+    help="Keep up to this many MB of activations for backward passes, instead of computing them again.",
 )
 @click.option(
     "--average-s",
@@ -163,7 +163,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 def serve(context: click.Context, /, **given: Any) -> int:
     """Host experts: layers that others call forward and backward, and that learn from it.
 
-    GRID.toml, or --experts with the options for its experts, founds a grid: its signed specification says
+    GRID.toml, or --experts with the options for its experts, creates a grid: its signed specification says
     what every server of it hosts. In a swarm that has a grid, ADDRESS is enough; an option that contradicts
     the grid is refused. Without an ADDRESS, a new swarm begins. Experts that several servers host are
     replicas: a server that joins takes over their state, callers use any of them, and their parameters are
@@ -220,12 +220,12 @@ def _serve(choices: ServeChoices) -> int:
                     choices.factory(offered)  # before it is published
                 if choices.addresses:
                     enter(node, choices.addresses)
-                signed, founded = _enter_grid(choices, node, own, offered)
+                signed, created = _enter_grid(choices, node, own, offered)
                 _follow_grid(node, signed, shutdown, output)
                 keep_present_objects()
                 if node.dht.clock_problem:
                     output.emit(Notice(text=node.dht.clock_problem))
-                _Hosting(choices, signed, node, shutdown, output).run(founded)
+                _Hosting(choices, signed, node, shutdown, output).run(created)
         finally:
             own.close()
     return 0
@@ -234,26 +234,26 @@ def _serve(choices: ServeChoices) -> int:
 def _enter_grid(
     choices: ServeChoices, node: Node, own: Identity, offered: GridSpecification | None
 ) -> tuple[SignedSpecification, bool]:
-    """Return the grid to host, and whether this command has founded it. Raise UsageError when the swarm has
+    """Return the grid to host, and whether this command has created it. Raise UsageError when the swarm has
     none, or one that this command's options contradict.
     """
     from swarm.run.creation import create_run
     from swarm.run.directory import RunDirectory
-    from swarm.run.grid_entry import check_agrees, check_module, found_or_enter
+    from swarm.run.grid_entry import check_agrees, check_module, create_or_enter
     from swarm.run.membership import check_invited, save_capability
     from swarm.run.specification_store import SpecificationStore
 
     store = SpecificationStore(specifications_folder())
     directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, store=store)
-    founded = False
+    created = False
     if offered is not None and choices.grid is None:
         given = choices.given_keys(offered)
         entering = (
-            found_or_enter(directory, offered, given, own, node.clock)
+            create_or_enter(directory, offered, given, own, node.clock)
             if choices.addresses
             else create_run(directory, offered, own, node.clock)
         )
-        signed, founded = node.network.run(entering, _CREATE_S_MAX)
+        signed, created = node.network.run(entering, _CREATE_S_MAX)
     else:
         signed = find_run(node, directory, choices.grid, grid=True)
         described = offered or choices.described(choices.experts or signed.grid.experts)
@@ -266,7 +266,7 @@ def _enter_grid(
     if node.membership is not None and own.path is not None:
         save_capability(specifications_folder(), node.membership)
     node.network.run(directory.save(signed), _READ_TIMEOUT_S)
-    return signed, founded
+    return signed, created
 
 
 def _follow_grid(node: Node, signed: SignedSpecification, shutdown: Shutdown, output: Output) -> None:
@@ -309,8 +309,8 @@ class _Hosting:
         self._choices, self._signed, self._node = choices, signed, node
         self._shutdown, self._output = shutdown, output
 
-    def run(self, founded: bool) -> None:
-        """Host the experts, and move to others where the grid needs it. `founded`: by this command."""
+    def run(self, created: bool) -> None:
+        """Host the experts, and move to others where the grid needs it. `created`: by this command."""
         factory = self._choices.factory(self._signed.grid)
         placing = self._choices.placing(self._signed.grid, self._node, factory)
         experts = {uid: factory.make(uid) for uid in placing.first()}
@@ -318,7 +318,7 @@ class _Hosting:
         while True:
             with self._open_server(experts) as server:
                 if move is None:
-                    self._emit(_served_event(self._signed, founded, self._node, server, factory.device))
+                    self._emit(_served_event(self._signed, created, self._node, server, factory.device))
                 move = watch(
                     server, self._shutdown, self._output, self._choices.load_interval_s, placing.next_move
                 )
@@ -352,7 +352,7 @@ class _Hosting:
 
 
 def _served_event(
-    signed: SignedSpecification, founded: bool, node: Node, server: ExpertServer, device: torch.device
+    signed: SignedSpecification, created: bool, node: Node, server: ExpertServer, device: torch.device
 ) -> Served:
     first, expert = next(iter(server.experts.items()))
     parameters = sum(parameter.numel() for parameter in expert.module.parameters())
@@ -365,7 +365,7 @@ def _served_event(
         experts=[str(uid) for uid in server.experts],
         resumed=server.resumed,
         grid=signed.full_name,
-        founded=founded,
+        created=created,
         expert_class=signed.grid.expert_class,
         parameters=parameters,
         schema=str(expert.schema),

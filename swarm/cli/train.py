@@ -130,7 +130,7 @@ def _training_options(
     "--bootstrap",
     metavar="ADDRESS",
     multiple=True,
-    help="A peer of an existing swarm; may be given several times.",
+    help="A peer of an existing swarm. Repeatable.",
 )
 @click.option(
     "--identity",
@@ -148,9 +148,9 @@ def _training_options(
 def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     """Create a run and train as its first volunteer.
 
-    Publishes the run's signed specification and prints the command with which others join. Started again with
-    the same file and identity while others still train, it joins them; with a changed file, it publishes the
-    change. If everybody has left, it goes on from this machine's newest checkpoint.
+    The command publishes the run's signed specification and prints the line with which others join. Started
+    again with the same file and identity while others still train, it joins them; with a changed file, it
+    publishes the change. If everybody has left, it goes on from this machine's newest checkpoint.
 
     \b
     Examples:
@@ -210,12 +210,13 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
     """Volunteer for the run at ADDRESS: the address of a live peer or, for a run of invited peers, an INVITE.
     Several are tried at once.
 
-    A run that this machine took part in is joined by its name, RUN: this machine remembers peers of it. Other
-    runs are found by it in libp2p's DHT, with --libp2p-bootstrap. Without any of these, lists the runs on the
-    local network, and joins the only one, or asks which.
+    RUN, the name of a run, is enough for a run in which this machine has taken part, because it remembers
+    peers of it. With --libp2p-bootstrap, any run is found by its name in libp2p's DHT. Without arguments, the
+    command lists the runs on the local network, and joins the only one, or asks which.
 
-    Shows what will be trained, what memory it takes and what traffic to expect, asks, downloads the current
-    state and trains until Ctrl-C. A volunteer that entered by an invite keeps its identity for the next time.
+    The command shows what will be trained, what memory it takes and what traffic to expect, and asks. Then it
+    downloads the current state and trains until Ctrl-C. A volunteer that entered by an invite keeps its
+    identity for the next time.
 
     \b
     Examples:

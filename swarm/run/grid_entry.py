@@ -1,5 +1,5 @@
-"""How a server enters a grid of experts: it founds the grid, or takes the specification of one that the swarm
-has, which its user's options must not contradict.
+"""How a server enters a grid of experts: it creates the grid, or takes the specification of one that the
+swarm has, which its user's options must not contradict.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READ_TIMEOUT_S = 5.0
 _MODULE_BYTES_MAX = 16 << 20
 
 
-async def found_or_enter(
+async def create_or_enter(
     directory: RunDirectory,
     offered: GridSpecification,
     given: Collection[str],
@@ -36,8 +36,8 @@ async def found_or_enter(
     clock: Clock,
 ) -> tuple[SignedSpecification, bool]:
     """Return the swarm's grid with the name of the offered one, and whether it is new. If there is none,
-    `owner` founds it; if it is the owner's, an offer that differs becomes its next version. `given` holds the
-    keys of the offered specification that the user has set.
+    `owner` creates it; if it is the owner's, an offer that differs becomes its next version. `given` holds
+    the keys of the offered specification that the user has set.
 
     Raises UsageError if the swarm has several grids of the name, or one that differs in a key of `given`.
     """
@@ -57,8 +57,8 @@ def check_agrees(signed: SignedSpecification, offered: GridSpecification, given:
     """Raise UsageError that names the keys of `given` in which the signed grid differs from the offered one.
     The offered experts may be some of the grid's.
     """
-    founded = signed.grid
-    before, after = founded.flat_table(), offered.flat_table()
+    existing = signed.grid
+    before, after = existing.flat_table(), offered.flat_table()
     problems = [
         f"its {key} is {before[key]!r}, not {after[key]!r}"
         for key in sorted(set(given) - {"experts"})
@@ -66,14 +66,14 @@ def check_agrees(signed: SignedSpecification, offered: GridSpecification, given:
     ]
     if "experts" in given:
         problems += [
-            f"it has no experts {one}: it is made of {', '.join(founded.experts)}"
+            f"it has no experts {one}: it is made of {', '.join(existing.experts)}"
             for one in offered.patterns
-            if not founded.has(one)
+            if not existing.has(one)
         ]
     if problems:
         raise UsageError(
             f"the swarm has the grid {signed.full_name}, and {'; '.join(problems)}. Leave these options out, "
-            "or found another grid with other names for its experts"
+            "or create another grid with other names for its experts"
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe.server.classes import ExpertSettings, expert_class, make
+from moe.classes import ExpertSettings, expert_class, make
 from moe.server.expert import Expert
 from swarm.core.device import resolve_device
 
@@ -62,6 +62,7 @@ class ExpertFactory:
             keep_activations_bytes=self._keep_activations_bytes,
         )
         expert.target_batch_size = optimizer.target_batch_size
+        expert.expert_class = self._grid.expert_class if self._grid.module is None else ""
         return expert
 
     def bytes_of_one(self) -> int:

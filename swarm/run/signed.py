@@ -81,6 +81,11 @@ class SignedSpecification:
         return self.specification
 
     @property
+    def is_grid(self) -> bool:
+        """Return whether it is of a grid of experts."""
+        return isinstance(self.specification, GridSpecification)
+
+    @property
     def grid(self) -> GridSpecification:
         """Return the specification of a grid of experts. Raise UsageError for a run that trains."""
         if not isinstance(self.specification, GridSpecification):

@@ -24,33 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17swarm/wire/expert.proto\x12\nswarm.wire\"5\n\x0f\x44\x65scribeRequest\x12\x0c\n\x04uids\x18\x01 \x03(\t\x12\x14\n\x0cwith_lineage\x18\x02 \x01(\x08\"?\n\rDescribeReply\x12.\n\x07\x65xperts\x18\x01 \x03(\x0b\x32\x1d.swarm.wire.ExpertDescription\"\xce\x01\n\x11\x45xpertDescription\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0e\n\x06schema\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61tch_size_max\x18\x04 \x01(\r\x12\x0e\n\x06\x66rozen\x18\x05 \x01(\x08\x12\x0e\n\x06wait_s\x18\x06 \x01(\x02\x12\x15\n\rsamples_per_s\x18\x07 \x01(\x02\x12-\n\x04past\x18\x08 \x03(\x0b\x32\x1f.swarm.wire.ExpertCommonVersion\x12\r\n\x05turns\x18\t \x01(\r\"4\n\x13\x45xpertCommonVersion\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\"8\n\x12\x45xpertStateRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x15\n\rschema_digest\x18\x02 \x01(\x0c\"\xa3\x01\n\x10\x45xpertStateReply\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.swarm.wire.ExpertStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12-\n\x04past\x18\x05 \x03(\x0b\x32\x1f.swarm.wire.ExpertCommonVersion\"\xe3\x02\n\rExpertRequest\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.swarm.wire.ExpertPass\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x15\n\rschema_digest\x18\x03 \x01(\x0c\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.swarm.wire.TensorHeader\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\x0c\x12\x0f\n\x07version\x18\t \x01(\x04\x12\x0c\n\x04keep\x18\n \x01(\x08\x12\x13\n\x0breply_codec\x18\x0b \x01(\r\x12\x1b\n\x13reply_codec_version\x18\x0c \x01(\r\x12\x13\n\x0binputs_kept\x18\r \x01(\x08\x12\x1a\n\rstaleness_max\x18\x0e \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_staleness_max\"[\n\x0cTensorHeader\x12\r\n\x05\x63odec\x18\x01 \x01(\r\x12\x15\n\rcodec_version\x18\x02 \x01(\r\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x61\x62sent\x18\x04 \x01(\x08\"\xd9\x01\n\x0b\x45xpertReply\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.swarm.wire.ExpertStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.swarm.wire.TensorHeader\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06wait_s\x18\x08 \x01(\x02\x12\x0c\n\x04kept\x18\t \x01(\x08*5\n\nExpertPass\x12\x12\n\x0e\x45XPERT_FORWARD\x10\x00\x12\x13\n\x0f\x45XPERT_BACKWARD\x10\x01*\xab\x01\n\x0c\x45xpertStatus\x12\r\n\tEXPERT_OK\x10\x00\x12\x15\n\x11\x45XPERT_OVERLOADED\x10\x01\x12\x12\n\x0e\x45XPERT_MISSING\x10\x02\x12\x12\n\x0e\x45XPERT_REFUSED\x10\x03\x12\x11\n\rEXPERT_FAILED\x10\x04\x12\x12\n\x0e\x45XPERT_APPLIED\x10\x05\x12\x14\n\x10\x45XPERT_FORGOTTEN\x10\x06\x12\x10\n\x0c\x45XPERT_STALE\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17swarm/wire/expert.proto\x12\nswarm.wire\"5\n\x0f\x44\x65scribeRequest\x12\x0c\n\x04uids\x18\x01 \x03(\t\x12\x14\n\x0cwith_lineage\x18\x02 \x01(\x08\"?\n\rDescribeReply\x12.\n\x07\x65xperts\x18\x01 \x03(\x0b\x32\x1d.swarm.wire.ExpertDescription\"\xe4\x01\n\x11\x45xpertDescription\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0e\n\x06schema\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61tch_size_max\x18\x04 \x01(\r\x12\x0e\n\x06\x66rozen\x18\x05 \x01(\x08\x12\x0e\n\x06wait_s\x18\x06 \x01(\x02\x12\x15\n\rsamples_per_s\x18\x07 \x01(\x02\x12-\n\x04past\x18\x08 \x03(\x0b\x32\x1f.swarm.wire.ExpertCommonVersion\x12\r\n\x05turns\x18\t \x01(\r\x12\x14\n\x0c\x65xpert_class\x18\n \x01(\t\"4\n\x13\x45xpertCommonVersion\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\"Q\n\x12\x45xpertStateRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x15\n\rschema_digest\x18\x02 \x01(\x0c\x12\x17\n\x0fparameters_only\x18\x03 \x01(\x08\"\xa3\x01\n\x10\x45xpertStateReply\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.swarm.wire.ExpertStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12-\n\x04past\x18\x05 \x03(\x0b\x32\x1f.swarm.wire.ExpertCommonVersion\"\xe3\x02\n\rExpertRequest\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.swarm.wire.ExpertPass\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x15\n\rschema_digest\x18\x03 \x01(\x0c\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.swarm.wire.TensorHeader\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\x0c\x12\x0f\n\x07version\x18\t \x01(\x04\x12\x0c\n\x04keep\x18\n \x01(\x08\x12\x13\n\x0breply_codec\x18\x0b \x01(\r\x12\x1b\n\x13reply_codec_version\x18\x0c \x01(\r\x12\x13\n\x0binputs_kept\x18\r \x01(\x08\x12\x1a\n\rstaleness_max\x18\x0e \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_staleness_max\"[\n\x0cTensorHeader\x12\r\n\x05\x63odec\x18\x01 \x01(\r\x12\x15\n\rcodec_version\x18\x02 \x01(\r\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x61\x62sent\x18\x04 \x01(\x08\"\xd9\x01\n\x0b\x45xpertReply\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.swarm.wire.ExpertStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.swarm.wire.TensorHeader\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06wait_s\x18\x08 \x01(\x02\x12\x0c\n\x04kept\x18\t \x01(\x08*5\n\nExpertPass\x12\x12\n\x0e\x45XPERT_FORWARD\x10\x00\x12\x13\n\x0f\x45XPERT_BACKWARD\x10\x01*\xab\x01\n\x0c\x45xpertStatus\x12\r\n\tEXPERT_OK\x10\x00\x12\x15\n\x11\x45XPERT_OVERLOADED\x10\x01\x12\x12\n\x0e\x45XPERT_MISSING\x10\x02\x12\x12\n\x0e\x45XPERT_REFUSED\x10\x03\x12\x11\n\rEXPERT_FAILED\x10\x04\x12\x12\n\x0e\x45XPERT_APPLIED\x10\x05\x12\x14\n\x10\x45XPERT_FORGOTTEN\x10\x06\x12\x10\n\x0c\x45XPERT_STALE\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm.wire.expert_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EXPERTPASS']._serialized_start=1317
-  _globals['_EXPERTPASS']._serialized_end=1370
-  _globals['_EXPERTSTATUS']._serialized_start=1373
-  _globals['_EXPERTSTATUS']._serialized_end=1544
+  _globals['_EXPERTPASS']._serialized_start=1364
+  _globals['_EXPERTPASS']._serialized_end=1417
+  _globals['_EXPERTSTATUS']._serialized_start=1420
+  _globals['_EXPERTSTATUS']._serialized_end=1591
   _globals['_DESCRIBEREQUEST']._serialized_start=39
   _globals['_DESCRIBEREQUEST']._serialized_end=92
   _globals['_DESCRIBEREPLY']._serialized_start=94
   _globals['_DESCRIBEREPLY']._serialized_end=157
   _globals['_EXPERTDESCRIPTION']._serialized_start=160
-  _globals['_EXPERTDESCRIPTION']._serialized_end=366
-  _globals['_EXPERTCOMMONVERSION']._serialized_start=368
-  _globals['_EXPERTCOMMONVERSION']._serialized_end=420
-  _globals['_EXPERTSTATEREQUEST']._serialized_start=422
-  _globals['_EXPERTSTATEREQUEST']._serialized_end=478
-  _globals['_EXPERTSTATEREPLY']._serialized_start=481
-  _globals['_EXPERTSTATEREPLY']._serialized_end=644
-  _globals['_EXPERTREQUEST']._serialized_start=647
-  _globals['_EXPERTREQUEST']._serialized_end=1002
-  _globals['_TENSORHEADER']._serialized_start=1004
-  _globals['_TENSORHEADER']._serialized_end=1095
-  _globals['_EXPERTREPLY']._serialized_start=1098
-  _globals['_EXPERTREPLY']._serialized_end=1315
+  _globals['_EXPERTDESCRIPTION']._serialized_end=388
+  _globals['_EXPERTCOMMONVERSION']._serialized_start=390
+  _globals['_EXPERTCOMMONVERSION']._serialized_end=442
+  _globals['_EXPERTSTATEREQUEST']._serialized_start=444
+  _globals['_EXPERTSTATEREQUEST']._serialized_end=525
+  _globals['_EXPERTSTATEREPLY']._serialized_start=528
+  _globals['_EXPERTSTATEREPLY']._serialized_end=691
+  _globals['_EXPERTREQUEST']._serialized_start=694
+  _globals['_EXPERTREQUEST']._serialized_end=1049
+  _globals['_TENSORHEADER']._serialized_start=1051
+  _globals['_TENSORHEADER']._serialized_end=1142
+  _globals['_EXPERTREPLY']._serialized_start=1145
+  _globals['_EXPERTREPLY']._serialized_end=1362
 # @@protoc_insertion_point(module_scope)

@@ -48,7 +48,7 @@ class DescribeReply(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[_Union[ExpertDescription, _Mapping]]] = ...) -> None: ...
 
 class ExpertDescription(_message.Message):
-    __slots__ = ("uid", "schema", "version", "batch_size_max", "frozen", "wait_s", "samples_per_s", "past", "turns")
+    __slots__ = ("uid", "schema", "version", "batch_size_max", "frozen", "wait_s", "samples_per_s", "past", "turns", "expert_class")
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class ExpertDescription(_message.Message):
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
     PAST_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_CLASS_FIELD_NUMBER: _ClassVar[int]
     uid: str
     schema: bytes
     version: int
@@ -67,7 +68,8 @@ class ExpertDescription(_message.Message):
     samples_per_s: float
     past: _containers.RepeatedCompositeFieldContainer[ExpertCommonVersion]
     turns: int
-    def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ..., turns: _Optional[int] = ...) -> None: ...
+    expert_class: str
+    def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., past: _Optional[_Iterable[_Union[ExpertCommonVersion, _Mapping]]] = ..., turns: _Optional[int] = ..., expert_class: _Optional[str] = ...) -> None: ...
 
 class ExpertCommonVersion(_message.Message):
     __slots__ = ("name", "version")
@@ -78,12 +80,14 @@ class ExpertCommonVersion(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
 
 class ExpertStateRequest(_message.Message):
-    __slots__ = ("uid", "schema_digest")
+    __slots__ = ("uid", "schema_digest", "parameters_only")
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_ONLY_FIELD_NUMBER: _ClassVar[int]
     uid: str
     schema_digest: bytes
-    def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ...) -> None: ...
+    parameters_only: bool
+    def __init__(self, uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., parameters_only: _Optional[bool] = ...) -> None: ...
 
 class ExpertStateReply(_message.Message):
     __slots__ = ("status", "reason", "payload_bytes", "version", "past")

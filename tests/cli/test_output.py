@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import json
 import math
@@ -101,6 +102,18 @@ def test_a_line_is_one_write_so_that_lines_of_several_threads_do_not_mix(
     make(Recorded()).emit(events.Notice(text="one"))
     assert len(pieces) == 1
     assert pieces[0].endswith("\n")
+
+
+def test_only_the_main_thread_fails_when_the_reader_of_the_output_is_gone() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    output = JsonOutput(Closed())
+    with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
+        other_thread.submit(output.emit, events.Notice(text="a checkpoint is written")).result()
+    with pytest.raises(BrokenPipeError):
+        output.emit(events.Notice(text="the command ends"))
 
 
 def test_the_summary_shows_measured_memory_beside_the_estimate() -> None:

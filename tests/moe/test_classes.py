@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.server.classes import ExpertSettings, available_classes, expert_class, make
+from moe.classes import ExpertSettings, available_classes, expert_class, make
 from moe.server.expert import Expert
 from swarm.core.errors import UsageError
 

@@ -14,7 +14,7 @@ from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run.changes import Change, restart_needed, sign_change
 from swarm.run.grid import GridSpecification
-from swarm.run.grid_entry import check_agrees, check_module, found_or_enter, module_hash
+from swarm.run.grid_entry import check_agrees, check_module, create_or_enter, module_hash
 from swarm.run.grid_experts import ExpertFactory
 from swarm.run.signed import SignedSpecification, sign, verified
 from swarm.run.specification import RunSpecification
@@ -87,20 +87,20 @@ def test_a_grid_survives_signing_and_is_no_run() -> None:
 
 def test_a_server_joins_the_grid_that_the_swarm_has_and_takes_its_settings() -> None:
     dht, owner, volunteer = FakeDht(), Identity.generate(), Identity.generate()
-    founded, new = asyncio.run(
-        found_or_enter(
+    created, new = asyncio.run(
+        create_or_enter(
             dht.directory(owner.peer_id), grid(optimizer={"learning_rate": 0.5}), (), owner, FixedClock()
         )
     )
     assert new
     entered, new = asyncio.run(
-        found_or_enter(dht.directory(volunteer.peer_id), grid(), {"experts"}, volunteer, FixedClock())
+        create_or_enter(dht.directory(volunteer.peer_id), grid(), {"experts"}, volunteer, FixedClock())
     )
     assert not new
-    assert entered == founded
+    assert entered == created
     assert entered.grid.optimizer.learning_rate == 0.5
-    assert asyncio.run(dht.directory().find(None, grid=True)) == founded
-    assert asyncio.run(dht.directory().find("ffn", grid=True)) == founded
+    assert asyncio.run(dht.directory().find(None, grid=True)) == created
+    assert asyncio.run(dht.directory().find("ffn", grid=True)) == created
     with pytest.raises(UsageError, match=r"no run that trains, but the grid grid\.ffn@"):
         asyncio.run(dht.directory().find(None))
 
@@ -108,8 +108,8 @@ def test_a_server_joins_the_grid_that_the_swarm_has_and_takes_its_settings() -> 
 def test_the_owner_publishes_a_change_by_offering_it() -> None:
     dht, owner = FakeDht(), Identity.generate()
     directory = dht.directory(owner.peer_id)
-    asyncio.run(found_or_enter(directory, grid(), (), owner, FixedClock()))
-    changed, new = asyncio.run(found_or_enter(directory, grid(average_s=5.0), (), owner, FixedClock()))
+    asyncio.run(create_or_enter(directory, grid(), (), owner, FixedClock()))
+    changed, new = asyncio.run(create_or_enter(directory, grid(average_s=5.0), (), owner, FixedClock()))
     assert (changed.version, changed.grid.average_s, new) == (2, 5.0, False)
 
 
@@ -119,7 +119,7 @@ def test_two_grids_of_one_name_are_told_apart_by_the_user() -> None:
         asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
     stranger = Identity.generate()
     with pytest.raises(UsageError, match=r"2 grids have this name: grid\.ffn@.*--grid NAME@ID"):
-        asyncio.run(found_or_enter(dht.directory(), grid(), (), stranger, FixedClock()))
+        asyncio.run(create_or_enter(dht.directory(), grid(), (), stranger, FixedClock()))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_losses_of_several_batches_can_be_differentiated_together(swarm: ExpertS
 def test_training_on_the_balancing_loss_alone_evens_out_utilization(
     swarm: ExpertSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe.client.mixture.switch.UTILIZATION_ALPHA", 0.5)
+    monkeypatch.setattr("moe.client.logic.gate.UTILIZATION_ALPHA", 0.5)
     layer, x = layer_of(swarm), batch(64).detach()
     with torch.no_grad():
         layer.gate.projection.bias[0] += 3.0

@@ -1,4 +1,4 @@
-"""`swarm serve` founds a grid, and other servers join it without copying options."""
+"""`swarm serve` creates a grid, and other servers join it without copying options."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
     with serving(str(file)) as first:
         listening = first.hear("listening")
         invite, address = listening["invite"], listening["addresses"][0]
-        founded = first.hear("serving")
+        created = first.hear("serving")
         with serving(invite) as second:
             joined = second.hear("serving")
-        assert (founded["founded"], joined["founded"]) == (True, False)
-        assert joined["grid"] == founded["grid"]
-        assert joined["experts"] == founded["experts"] == ["ffn.0", "ffn.1"]
-        assert joined["schema"] == founded["schema"] == "(float32(batch, 16)) -> float32(batch, 16)"
+        assert (created["created"], joined["created"]) == (True, False)
+        assert joined["grid"] == created["grid"]
+        assert joined["experts"] == created["experts"] == ["ffn.0", "ffn.1"]
+        assert joined["schema"] == created["schema"] == "(float32(batch, 16)) -> float32(batch, 16)"
 
         wrong = refusal(invite, "--lr", "0.25")
-        assert f"has the grid {founded['grid']}, and its optimizer.learning_rate is 0.5, not 0.25" in wrong
+        assert f"has the grid {created['grid']}, and its optimizer.learning_rate is 0.5, not 0.25" in wrong
 
         with swarm.Node(bootstrap=[invite], listen=None) as node:
             remote = swarm.RemoteExpert(node, "ffn.1", forward_timeout_s=READY_S)
             assert remote(torch.zeros(3, 16)).shape == (3, 16)
 
-        second_invite = command("invite", founded["grid"], "--uses", "3", "--from", address).stdout.strip()
+        second_invite = command("invite", created["grid"], "--uses", "3", "--from", address).stdout.strip()
         with serving(second_invite) as second:
             second.hear("serving")
         revoked = command("change", "ffn", "--revoke", second_invite, "--from", address)
@@ -77,7 +77,7 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
 
         with serving(invite) as second:
             second.hear("serving")
-            done = command("change", founded["grid"], "--end", "--from", address)
+            done = command("change", created["grid"], "--end", "--from", address)
             assert "the run is over. 2 of 3 members" in done.stdout, done.stderr  # one was killed
             for served in (first, second):
                 assert served.hear("changed")["changes"] == ["the run is over"]
@@ -87,9 +87,9 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
 def test_an_open_grid_is_founded_by_options_and_hosted_in_part() -> None:
     with serving("--experts", "ffn.[0:4]", "--hidden-dim", "16", "--optimizer", "none") as first:
         address = first.hear("listening")["addresses"][0]
-        founded = first.hear("serving")
+        created = first.hear("serving")
         with serving(address, "--experts", "ffn.[1:3]") as second:
             joined = second.hear("serving")
-        assert joined["grid"] == founded["grid"]
+        assert joined["grid"] == created["grid"]
         assert joined["experts"] == ["ffn.1", "ffn.2"]
         assert "it has no experts ffn.4" in refusal(address, "--experts", "ffn.4")

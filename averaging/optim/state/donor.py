@@ -97,14 +97,13 @@ class Donor:
         state: TrainingState,
         blocklist: PeerBlocklist | None = None,
         *,
-        serve: bool = True,
         shard: Callable[[], str] = str,
     ) -> None:
         """`shard` returns the name of this peer's shard in a large run, whose donors stand in a dictionary of
         their own; "" in a small run.
         """
         self._blocklist = blocklist or PeerBlocklist(node.contact.peer_id, node.clock)
-        self._node, self.run_id, self._state, self._serve = node, run, state, serve
+        self._node, self.run_id, self._state = node, run, state
         self._shard = shard
         self._stored: set[Key] = set()  # keys under which this peer's record may stand
         self._leases: dict[bytes, _Lease] = {}
@@ -126,7 +125,7 @@ class Donor:
 
     def start(self) -> None:
         """Begin to serve: this peer's state is valid from now on."""
-        if self._serve and not self._serving:
+        if not self._serving:
             self._serving = True
             self._state.after_write()  # a model's first values may have been set without the state's lock
             self._node.network.loop.call_soon_threadsafe(self._started.set)

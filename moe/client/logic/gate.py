@@ -16,6 +16,10 @@ from torch import nn
 
 from swarm.core.errors import UsageError
 
+# weight of the earlier utilization when a batch is added. Smaller: the shares follow single batches; larger:
+# an expert that is used no more looks used for long
+UTILIZATION_ALPHA = 0.9
+
 
 class ProductKeyGate(nn.Module):
     """Maps float [B, in_features] to one float [B, N_d] for each dimension."""
@@ -96,3 +100,17 @@ def balancing_loss(scores: Sequence[torch.Tensor], utilization: Sequence[torch.T
         for score, share_used in zip(scores, utilization, strict=True)
     ]
     return torch.stack(parts).sum()
+
+
+@torch.no_grad()
+def update_utilization(
+    utilization: Sequence[torch.Tensor], coordinates_BSD: torch.Tensor, selected_BS: torch.Tensor
+) -> None:
+    """Add a batch's selection to the moving averages of the shares of each dimension's coordinates."""
+    if not bool(selected_BS.any()):
+        return
+    for dimension, share_used in enumerate(utilization):
+        counts = torch.bincount(coordinates_BSD[:, :, dimension][selected_BS], minlength=len(share_used)).to(
+            share_used
+        )
+        share_used.mul_(UTILIZATION_ALPHA).add_(counts / counts.sum(), alpha=1.0 - UTILIZATION_ALPHA)

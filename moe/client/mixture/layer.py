@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from moe.client.downloading import DownloadedExpert, Progress
+from moe.client.local import LocalMixtureOfExperts
 from moe.client.logic.dispatch import weighted_sum
 from moe.client.logic.gate import ProductKeyGate, gate_input, logits_of, softmax_over
 from moe.client.logic.gathering import GatherTimeouts
 from moe.client.mixture.options import MixtureOptions, PassReport
 from moe.client.mixture.session import LastPasses, Session
 from moe.client.replicas.autograd_bridge import NodeBridge, check_batch, uncompiled
+from moe.client.taking_home import ModuleFactory, download, download_modules, ignore
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
 from swarm.core.errors import UsageError
@@ -87,6 +90,27 @@ class RemoteMixtureOfExperts(nn.Module):
             logits_of(scores, found.coordinates_BSD), found.answered_BS.to(scores[0].device)
         )
         return weighted_outputs(weights, found.outputs, inputs)
+
+    def download(self, on_progress: Progress = ignore) -> dict[str, DownloadedExpert]:
+        """Return the present parameters and buffers of all experts of the grid, by name. Three replicas of
+        each are compared where there are as many. `on_progress`: called with the number of experts that are
+        there, the number of all, and a name. Raises NotEnoughPeers when no server gives one of them.
+        """
+        return download(self._bridge.node, str(self.grid), on_progress)
+
+    def to_local(
+        self, make_module: ModuleFactory | None = None, on_progress: Progress = ignore
+    ) -> LocalMixtureOfExperts:
+        """Return this layer with all experts of the grid as modules of this process: an ordinary torch module
+        with the outputs of this one. `make_module`: returns a new module like that of the expert with a name;
+        None: of the class that the servers name (those of `swarm serve` do).
+        """
+        experts = download_modules(self._bridge.node, str(self.grid), make_module, on_progress)
+        local = LocalMixtureOfExperts(
+            self.in_features, experts, grid=str(self.grid), k_best=self.options.k_best
+        )
+        local.gate.load_state_dict(self.gate.state_dict())
+        return local.train(self.training)
 
     def session(self) -> Session:
         """Return the session for one pass."""

@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from moe.client.logic.gate import ProductKeyGate, balancing_loss, gate_input, switch_weights
+from moe.client.downloading import DownloadedExpert, Progress
+from moe.client.local import LocalSwitchMixtureOfExperts
+from moe.client.logic.gate import (
+    ProductKeyGate,
+    balancing_loss,
+    gate_input,
+    switch_weights,
+    update_utilization,
+)
 from moe.client.mixture.layer import RemoteMixtureOfExperts, weighted_outputs
 from moe.client.mixture.options import PassReport
 from moe.client.replicas.autograd_bridge import check_batch, uncompiled
+from moe.client.taking_home import ModuleFactory, ignore
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from swarm.core.errors import UsageError
 
@@ -22,9 +31,6 @@ if TYPE_CHECKING:
 
 # subtracted from the scores of dropped coordinates: they are selected only when nothing else is alive
 _DROPOUT_PENALTY = 1e4
-# weight of the earlier utilization when a batch is added. Smaller: the shares follow single batches; larger:
-# an expert that is used no more looks used for long
-UTILIZATION_ALPHA = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +115,26 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
     def last_backward(self) -> PassReport | None:
         return self._mixture.last_backward
 
+    def download(self, on_progress: Progress = ignore) -> dict[str, DownloadedExpert]:
+        """Return the experts' parameters, as `RemoteMixtureOfExperts.download` does."""
+        return self._mixture.download(on_progress)
+
+    def to_local(
+        self, make_module: ModuleFactory | None = None, on_progress: Progress = ignore
+    ) -> LocalSwitchMixtureOfExperts:
+        """Return this layer with all experts as modules of this process, as `RemoteMixtureOfExperts.to_local`
+        does. The utilization is copied.
+        """
+        mixture = self._mixture.to_local(make_module, on_progress)
+        experts = dict(zip(mixture.names, mixture.experts.values(), strict=True))
+        local = LocalSwitchMixtureOfExperts(
+            self.in_features, experts, grid=str(self.grid), k_best=self.options.k_best
+        )
+        local.gate.load_state_dict(self.gate.state_dict())
+        for own, share_used in zip(local.utilization, self.utilization, strict=True):
+            own.copy_(share_used)
+        return local.train(self.training)
+
     @uncompiled
     def forward(
         self, inputs: torch.Tensor, *more: torch.Tensor
@@ -128,7 +154,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             scores, found.coordinates_BSD, found.selected_BS.to(device), found.answered_BS.to(device)
         )
         if self.training:
-            self._update_utilization(found.coordinates_BSD, found.selected_BS)
+            update_utilization(self.utilization, found.coordinates_BSD, found.selected_BS)
         # clones: the next batch may change the buffers before this loss is differentiated
         loss = balancing_loss(scores, [share_used.clone() for share_used in self.utilization])
         return weighted_outputs(weights, found.outputs, inputs), loss
@@ -140,14 +166,3 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         return _DROPOUT_PENALTY * (
             torch.rand(score.shape[1], dtype=torch.float32, device=score.device) >= self.config.grid_dropout
         ).to(score.dtype)
-
-    @torch.no_grad()
-    def _update_utilization(self, coordinates_BSD: torch.Tensor, selected_BS: torch.Tensor) -> None:
-        """Add this batch's selection to the moving average."""
-        if not bool(selected_BS.any()):
-            return
-        for dimension, share_used in enumerate(self.utilization):
-            counts = torch.bincount(
-                coordinates_BSD[:, :, dimension][selected_BS], minlength=len(share_used)
-            ).to(share_used)
-            share_used.mul_(UTILIZATION_ALPHA).add_(counts / counts.sum(), alpha=1.0 - UTILIZATION_ALPHA)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from moe.client.downloading import DownloadedExpert, Progress
+from moe.client.local import LocalSequential
 from moe.client.pipeline.passes import STAGES_MAX, MicroBatch, PipelineOptions, PipelinePass, PipelineReport
 from moe.client.replicas.autograd_bridge import (
     NodeBridge,
@@ -18,10 +20,11 @@ from moe.client.replicas.autograd_bridge import (
     to_host_checked,
     uncompiled,
 )
+from moe.client.taking_home import ModuleFactory, download, download_modules, ignore
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
 from moe.protocol.schema import ExpertSchema
-from swarm.core.errors import UsageError
+from swarm.core.errors import NotEnoughPeers, UsageError
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -108,6 +111,26 @@ class RemoteSequential(nn.Module):
             run_backward,
         )
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def download(self, on_progress: Progress = ignore) -> dict[str, DownloadedExpert]:
+        """Return the present parameters and buffers of all stages, by name. Three replicas of each are
+        compared where there are as many. `on_progress`: called with the number of stages that are there, the
+        number of all, and a name. Raises NotEnoughPeers when no server gives one of them.
+        """
+        return download(self._bridge.node, str(self.grid), on_progress)
+
+    def to_local(
+        self, make_module: ModuleFactory | None = None, on_progress: Progress = ignore
+    ) -> LocalSequential:
+        """Return the pipeline with its stages as modules of this process. `make_module`: returns a new module
+        like that of the stage with a name; None: of the class that the servers name (those of `swarm serve`
+        do). Raises NotEnoughPeers when nobody hosts a stage.
+        """
+        modules = download_modules(self._bridge.node, str(self.grid), make_module, on_progress)
+        lacking = [str(uid) for uid in self.grid.names() if str(uid) not in modules]
+        if lacking:
+            raise NotEnoughPeers(f"nobody hosts the stage {lacking[0]} of this pipeline")
+        return LocalSequential(*modules.values()).train(self.training)
 
     def pass_options(self, batch: int, timeout_s: float) -> PipelineOptions:
         """Return the options of a pass over `batch` samples."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,10 +102,7 @@ class JsonOutput(Output):
     def emit(self, event: Event) -> None:
         line = event.json_line()
         if line:
-            # One write per line: events come from several threads (the trainer's, the network's, the one that
-            # writes checkpoints) and must not mix in one line.
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            _write_line(self._stream, line)
 
 
 class PlainOutput(Output):
@@ -117,8 +115,22 @@ class PlainOutput(Output):
     def emit(self, event: Event) -> None:
         text = self._presentation.sentence(event) if self._presentation.is_due(event) else ""
         if text:
-            self._stream.write(printable(text) + "\n")  # in one write, as in JsonOutput
-            self._stream.flush()
+            _write_line(self._stream, printable(text))
+
+
+def _write_line(stream: TextIO, line: str) -> None:
+    """Write a line and flush it.
+
+    It is one write, because events come from several threads (the trainer's, the network's, the one that
+    writes checkpoints) and must not mix in one line. When the reader of the output is gone, the main thread
+    ends the command; the work of another thread goes on.
+    """
+    try:
+        stream.write(line + "\n")
+        stream.flush()
+    except BrokenPipeError:
+        if threading.current_thread() is threading.main_thread():
+            raise
 
 
 def output_kind(*, as_json: bool) -> Literal["json", "live", "plain"]:

@@ -24,7 +24,7 @@ class Served(Event):
     experts: list[str]
     resumed: list[str]  # experts that were loaded from a checkpoint
     grid: str  # NAME@ID
-    founded: bool  # by this command
+    created: bool  # by this command
     expert_class: str
     parameters: int  # of one expert
     schema: str
@@ -106,7 +106,7 @@ def _served(event: Served) -> str:
         (
             f"serving {count} on {event.device}: {names}{resumed}",
             f"  each      {event.expert_class} of {event.parameters:,} parameters, {event.schema}",
-            f"  grid      {event.grid}{', founded here' if event.founded else ''}",
+            f"  grid      {event.grid}{', created here' if event.created else ''}",
             f"  address   {event.address}",
             "call them from Python:",
             "",

@@ -142,7 +142,9 @@ _MEMBERS = {
 
 def _run_description(event: events.RunFound) -> str:
     """Return what a volunteer sees before it agrees to train."""
-    first = "created" if event.created else "joining"
+    # created with a later version: no peer of the swarm had the run any more
+    created = "created" if event.version == 1 else "created again:"
+    first = created if event.created else "joining"
     if event.traffic_bytes_per_hour is None:
         traffic = f"{size(event.round_bytes)} each way per epoch; the pace is not known yet"
     else:

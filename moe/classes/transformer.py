@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe.server.classes import ExpertSettings
+from moe.classes import ExpertSettings
 
 _HEAD_DIM = 64
 _EXPANSION = 4

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "swarm.experts"
 _BUILT_IN = {
-    "ffn": "moe.server.classes.feedforward:feedforward",
-    "transformer": "moe.server.classes.transformer:transformer",
-    "causal_transformer": "moe.server.classes.transformer:causal_transformer",
-    "nop": "moe.server.classes.feedforward:nop",
+    "ffn": "moe.classes.feedforward:feedforward",
+    "transformer": "moe.classes.transformer:transformer",
+    "causal_transformer": "moe.classes.transformer:causal_transformer",
+    "nop": "moe.classes.feedforward:nop",
 }
 _MODULE_NAME = "swarm_user_experts"
 _SIGNATURE = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe.server.classes import ExpertSettings
+from moe.classes import ExpertSettings
 
 _EXPANSION = 4
 

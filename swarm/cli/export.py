@@ -1,0 +1,201 @@
+"""`swarm export`: write the model of a run, or the experts of a grid, to a file."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from swarm.cli import options
+from swarm.cli.admin import RunAddress, temporary_node
+from swarm.cli.invite import stored_run
+from swarm.cli.paths import checkpoints_folder
+from swarm.cli.render import Output, Presentation, make_output, print_result
+from swarm.core.errors import UsageError
+from swarm.run.entering import find_run
+from swarm.run.events import Notice
+
+if TYPE_CHECKING:
+    from averaging.optim.state.checkpoint import Checkpoint
+    from moe.client.downloading import Progress
+    from swarm.node import Node
+    from swarm.run.directory import RunDirectory
+    from swarm.run.signed import SignedSpecification
+
+_PROGRESS_S = 1.0  # between two lines
+
+
+@click.command(context_settings=options.CONTEXT)
+@click.argument("run", metavar="RUN|GRID")
+@options.peers_of_run
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="The safetensors file to write.",
+)
+@click.option(
+    "--optimizer", is_flag=True, help="Add the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
+)
+@click.option(
+    "--checkpoint",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="For a grid: write all that training needs, for `swarm serve --checkpoint DIR`.",
+)
+@click.option(
+    "--module",
+    metavar="FILE.py",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="For a grid whose expert class is in a file of its owner: that file.",
+)
+@options.as_json
+def export(**given: Any) -> int:
+    """Write a run's model to a safetensors file: what torch's load_state_dict takes.
+
+    It is the model of the newest good checkpoint on this machine, or with --from the one that the run's
+    peers have now.
+
+    For a grid of experts, grid.NAME, the parameters of all experts are downloaded from their servers, as
+    EXPERT.TENSOR. Of an expert with three replicas or more, three are compared. With --checkpoint the command
+    writes the whole state, from which other servers can continue.
+
+    \b
+    Examples:
+      swarm export bytelm -o bytelm.safetensors
+      swarm export bytelm -o bytelm.safetensors --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm export grid.ffn -o ffn.safetensors --from ADDRESS
+      swarm export grid.ffn --checkpoint ~/ffn --from ADDRESS
+    """
+    return _export(_Choices(**given))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """The options of `swarm export`."""
+
+    run: str
+    addresses: tuple[str, ...]
+    output: Path | None
+    optimizer: bool
+    checkpoint: Path | None
+    module: Path | None
+    as_json: bool
+
+    @property
+    def output_of_run(self) -> Path:
+        """Return the file for a run's model. Raise UsageError where an option is of grids."""
+        if self.output is None or self.checkpoint is not None or self.module is not None:
+            raise UsageError(
+                "--output FILE alone says where to write a run's model; the experts of a grid are at its "
+                "servers: pass the address of one with --from"
+            )
+        return self.output.expanduser()
+
+
+def _export(choices: _Choices) -> int:
+    if choices.output is None and choices.checkpoint is None:
+        raise UsageError("say where to write: --output FILE, or of a grid --checkpoint DIR")
+    if not choices.addresses:
+        path = choices.output_of_run
+        _export_run(*_newest_on_disk(choices.run), path, choices)
+        return 0
+    where = RunAddress(run=choices.run, addresses=choices.addresses)
+    with temporary_node(where) as (node, directory):
+        signed = find_run(node, directory, choices.run)
+        if signed.is_grid:
+            _export_grid(node, signed, choices)
+            return 0
+        path = choices.output_of_run
+        with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
+            _export_run(signed, _download(node, directory, signed, Path(folder)), path, choices)
+    return 0
+
+
+def _export_run(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, choices: _Choices) -> None:
+    from swarm.run.exporting import export as write
+
+    write(signed, checkpoint, path, optimizer=choices.optimizer)
+    size = path.stat().st_size
+    print_result(
+        "exported",
+        {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(path), "bytes": size},
+        f"{signed.full_name}, epoch {checkpoint.epoch}: {size / 1e6:,.1f} MB in {path}",
+        as_json=choices.as_json,
+    )
+
+
+def _export_grid(node: Node, signed: SignedSpecification, choices: _Choices) -> None:
+    from swarm.run.grid_entry import check_module
+    from swarm.run.grid_experts import ExpertFactory
+    from swarm.run.grid_export import checkpoint_grid, export_grid
+
+    if choices.optimizer:
+        raise UsageError("of a grid --checkpoint DIR writes the optimizer's statistics, too")
+    check_module(signed, choices.module)
+    factory = ExpertFactory(signed.grid, device="cpu", module=choices.module, keep_activations_bytes=0)
+    with make_output(Presentation(), as_json=choices.as_json) as shown:
+        for write, given in ((export_grid, choices.output), (checkpoint_grid, choices.checkpoint)):
+            if given is None:
+                continue
+            path = given.expanduser()
+            found = write(node, signed, factory, path, _progress(shown))
+            for text in found.warnings:
+                shown.emit(Notice(text=text))
+            print_result(
+                "exported",
+                {
+                    "run": signed.full_name,
+                    "path": str(path),
+                    "experts": found.experts,
+                    "missing": found.missing,
+                    "doubtful": found.doubtful,
+                    "digest": found.digest,
+                },
+                f"{signed.full_name}: {len(found.experts)} experts in {path}",
+                as_json=choices.as_json,
+            )
+
+
+def _progress(shown: Output) -> Progress:
+    """Return what says now and then how many experts are there."""
+    next_s = time.monotonic() + _PROGRESS_S
+
+    def show(done: int, total: int, name: str) -> None:
+        nonlocal next_s
+        now_s = time.monotonic()
+        if now_s >= next_s:
+            next_s = now_s + _PROGRESS_S
+            shown.emit(Notice(text=f"{done} of {total} experts are here, {name} the last one"))
+
+    return show
+
+
+def _newest_on_disk(run: str) -> tuple[SignedSpecification, Checkpoint]:
+    """Return the specification and newest checkpoint of a run on this machine."""
+    from swarm.run.exporting import newest_checkpoint
+
+    signed = stored_run(run)
+    if signed.is_grid:
+        raise UsageError("the experts of a grid are at its servers: pass the address of one with --from")
+    return signed, newest_checkpoint(checkpoints_folder() / signed.run_id, signed.full_name)
+
+
+def _download(node: Node, directory: RunDirectory, signed: SignedSpecification, folder: Path) -> Checkpoint:
+    """Download the current state of a run from its peers."""
+    from swarm.run.exporting import read_checkpoint
+    from swarm.run.volunteer import Volunteer, VolunteerConfig
+
+    volunteer = Volunteer(
+        node, signed, directory, VolunteerConfig(device="cpu"), lambda event: None, threading.Event()
+    )
+    return read_checkpoint(volunteer.fetch_state(folder / "state.safetensors"))
