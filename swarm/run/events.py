@@ -58,6 +58,7 @@ class RunFound(Event):
     # in each direction, from the measured pace of the swarm; None: nothing was measured yet
     traffic_bytes_per_hour: float | None
     peers: int  # volunteers that train already
+    downloads: list[str]  # what the task downloads from elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from swarm.core.ids import PeerId
 
 ENTRY_POINT_GROUP = "swarm.tasks"
-_BUILT_IN = {"bytelm": "swarm.run.tasks.bytelm:ByteLanguageModel"}
+_BUILT_IN = {
+    "bytelm": "swarm.run.tasks.bytelm:ByteLanguageModel",
+    "causal-lm": "swarm.run.tasks.causal_lm:CausalLanguageModel",
+}
 _SETTINGS_REFUSED = "refuses the settings of the run"
 _DRAW_CONTEXT = b"swarm run draw 1\0"
 
@@ -50,6 +53,7 @@ class TaskDescription:
     # device of the model. `swarm.run.memory` adds gradients, optimizer statistics and the mode's memory.
     memory_bytes: int
     data_bytes: int = 0  # the part of it that is read into host memory before it is copied to a device
+    downloads: tuple[str, ...] = ()  # what is downloaded from elsewhere: its name, size, source and licence
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,20 @@ class Draw:
     run_id: str
     epoch: int
     peer_id: PeerId
+    others: tuple[PeerId, ...] = ()  # that this peer knows to train in this epoch
 
     @property
     def seed(self) -> int:
-        """Return 63 bits of a SHA-256 hash of the three fields, for a random generator."""
-        text = f"{self.run_id}\0{self.epoch}\0".encode() + self.peer_id.to_bytes()
+        """Return 63 bits of a SHA-256 hash of run, epoch and peer, for a random generator."""
+        return self._seed_of(self.peer_id)
+
+    @property
+    def other_seeds(self) -> list[int]:
+        """Return the seeds of the other peers, by which a task may divide its data among all of them."""
+        return [self._seed_of(peer) for peer in self.others]
+
+    def _seed_of(self, peer: PeerId) -> int:
+        text = f"{self.run_id}\0{self.epoch}\0".encode() + peer.to_bytes()
         return int.from_bytes(hashlib.sha256(_DRAW_CONTEXT + text).digest()[:8], "big") >> 1
 
 

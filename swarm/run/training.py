@@ -71,12 +71,12 @@ class Training:
 
     def step(self) -> bool:
         """Train one batch and, if it completes an epoch, average. Return whether an epoch was completed."""
-        samples = self.step_size.next(
-            self.signed.training.batch_size, self.optimizer.progress, self.own_peer_id
-        )
+        view = self.optimizer.progress
+        samples = self.step_size.next(self.signed.training.batch_size, view, self.own_peer_id)
         if self.optimizer.epoch != self.drawn_epoch:
             self.drawn_epoch = self.optimizer.epoch
-            self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id))
+            others = tuple(peer for peer in view.peers if peer != self.own_peer_id)
+            self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id, others))
         self.stats.epoch.add(self.micro_batches.backward(samples, self.optimizer.zero_grad))
         report = self._optimizer_step(samples)
         if report is None or _ran_out_of_memory(report):

@@ -167,6 +167,7 @@ def _run_description(event: events.RunFound) -> str:
             f"  batch     {event.target_batch_size:,} samples of the whole swarm per epoch, "
             f"{event.batch_size} in each step of a volunteer",
             f"  memory    {memory}",
+            *(f"  download  {one}" for one in event.downloads),
             f"  members   {_MEMBERS[event.members]}",
             f"  traffic   {traffic}",
             f"  swarm     {people}",
