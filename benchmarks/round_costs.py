@@ -13,8 +13,8 @@ from benchmarks.results import Aim, Failures, Row
 from benchmarks.small_runs import EARLIER_COMMIT, earlier_code
 
 PEERS = 4
-SIZES_MIB = (1, 16)
-TURNS = 5
+SIZES_MIB = (1, 16, 64)
+TURNS = 4
 WARM_ROUNDS, ROUNDS = 3, 20
 PROCESSOR_SHARE_MAX = 0.9
 _MODULE = "benchmarks.workers.round_costs_peer"
@@ -75,9 +75,10 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     with earlier_code() as folder:
         for size_mib in plan.sizes_mib:
             earlier, now = Costs(), Costs()
-            for _ in range(plan.turns):
-                earlier.measure(say, plan, size_mib, folder)
-                now.measure(say, plan, size_mib, ROOT)
+            for turn in range(plan.turns):
+                pair = [(earlier, folder), (now, ROOT)]
+                for costs, code in pair if turn % 2 else reversed(pair):
+                    costs.measure(say, plan, size_mib, code)
             yield _rows(earlier, now, plan.peers, size_mib)
 
 

@@ -96,11 +96,6 @@ def _attacks(request: Request) -> Rows:
     yield attacks.rows(request.setting.say, attacks.Plan(figures=request.figures))
 
 
-def _small_runs(request: Request) -> Rows:
-    yield from round_costs.rows(request.setting.say)
-    yield from small_runs.rows(request.setting.say)
-
-
 def _once(rows: Callable[[Request], list[Row]]) -> Callable[[Request], Rows]:
     def measured(request: Request) -> Rows:
         yield rows(request)
@@ -134,7 +129,10 @@ SECTIONS = {
     "hostile": Section(rows=_once(lambda request: hostile.rows(request.setting.say))),
     "attacks": Section(rows=_attacks),
     "membership": Section(rows=lambda request: membership_costs.rows(request.setting.say)),
-    "small-runs": Section(rows=_small_runs, check=small_runs.check),
+    "round-costs": Section(
+        rows=lambda request: round_costs.rows(request.setting.say), check=small_runs.check
+    ),
+    "small-runs": Section(rows=lambda request: small_runs.rows(request.setting.say), check=small_runs.check),
     "codecs": Section(
         rows=_once(lambda request: codecs.rows(request.setting.say, request.setting.hivemind)), compared=True
     ),

@@ -3,9 +3,9 @@
 Alone:              python examples/experts_bytelm.py                (hosts the experts itself)
 With servers:       swarm serve --expert-class ffn --hidden-dim 64 --lr 0.002 \\
                         --experts 'bytelm0.[0:2].[0:4]' --experts 'bytelm1.[0:2].[0:4]'
-                    python examples/experts_bytelm.py ADDRESS        (the address that the server prints)
+                    python examples/experts_bytelm.py INVITE         (the invite that the server prints)
 
-More servers can join with `swarm serve ADDRESS …`. The text is the source of Python's standard library.
+More servers can join with `swarm serve INVITE …`. The text is the source of Python's standard library.
 """
 
 from __future__ import annotations

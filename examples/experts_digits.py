@@ -2,9 +2,9 @@
 
 Alone:              python examples/experts_digits.py                (hosts the experts itself)
 With servers:       swarm serve --expert-class ffn --hidden-dim 32 --experts 'digits.[0:2].[0:4]' --lr 0.003
-                    python examples/experts_digits.py ADDRESS        (the address that the server prints)
+                    python examples/experts_digits.py INVITE         (the invite that the server prints)
 
-More servers can join with `swarm serve ADDRESS …`.
+More servers can join with `swarm serve INVITE …`.
 """
 
 from __future__ import annotations

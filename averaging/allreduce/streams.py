@@ -20,7 +20,6 @@ from swarm.net.rpc import Stream
 if TYPE_CHECKING:
     from averaging.allreduce.driver import RoundDriver
 
-_STRAY_MESSAGES_MAX = 16  # beyond a stream's chunks: an opening, a withdrawal, and not much more
 _WAITING_S = 2.0  # how often a reducer that waits for values says so; below REDUCER_S
 _BATCH_CHUNKS = 2  # encoded in one hop to the pool; larger: fewer hops, later first bytes
 
@@ -73,7 +72,8 @@ class ReducerStream:
                 break
         if kernels.excluded_reason is not None:
             await driver.send(stream, wire.withdrawal(kernels.excluded_reason))
-        await stream.finish()
+        if not chunks or kernels.excluded_reason is not None or self.refused:
+            await stream.finish()  # else the last chunk is the end
 
     async def _receive(self, stream: FramedStream) -> None:
         driver, place = self._driver, self._reducer
@@ -139,16 +139,15 @@ class SenderStream:
             self._limit = None
 
     async def _take_contributions(self, stream: FramedStream) -> None:
-        driver, place, strays = self._driver, self._sender, 0
-        chunks = len(driver.own_chunks)
-        while (message := await stream.receive()) is not None:
+        driver, place = self._driver, self._sender
+        # a sender of every chunk says nothing more; whatever one sends beyond them is not read
+        for _ in driver.own_chunks:
+            message = await stream.receive()
+            if message is None:
+                break
             driver.bytes_received += len(message)
-            refusal = driver.machine.shard.left_out.get(place)
-            if refusal:
-                strays += 1  # what was under way when it was left out; then it has been told
-                if strays > chunks + _STRAY_MESSAGES_MAX:
-                    raise PeerError(f"it was left out ({refusal}) and goes on sending")
-                continue
+            if place in driver.machine.shard.left_out:
+                continue  # what was under way when it was left out; it has been told
             try:
                 header, payload = unpack(message)
                 if header.HasField("contribution"):

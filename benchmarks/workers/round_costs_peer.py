@@ -31,11 +31,13 @@ def main() -> None:
         while len(averager.step(timeout_s=ROUND_S_MAX).peers) < settings["peers"]:
             pass
         channel.send("ready")
+        number = 0  # names a round: without, a peer that missed one would wait for the others at the end
         while True:
             rounds = channel.receive()["rounds"]
             before_s, before, failed = time.process_time(), calls[0], 0
             for _ in range(rounds):
-                result = averager.step(timeout_s=ROUND_S_MAX)
+                number += 1
+                result = averager.step(timeout_s=ROUND_S_MAX, round_key=number)
                 failed += result.failed or len(result.peers) < settings["peers"]
             processor_s = time.process_time() - before_s
             channel.send("averaged", processor_s=processor_s, calls=calls[0] - before, failed=failed)

@@ -27,6 +27,7 @@ from moe.protocol.errors import (
     ExpertError,
     ExpertFailed,
     ExpertMissing,
+    ExpertNotInvited,
     ExpertOverloaded,
     ExpertRefused,
     ExpertStale,
@@ -455,5 +456,6 @@ def _raise_unless_ok(replica: ExpertReplica, request: ExpertRequest, reply: Expe
         expert_pb2.EXPERT_APPLIED: ExpertApplied,
         expert_pb2.EXPERT_FORGOTTEN: _InputsForgotten,
         expert_pb2.EXPERT_STALE: ExpertStale,
+        expert_pb2.EXPERT_NOT_INVITED: ExpertNotInvited,
     }
     raise kinds.get(reply.status, ExpertFailed)(text)

@@ -4,7 +4,7 @@ NetworkErrors.
 
 from __future__ import annotations
 
-from swarm.core.errors import PeerError, UsageError
+from swarm.core.errors import NotInvited, PeerError, UsageError
 
 
 class ExpertError(PeerError):
@@ -29,6 +29,10 @@ class ExpertRefused(ExpertError, UsageError):
     """The request does not fit the expert's schema or limits; the text says where. If the server is right,
     other replicas refuse as well.
     """
+
+
+class ExpertNotInvited(ExpertRefused, NotInvited):
+    """Only invited peers train this expert. The backward pass was not applied."""
 
 
 class ExpertFailed(ExpertError):

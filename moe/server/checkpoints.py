@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from swarm.core.errors import PeerError, SwarmError, UsageError
 
 _log = logging.getLogger(__name__)
 
+# Beside these, versions are kept for longer, in case callers ruin an expert without an infinite number.
+_OLDER = "older"
+_OLDER_MAX = 2
+_OLDER_S = 3600.0  # between two of them
 _GENERATIONS = 2  # of one expert: the newest may be damaged, for instance by a disk that lies
 
 
@@ -80,7 +85,7 @@ class ExpertCheckpoints:
                 if not _is_finite(view):
                     _log.error("%s is not saved: its state contains NaN or infinity", uid)
                     continue
-                self.generations(uid).save(view, expert.parameter_names, about)
+                _keep_older(self.generations(uid).save(view, expert.parameter_names, about))
             except SwarmError as error:
                 problem = problem or error
                 continue
@@ -108,6 +113,23 @@ class ExpertCheckpoints:
             self._saved[uid] = (lineage.version, samples)
             return True
         return False
+
+
+def _keep_older(path: Path) -> None:
+    """Keep a second link to a new checkpoint, if the last one that is kept for longer is old enough."""
+    folder = path.parent / _OLDER
+    kept = Checkpoints(folder, kept_max=_OLDER_MAX)
+    newest = kept.newest_first()[:1]
+    try:
+        if newest and path.stat().st_mtime - newest[0].stat().st_mtime < _OLDER_S:
+            return
+        folder.mkdir(exist_ok=True)
+        (folder / path.name).unlink(missing_ok=True)
+        os.link(path, folder / path.name)
+        for old in kept.newest_first()[_OLDER_MAX:]:
+            old.unlink(missing_ok=True)
+    except OSError as error:  # for instance a file system without links: the newest generations are there
+        _log.warning("no older version of %s is kept: %s", path.parent.name, error)
 
 
 def _about(expert: Expert) -> dict[str, str]:

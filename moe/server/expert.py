@@ -15,7 +15,12 @@ from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.devices import using
-from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
+from moe.server.learning import (
+    ExpertLearner,
+    OptimizerFactory,
+    ScheduleFactory,
+    StepRefused,
+)
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
 from moe.server.norm_statistics import unchanged_statistics
 from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
@@ -38,8 +43,8 @@ class Expert:
     step per backward batch. A step that would leave NaN or infinity is undone. None: the expert is frozen,
     and a backward pass only gives the gradients of its inputs. `schedule`: called with the
     optimizer, returns a learning-rate schedule, which is stepped once per optimizer step. `clip_norm`:
-    gradients are scaled down to this norm. `device`: the module is moved there; `cuda` means the current CUDA
-    device, and None the device that the module is on.
+    gradients are scaled down to this norm. `device`: the module is moved there;
+    `cuda` means the current CUDA device, and None the device that the module is on.
 
     `keep_activations_bytes`: keep the activations of forward passes that a backward pass is likely to follow,
     up to this size of their tensors, instead of computing forward again. It pays where no other caller's step
@@ -206,6 +211,19 @@ class Expert:
         if type(samples) is not int or samples < 0:
             raise UsageError(f"target_batch_size is a number of samples, not {samples!r}")
         self._target_batch_size = samples
+
+    @property
+    def update_norm_max(self) -> float | None:
+        """Return the largest change of the parameters by one step, as a fraction of their norm, whatever the
+        optimizer makes of a gradient; larger ones are scaled down. None, the default: any. It can be set.
+        """
+        return self._learner.update_norm_max
+
+    @update_norm_max.setter
+    def update_norm_max(self, fraction: float | None) -> None:
+        if fraction is not None and not fraction > 0:
+            raise UsageError(f"update_norm_max is above 0, not {fraction!r}")
+        self._learner.update_norm_max = fraction
 
     @property
     def samples_to_step(self) -> int:

@@ -251,6 +251,11 @@ class HostingService:
             raise request_refused(
                 f"a request id has {methods.REQUEST_ID_BYTES} bytes, not {len(request.request_id)}"
             )
+        membership = self._node.membership
+        if backward and membership is not None and not hosted.expert.frozen:
+            reason = membership.training_refusal(caller)
+            if reason:
+                raise RequestRefused(expert_pb2.EXPERT_NOT_INVITED, reason)
         codec = None
         if request.reply_codec:
             codec = find_wire_id(request.reply_codec, request.reply_codec_version)

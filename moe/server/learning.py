@@ -27,6 +27,7 @@ from swarm.core.errors import PeerError
 OptimizerFactory: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
+_NORM_MIN = 1.0  # parameters that are all zero may change, too
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -59,6 +60,7 @@ class ExpertLearner:
             schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         )
         self._clip_norm = clip_norm
+        self.update_norm_max: float | None = None  # of a step, as a fraction of the parameters' norm
         self._gathered: dict[int, torch.Tensor] = {}  # gradients of the masters, by the parameter's number
         self._names, self._state = _state_of(module, self)
 
@@ -121,6 +123,7 @@ class ExpertLearner:
         undo = _UndoPoint(self.masters, self.optimizer)
         try:
             self.optimizer.step()
+            self._bound_update(undo)
             self._round()
         except (Exception, SystemExit) as error:
             if is_device_failure(error):
@@ -135,6 +138,18 @@ class ExpertLearner:
         self._state.mark_changed(self.steps + 1)
         self.discard()
         return True
+
+    def _bound_update(self, undo: _UndoPoint) -> None:
+        """Scale the change that a step has made down to its bound."""
+        if self.update_norm_max is None:
+            return
+        before = undo.copies_of_parameters(len(self.masters))
+        with torch.no_grad():
+            change = _norm([master - old for master, old in zip(self.masters, before, strict=True)])
+            largest = self.update_norm_max * max(_norm(before), _NORM_MIN)
+            if change > largest:  # false for NaN, which is found below
+                for master, old in zip(self.masters, before, strict=True):
+                    master.copy_(torch.lerp(old, master, largest / change))
 
     def averaged_tensors(self, module: torch.nn.Module) -> list[torch.Tensor]:
         """Return the tensors that replicas average: parameters (master weights where there are some) and
@@ -231,6 +246,10 @@ class _UndoPoint:
             self._tensors += [value for value in statistics.values() if isinstance(value, torch.Tensor)]
         self._copies = _copies_of(self._tensors)
 
+    def copies_of_parameters(self, count: int) -> list[torch.Tensor]:
+        """Return the copies of the parameters, of which there are `count`."""
+        return self._copies[:count]
+
     def statistics(self) -> list[torch.Tensor]:
         """Return the present floating-point statistics."""
         return [
@@ -273,6 +292,10 @@ def _copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         copies.append(buffers[kind][starts[kind] : starts[kind] + size].view(tensor.shape).copy_(tensor))
         starts[kind] += size
     return copies
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

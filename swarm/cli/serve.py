@@ -126,6 +126,14 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     help="Type of the experts' parameters.",
 )
 @click.option(
+    "--open-training",
+    is_flag=True,
+    help="Peers without an invite train the experts, too, in bounded steps; otherwise they only call them.",
+)
+@click.option(
+    "--open", "is_open", is_flag=True, help="Anybody calls, trains and hosts: for a network of your own."
+)
+@click.option(
     "--max-batch-size",
     type=click.IntRange(1),
     default=4096,
@@ -165,7 +173,8 @@ def serve(context: click.Context, /, **given: Any) -> int:
 
     GRID.toml, or --experts with the options for its experts, creates a grid: its signed specification says
     what every server of it hosts. In a swarm that has a grid, ADDRESS is enough; an option that contradicts
-    the grid is refused. Without an ADDRESS, a new swarm begins. Experts that several servers host are
+    the grid is refused. Without an ADDRESS, a new swarm begins. Peers train and host experts with an invite,
+    which this command prints; without one they may only call them. Experts that several servers host are
     replicas: a server that joins takes over their state, callers use any of them, and their parameters are
     averaged. Ctrl-C finishes the requests that are being computed and withdraws the experts.
 
@@ -184,7 +193,6 @@ def serve(context: click.Context, /, **given: Any) -> int:
 
 def _serve(choices: ServeChoices) -> int:
     offered = choices.offered()
-    invited_to = offered if offered is not None and offered.members == "invited" else None
     with (
         Shutdown(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as shutdown,
         make_output(ServePresentation(), as_json=choices.as_json) as output,
@@ -203,8 +211,7 @@ def _serve(choices: ServeChoices) -> int:
             config = NodeConfig(
                 preset=choices.preset, announce=choices.announce, relay_mbit=choices.relay_mbit
             )
-            entries = [starting_invite(own, invited_to).text()] if invited_to is not None else []
-            entries += choices.addresses
+            entries = [*_own_invite(choices, own, offered), *choices.addresses]
             with Node(bootstrap=entries, listen=choices.listen_at(), identity=own, config=config) as node:
                 node.service(HostingService).expect()
                 invite = node.entry if node.membership is not None else ""
@@ -229,6 +236,35 @@ def _serve(choices: ServeChoices) -> int:
         finally:
             own.close()
     return 0
+
+
+def _own_invite(choices: ServeChoices, own: Identity, offered: GridSpecification | None) -> list[str]:
+    """Return the invite with which this server enters a grid for invited peers that it is going to found, or
+    that it owns; none for another grid.
+    """
+    if offered is None or offered.members != "invited":
+        return []
+    if choices.file is None and choices.addresses and _is_of_another_owner(choices, own, offered):
+        return []
+    return [starting_invite(own, offered).text()]
+
+
+def _is_of_another_owner(choices: ServeChoices, own: Identity, offered: GridSpecification) -> bool:
+    """Return whether the swarm has a grid of the offered name that this user does not own, or this user is
+    invited.
+    """
+    from swarm.node import Node
+    from swarm.run.directory import RunDirectory
+    from swarm.run.signed import run_id_of
+
+    if any(map(is_invite, choices.addresses)):
+        return True
+    with Node(bootstrap=choices.addresses, listen=None) as node:
+        enter(node, choices.addresses)
+        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        listed = node.network.run(directory.listings(), _CREATE_S_MAX)
+    mine = run_id_of(own.peer_id, offered.name, offered.recovery_peer)
+    return any(one.name == offered.name for one in listed) and all(one.run_id != mine for one in listed)
 
 
 def _enter_grid(
@@ -263,10 +299,17 @@ def _enter_grid(
         raise UsageError(f"{signed.full_name} is over: its owner has ended it")
     if signed.specification.members == "invited":
         check_invited(signed, node.membership)
+    _let_guests_in(node, signed)
     if node.membership is not None and own.path is not None:
         save_capability(specifications_folder(), node.membership)
     node.network.run(directory.save(signed), _READ_TIMEOUT_S)
     return signed, created
+
+
+def _let_guests_in(node: Node, signed: SignedSpecification) -> None:
+    """Let peers without an invite do what the grid allows them."""
+    if node.membership is not None and node.membership.run_id == signed.run_id:
+        node.membership.guests = signed.grid.guests
 
 
 def _follow_grid(node: Node, signed: SignedSpecification, shutdown: Shutdown, output: Output) -> None:
@@ -280,6 +323,7 @@ def _follow_grid(node: Node, signed: SignedSpecification, shutdown: Shutdown, ou
         if newer.run_id != signed.run_id or newer.version <= latest[0].version:
             return
         old, latest[0] = latest[0], newer
+        _let_guests_in(node, newer)
         restart = restart_needed(old.specification, newer.specification)
         output.emit(RunChanged(version=newer.version, changes=differences(old, newer), restart=restart))
         if newer.specification.ended:

@@ -38,6 +38,8 @@ _GRID_OPTIONS = {
     "clip_norm": "optimizer.clip_norm",
     "warmup_steps": "optimizer.warmup_steps",
     "training_steps": "optimizer.training_steps",
+    "open_training": "guests",
+    "is_open": "members",
 }
 # the keys of a file in which a server that joins the grid may differ
 _OWNERS_MATTERS = {"description", "members", "recovery_key", "confirmed", *GridSpecification.OWNERS_KEYS}
@@ -68,6 +70,8 @@ class ServeChoices:
     training_steps: int | None
     device: str
     dtype: str
+    open_training: bool
+    is_open: bool
     max_batch_size: int
     checkpoint: Path | None
     keep_activations_mb: int
@@ -104,8 +108,10 @@ class ServeChoices:
                 "say what to host: --experts PATTERN, a GRID.toml, or the address of a swarm that has a grid"
             )
         if files and (replaced := self.given - _WITH_A_FILE):
-            names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in replaced))
+            names = ", ".join(sorted(f"--{name.removeprefix('is_').replace('_', '-')}" for name in replaced))
             raise UsageError(f"{self.file} says what the experts are: leave {names} out")
+        if self.open_training and self.is_open:
+            raise UsageError("--open lets anybody train without bounds: choose it or --open-training")
         if self.training_steps is not None and self.training_steps <= self.warmup_steps:
             raise UsageError(
                 "--training-steps are counted from the start, so there are more of them than --warmup-steps"
@@ -135,10 +141,11 @@ class ServeChoices:
         return grid.model_copy(update={"module": self._module_hash()}) if self.module is not None else grid
 
     def described(self, experts: Sequence[str]) -> GridSpecification:
-        """Return the grid of these experts that the options describe. It is open: there is no option."""
+        """Return the grid of these experts that the options describe."""
         table = {
             "experts": list(experts),
-            "members": "open",
+            "members": "open" if self.is_open else "invited",
+            "guests": "train" if self.open_training else "call",
             "expert_class": self.expert_class,
             "module": self._module_hash(),
             "hidden_dim": self.hidden_dim,

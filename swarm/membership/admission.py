@@ -18,11 +18,14 @@ from swarm.dht.logic.blobs import Handover
 from swarm.membership.capability import ROLES, Grant, Grants, Rights, Role, check_rooted
 from swarm.membership.invite import RunIdentity
 
-# What a caller needs for the methods of a service; methods that are not listed here take any member.
+# What a caller needs for the methods of a service; methods that are not listed here take any member. The
+# longest name that fits counts.
 NEEDED_ROLES: dict[str, frozenset[Role]] = {
     "/swarm.Groups/": frozenset({"train", "serve"}),  # servers average the replicas of an expert in groups
     "/swarm.Reduce/": frozenset({"train", "serve"}),
     "/swarm.Expert/": frozenset({"train", "serve"}),
+    "/swarm.Expert/Describe": frozenset({"train", "serve", "observe"}),
+    "/swarm.Expert/State": frozenset({"train", "serve", "observe"}),  # to take experts home
     "/swarm.Run/Report": frozenset({"train"}),
 }
 # Likewise what a peer needs to be called: who hosts experts, gives state or takes part in groups.
@@ -32,6 +35,16 @@ CALLEE_ROLES: dict[str, frozenset[Role]] = {
     "/swarm.Expert/": frozenset({"serve"}),
     "/swarm.State/": frozenset({"train"}),
 }
+# What peers without a capability may call in a grid that lets them: forward passes, and what finding experts
+# needs. `HostingService` decides about backward passes.
+GUEST_METHODS = (
+    "/swarm.Node/",
+    "/swarm.Dht/Ping",
+    "/swarm.Dht/Find",
+    "/swarm.Expert/Describe",
+    "/swarm.Expert/Call",
+    "/swarm.Expert/Exchange",
+)
 # What entry points may call: peers that this process, or who invited it, named as addresses without inviting.
 ENTRY_POINT_METHODS = ("/swarm.Node/", "/swarm.Dht/")
 _OWNERS_RIGHTS = Rights(roles=frozenset(ROLES), expires_s=math.inf, signed_s=0, grants=())
@@ -43,10 +56,9 @@ def _lacking(roles: frozenset[Role], method: str) -> frozenset[Role]:
     """Return the roles of which a caller with these ones needs one for a method; none if it may call it.
     Every call of each peer asks.
     """
-    for prefix, needed in NEEDED_ROLES.items():
-        if method.startswith(prefix) and not roles & needed:
-            return needed
-    return frozenset()
+    fitting = max((prefix for prefix in NEEDED_ROLES if method.startswith(prefix)), key=len, default="")
+    needed = NEEDED_ROLES.get(fitting, roles)
+    return frozenset() if roles & needed else needed
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import msgpack
 
 from swarm.core.errors import NotInvited, PeerError, UsageError
 from swarm.core.ids import PeerId
 from swarm.dht.logic.blobs import Handover
-from swarm.membership.admission import ENTRY_POINT_METHODS, Admission
+from swarm.membership.admission import ENTRY_POINT_METHODS, GUEST_METHODS, Admission
 from swarm.membership.capability import CAPABILITY_BYTES_MAX, decode, encode
 from swarm.membership.invite import Invite
 from swarm.net.rpc import Handlers, Method
 from swarm.wire import run_pb2
+
+GuestRights = Literal["none", "call", "train"]
 
 _REFUSED_S = 30.0  # a peer that is no member is not asked again for this time
 _REFUSED_MAX = 4096
@@ -47,6 +50,8 @@ class RunMembership:
         self.admission = Admission(invite.run)
         # without those that turn out to be members: what these may do follows from their capability alone
         self._entry_points = set(entry_points)
+        # what peers without a capability may do here, beyond entry points: set by a server of a grid
+        self.guests: GuestRights = "none"
         self._now_s = now_s
         # peers that turned out to be no members: when, and why
         self._refused: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
@@ -66,7 +71,19 @@ class RunMembership:
             return ""
         if caller in self._entry_points - self.admission.revoked and method.startswith(ENTRY_POINT_METHODS):
             return ""
+        is_excluded = caller in self.admission.revoked or caller in self.admission.removed
+        if self.guests != "none" and not is_excluded and method.startswith(GUEST_METHODS):
+            return ""
         return refusal
+
+    def training_refusal(self, caller: PeerId) -> str:
+        """Return why the backward passes of this peer must not change an expert; empty if they may."""
+        if self.guests == "train" or self.admission.roles(caller, self._now_s()) & {"train", "serve"}:
+            return ""
+        return (
+            f"the experts of {self.invite.name} are trained by invited peers only: enter the swarm with an "
+            "invite (swarm1…)"
+        )
 
     def check_callee(self, peer_id: PeerId) -> None:
         """Raise NotInvited when this peer must not be called: it was revoked, or has shown no capability."""

@@ -16,6 +16,11 @@ _HASH = r"^[0-9a-f]{64}$"
 _Size = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
+# the bounds of steps where strangers train and the specification gives none
+_STRANGERS_CLIP_NORM = 1.0
+_STRANGERS_UPDATE_NORM_MAX = 0.1
+
+
 class GridOptimizer(SpecificationTable):
     """The optimizer of every expert, with its schedule in steps of the expert: a linear warm-up and then, if
     `training_steps` is given, a linear fall to zero at that step.
@@ -24,6 +29,8 @@ class GridOptimizer(SpecificationTable):
     name: Literal["adam", "adamw", "sgd", "none"] = "adam"  # none: the experts are frozen
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    # the largest change of an expert's parameters in one step, as a fraction of their norm; none: any
+    update_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     # samples of one step of an expert; 0: one step for each batch of requests, whatever its size
     target_batch_size: Annotated[int, Field(ge=0, le=1 << 32)] = 0
     warmup_steps: int = Field(default=0, ge=0, le=1 << 40)
@@ -41,6 +48,9 @@ class GridOptimizer(SpecificationTable):
 class GridSpecification(OwnedSpecification):
     """All settings of a grid that its servers must have in common, as in the TOML file."""
 
+    # what peers without an invite may do in a grid for invited peers: "none", "call" (forward passes, and
+    # backward passes of frozen experts) or "train"
+    guests: Literal["none", "call", "train"] = "call"
     # patterns of the experts' names: "ffn.[0:4].[0:4]"; one may be written without a list
     experts: tuple[Annotated[str, Field(max_length=200)], ...] = Field(min_length=1, max_length=64)
     expert_class: str = Field(default="ffn", min_length=1, max_length=64)
@@ -82,6 +92,15 @@ class GridSpecification(OwnedSpecification):
         if not value.startswith(GRID_PREFIX):
             raise ValueError(f"the name of a grid begins with {GRID_PREFIX!r}")
         return value
+
+    @property
+    def step_bounds(self) -> tuple[float | None, float | None]:
+        """Return the largest norm of the gradients of a step, and the largest relative change by it."""
+        clip_norm, update_norm_max = self.optimizer.clip_norm, self.optimizer.update_norm_max
+        if self.members == "invited" and self.guests == "train":
+            clip_norm = _STRANGERS_CLIP_NORM if clip_norm is None else clip_norm
+            update_norm_max = _STRANGERS_UPDATE_NORM_MAX if update_norm_max is None else update_norm_max
+        return clip_norm, update_norm_max
 
     @property
     def patterns(self) -> list[ExpertGrid]:

@@ -52,15 +52,17 @@ class ExpertFactory:
             torch.manual_seed(seed_of(self._grid.seed, uid))
             module, sample = make(self._grid.expert_class, self._class, self._settings)
         optimizer = self._grid.optimizer
+        clip_norm, update_norm_max = self._grid.step_bounds
         expert = Expert(
             module.to(self.dtype),
             tuple(_cast(one, self.dtype) for one in sample),
             self._optimizer if optimizer.name != "none" else None,
             schedule=self._schedule if optimizer.warmup_steps or optimizer.training_steps else None,
-            clip_norm=optimizer.clip_norm,
+            clip_norm=clip_norm,
             device=self.device,
             keep_activations_bytes=self._keep_activations_bytes,
         )
+        expert.update_norm_max = update_norm_max
         expert.target_batch_size = optimizer.target_batch_size
         expert.expert_class = self._grid.expert_class if self._grid.module is None else ""
         return expert

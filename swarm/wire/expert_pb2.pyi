@@ -22,6 +22,7 @@ class ExpertStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPERT_APPLIED: _ClassVar[ExpertStatus]
     EXPERT_FORGOTTEN: _ClassVar[ExpertStatus]
     EXPERT_STALE: _ClassVar[ExpertStatus]
+    EXPERT_NOT_INVITED: _ClassVar[ExpertStatus]
 EXPERT_FORWARD: ExpertPass
 EXPERT_BACKWARD: ExpertPass
 EXPERT_OK: ExpertStatus
@@ -32,6 +33,7 @@ EXPERT_FAILED: ExpertStatus
 EXPERT_APPLIED: ExpertStatus
 EXPERT_FORGOTTEN: ExpertStatus
 EXPERT_STALE: ExpertStatus
+EXPERT_NOT_INVITED: ExpertStatus
 
 class DescribeRequest(_message.Message):
     __slots__ = ("uids", "with_lineage")

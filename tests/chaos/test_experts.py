@@ -35,6 +35,7 @@ def test_ctrl_c_saves_withdraws_and_ends_and_the_next_start_resumes(tmp_path: Pa
         "sgd",
         "--hidden-dim",
         "16",
+        "--open",
     )
     checkpoint = ("--checkpoint", str(tmp_path / "experts"))
     with swarm.Node(listen="127.0.0.1:0") as node:
@@ -84,7 +85,7 @@ def test_calls_continue_at_the_replica_when_a_server_is_killed() -> None:
     with swarm.Node(listen="127.0.0.1:0") as node:
         start = (
             *(node.addresses[0], "--experts", "ffn.0", "--hidden-dim", "16"),
-            *("--optimizer", "sgd", "--average-s", "0"),
+            *("--optimizer", "sgd", "--average-s", "0", "--open"),
         )
         with serving(*start) as one, serving(*start) as other:
             for served in (one, other):
@@ -108,7 +109,7 @@ def test_calls_continue_at_the_replica_when_a_server_is_killed() -> None:
 
 def test_a_server_moves_to_the_stage_whose_only_server_was_killed() -> None:
     """The declaration of the killed server expires after 45 s, and the plan must stand for 20 s."""
-    grid = ("--experts", "block.[0:2]", "--hidden-dim", "16", "--optimizer", "none")
+    grid = ("--experts", "block.[0:2]", "--hidden-dim", "16", "--optimizer", "none", "--open")
     with (
         swarm.Node(listen="127.0.0.1:0") as node,
         contextlib.ExitStack() as stack,

@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_costs_its_expert_one_generation_and_nothing_else(
     assert ExpertCheckpoints(tmp_path, again).load() == [damaged, sound]
     assert [one.version for one in again.values()] == [3, 4]
     assert "a checkpoint of ffn.3 is left out" in caplog.text
-    assert len(list((tmp_path / "ffn.3").iterdir())) == 2, "generations are bounded"
+    assert len(list((tmp_path / "ffn.3").glob("*.safetensors"))) == 2, "generations are bounded"
 
 
 def test_a_state_that_is_not_finite_replaces_no_checkpoint(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_an_interrupted_write_leaves_the_last_checkpoint(
     with pytest.raises(SwarmError, match="disk full"):
         checkpoints.save()
     monkeypatch.undo()
-    assert len(list((tmp_path / "ffn.3").iterdir())) == 1
+    assert len([path for path in (tmp_path / "ffn.3").iterdir() if path.is_file()]) == 1
     assert ExpertCheckpoints(tmp_path, {uid: expert(optimizer=sgd)}).load() == [uid]
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from moe.protocol.names import ExpertGrid, ExpertUid
+from swarm.cli.serve import serve
+from swarm.cli.serve_choices import ServeChoices
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.run.changes import Change, restart_needed, sign_change
@@ -216,3 +218,21 @@ def test_replicas_of_an_expert_start_equal_and_other_experts_differ() -> None:
     assert torch.equal(weights(7, "ffn.0.1"), one)
     assert not torch.equal(weights(7, "ffn.1.0"), one)
     assert not torch.equal(weights(8, "ffn.0.1"), one)
+
+
+@pytest.mark.parametrize(
+    ("options", "members", "guests", "bounds"),
+    [
+        ((), "invited", "call", (None, None)),
+        (("--open",), "open", "call", (None, None)),
+        (("--open-training",), "invited", "train", (1.0, 0.1)),
+        (("--open-training", "--clip-norm", "5"), "invited", "train", (5.0, 0.1)),
+    ],
+)
+def test_options_say_what_peers_without_an_invite_may_do(
+    options: tuple[str, ...], members: str, guests: str, bounds: tuple[float | None, float | None]
+) -> None:
+    context = serve.make_context("serve", ["--experts", "ffn.0", "--listen", "127.0.0.1:0", *options])
+    grid = ServeChoices.of(context).offered()
+    assert grid is not None
+    assert (grid.members, grid.guests, grid.step_bounds) == (members, guests, bounds)

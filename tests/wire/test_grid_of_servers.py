@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import swarm
+from swarm.core.errors import NotInvited
 from tests.wire.served import OPTIONS, READY_S, serving
 
 GRID = """
@@ -85,7 +86,7 @@ def test_a_server_of_an_invited_grid_needs_its_invite_and_nothing_else(tmp_path:
 
 
 def test_an_open_grid_is_founded_by_options_and_hosted_in_part() -> None:
-    with serving("--experts", "ffn.[0:4]", "--hidden-dim", "16", "--optimizer", "none") as first:
+    with serving("--experts", "ffn.[0:4]", "--hidden-dim", "16", "--optimizer", "none", "--open") as first:
         address = first.hear("listening")["addresses"][0]
         created = first.hear("serving")
         with serving(address, "--experts", "ffn.[1:3]") as second:
@@ -93,3 +94,20 @@ def test_an_open_grid_is_founded_by_options_and_hosted_in_part() -> None:
         assert joined["grid"] == created["grid"]
         assert joined["experts"] == ["ffn.1", "ffn.2"]
         assert "it has no experts ffn.4" in refusal(address, "--experts", "ffn.4")
+
+
+def test_a_grid_of_options_is_called_by_anybody_and_trained_and_hosted_by_invited_peers() -> None:
+    options = ("--experts", "ffn.[0:2]", "--hidden-dim", "16")
+    x = torch.ones(3, 16)
+    with serving(*options) as first:
+        listening = first.hear("listening")
+        address, invite = listening["addresses"][0], listening["invite"]
+        first.hear("serving")
+        with swarm.Node(bootstrap=[address], listen=None) as guest:
+            y = swarm.RemoteExpert(guest, "ffn.1", forward_timeout_s=READY_S)(x)
+            with pytest.raises(NotInvited, match="trained by invited peers only"):
+                y.sum().backward()
+        with swarm.Node(bootstrap=[invite], listen=None) as member:
+            swarm.RemoteExpert(member, "ffn.1", forward_timeout_s=READY_S)(x).sum().backward()
+            assert [one.version for one in swarm.find_experts(member)] == [0, 1]
+        assert "invited peers only" in refusal(address)

@@ -447,9 +447,10 @@ class RoundMachine:
         return [*effects, *self.repairs.answers(self.finished is not None, self._now_s)]
 
     def _decide(self) -> list[Effect]:
+        if not self._complete and not self.membership.failed and self.votes.nobody_has_voted:
+            return []  # there is nothing to decide: after most events of an ordinary round
         if self._complete and self.voted_s is None:
             self.voted_s = self._now_s
-        found = self.left_out
         standing = Standing(
             complete=self._complete,
             # a shard of this member that is not reduced although others have its averages was taken over
@@ -457,7 +458,7 @@ class RoundMachine:
             repaired=self.repairs.any or self._given_up_own,
             live=self.membership.live,
             failed=self.membership.failed,
-            left_out=found,
+            left_out=self.left_out,
             now_s=self._now_s,
         )
         effects: list[Effect] = []
@@ -472,7 +473,7 @@ class RoundMachine:
                     self._given_up_own = not self.shard.reduced
                     effects += [do.HaltReduction(), *self.reducers.close_all()]
                 case do.Sign():
-                    self.votes.left_out |= found
+                    self.votes.left_out |= standing.left_out
                     effects.append(one)
                 case _:
                     effects.append(one)
@@ -491,8 +492,7 @@ class RoundMachine:
         return effects + self._finish(do.Finish(reason, certificate, unresolved))
 
     def _finish(self, finish: do.Finish) -> list[Effect]:
-        self.finished = finish
-        self.votes.over = True
+        self.finished, self.votes.over = finish, True
         return [finish]
 
     def farewell(self) -> list[Effect]:

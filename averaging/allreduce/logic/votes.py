@@ -73,6 +73,12 @@ class VoteExchange:
         return self.tally.votes.get(self._setup.peer_id(self._setup.own))
 
     @property
+    def nobody_has_voted(self) -> bool:
+        """Return whether no vote is known, and votes can make a certificate."""
+        tally = self.tally
+        return not (tally.votes or tally.liars or tally.is_dead()) and bool(self._setup.deciders)
+
+    @property
     def has_spoken(self) -> bool:
         """Return whether this member has voted, or said what it would vote for."""
         return self._own_version > 0
@@ -217,6 +223,8 @@ class VoteExchange:
                 self.left_out.setdefault(other, reason)
             if new:
                 self._changed_s = now_s
+                if self._asking and self._is_own_vote(place, statement):  # the others tell theirs in a moment
+                    self._paused[place] = now_s + _ASK_AGAIN_S, self._own_version
             elif place not in self._abridged and self._is_own_vote(place, statement):
                 self._abridged.add(place)  # it tells more when it is asked again
             else:

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.grace_period import GracePeriod
-from averaging.matchmaking.logic.messages import Answer, Holder, LookForGroup, PeerStatus
+from averaging.matchmaking.logic.messages import Answer, Holder, Leader, LookForGroup, PeerStatus
 from swarm.core.ids import PeerId
 
 _PASSED_KEYS_MAX = 64
 _UNREACHABLE_MAX = 1024
 _HOLDERS_MAX = 4096
+_EARLY_MAX = 64
 _ROUND_GAIN = 0.25  # weight of the newest round in the running mean of round lengths
 
 
@@ -60,6 +61,7 @@ class RoundHistory:
         self.passed = PassedRounds()
         self._round: _Round | None = None
         self._mean_round_s = 1.0
+        self._early: OrderedDict[PeerId, LookForGroup] = OrderedDict()  # queries since the last search
 
     @property
     def in_round(self) -> bool:
@@ -111,13 +113,28 @@ class RoundHistory:
             turn=self.turn,
         )
 
-    def record_late_peer(self, query: LookForGroup, now_s: float) -> None:
-        """Lengthen the grace period of a peer that looks for the round that began without it."""
+    def on_early_query(self, query: LookForGroup, now_s: float) -> None:
+        """Take in the query of a peer that looks for a group while this one does not: for the next search, or
+        for the round that began without it, which lengthens its grace period.
+        """
+        self._early[query.contact.peer_id] = query
+        self._early.move_to_end(query.contact.peer_id)
+        while len(self._early) > _EARLY_MAX:
+            self._early.popitem(last=False)
         last = self._round
         if last is None or query.contact.peer_id in last.members or query.round_key != last.round_key:
             return
         if query.round_key or not last.over:
             self.grace_period.record_arrival(query.contact.peer_id, now_s - last.search_started_s)
+
+    def take_early_leaders(self, round_key: str) -> list[Leader]:
+        """Return the peers that have looked for this round since the last search, and could lead it."""
+        early, self._early = self._early, OrderedDict()
+        return [
+            Leader(contact=query.contact, deadline_s=query.deadline_s)
+            for query in early.values()
+            if query.round_key == round_key and query.can_lead
+        ]
 
     def mark_unreachable(self, peer_id: PeerId, now_s: float) -> None:
         self._unreachable[peer_id] = now_s + self._unreachable_s

@@ -141,6 +141,8 @@ class Matchmaker:
         size = self._target_group_size
         self._search = Search(request, member, query, table, size, started_s=now_s, begin_by_s=begin_by_s)
         table.on_holders(self._history.holders, self._history.unreachable(now_s))
+        for leader in self._history.take_early_leaders(request.round_key):
+            table.on_report(leader, now_s)
 
     def stop(self, now_s: float) -> None:
         """Cancel the search. Followers are answered, and the leader notices."""
@@ -191,7 +193,7 @@ class Matchmaker:
         peer_id = query.contact.peer_id
         self._history.mark_reachable(peer_id)
         if query.schema == self._schema.digest and self._search is None:
-            self._history.record_late_peer(query, now_s)
+            self._history.on_early_query(query, now_s)
         if self._search is not None:
             self._search.table.on_query(query, now_s)
         return self.status_for(query, now_s)

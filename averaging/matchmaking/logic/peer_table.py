@@ -165,7 +165,7 @@ class PeerTable:
         if answer.status is PeerStatus.BUSY:
             peer.busy_until_s = now_s + min(max(answer.expected_s, 0.0), _BUSY_MAX_S)
             for member in answer.members:
-                self._mark_busy(self.peers.get(member), peer)
+                self._mark_busy(self.peers.get(member), peer, answer.members)
         if answer.status is PeerStatus.FOLLOWING and answer.leader is not None:
             peer.follows = answer.leader
             if peer.rank is None or peer.rank.deadline_s != answer.deadline_s:
@@ -174,8 +174,21 @@ class PeerTable:
             if answer.round_key == self.query.round_key and not peer.was_searching:
                 peer.was_searching, peer.arrived_s = True, min(peer.arrived_s, now_s)
             if answer.round_key == self.query.round_key:
-                self._on_indirect_report(answer.leader, now_s)
+                self.on_report(answer.leader, now_s)
         return True
+
+    def on_report(self, leader: Leader, now_s: float) -> None:
+        """Take in a report that `leader` looks for a group: another peer follows it, or it asked this one
+        before the search. It is believed at once when nothing better is known; otherwise it is queried.
+        """
+        peer = self._find_or_add(leader.contact)
+        if peer is None:
+            return
+        if peer.status is None and not peer.failed and not peer.query_pending:
+            peer.status, peer.rank, peer.round_key = PeerStatus.SEARCHING, leader.rank, self.query.round_key
+            peer.searching_since_s = now_s
+        else:
+            peer.queried_s = -math.inf
 
     def on_failure(self, peer_id: PeerId, text: str) -> None:
         """Record that a call to this peer failed, for the reason `text`."""
@@ -438,10 +451,12 @@ class PeerTable:
             peer.was_searching, peer.arrived_s = True, min(peer.arrived_s, now_s)
             self._grace_period.record_arrival(peer.contact.peer_id, now_s - self.started_s)
 
-    def _mark_busy(self, member: PeerState | None, reporter: PeerState) -> None:
-        """Mark `member` as busy, because `reporter` reports that it is in a round with it."""
+    def _mark_busy(self, member: PeerState | None, reporter: PeerState, members: tuple[PeerId, ...]) -> None:
+        """Mark `member` as busy: `reporter` reports that it is in a round with it, among `members`."""
+        # a round in which this peer was is over here; without round keys nothing else tells it from the next
+        is_other = reporter.round_key != self.query.round_key or self.query.contact.peer_id in members
         if member is None or (
-            member.status is not None and member.round_key == self.query.round_key != reporter.round_key
+            member.status is not None and member.round_key == self.query.round_key and is_other
         ):
             return  # by its own message it looks for this round: it ended the other one before `reporter`
         if member.status in (None, PeerStatus.SEARCHING, PeerStatus.FOLLOWING):
@@ -450,19 +465,6 @@ class PeerTable:
                 reporter.round_key,
                 reporter.busy_until_s,
             )
-
-    def _on_indirect_report(self, leader: Leader, now_s: float) -> None:
-        """Take in a report that another peer follows `leader`. It is believed at once when nothing better is
-        known; otherwise the leader is queried.
-        """
-        peer = self._find_or_add(leader.contact)
-        if peer is None:
-            return
-        if peer.status is None and not peer.failed and not peer.query_pending:
-            peer.status, peer.rank, peer.round_key = PeerStatus.SEARCHING, leader.rank, self.query.round_key
-            peer.searching_since_s = now_s
-        else:
-            peer.queried_s = -math.inf
 
     def _leaders(self) -> list[tuple[tuple[bool, tuple[bool, bytes, Rank]], PeerState]]:
         """Return the peers that may lead this one, with their order: those first that can be called directly.

@@ -5,7 +5,7 @@ that answered. Runs on the network loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -17,7 +17,8 @@ from moe.client.mixture.forward import REASONS_SHOWN, ExpertCall, MixtureOutput,
 from moe.client.mixture.options import MixtureOptions, PassReport
 from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import BackwardReply, GradientPass
-from swarm.core.errors import NotEnoughPeers, SwarmError
+from moe.protocol.errors import ExpertNotInvited
+from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, SwarmError
 
 
 class BackwardPass:
@@ -46,7 +47,8 @@ class BackwardPass:
         None for every floating-point output. `pass_number` is that of this backward pass among those of one
         forward pass, from 0 on; a repeated one has the number that it had.
 
-        Raises NotEnoughPeers when a sample got fewer than `backward_k_min` gradients.
+        Raises ExpertNotInvited when that is why no expert gave gradients, and NotEnoughPeers when a sample
+        got fewer than `backward_k_min` gradients.
         """
         options, clock = self._options, self._calls.clock
         begun_s = clock.monotonic_s()
@@ -63,7 +65,7 @@ class BackwardPass:
         branches = self._mixture_output.branches
         found: dict[int, Sequence[torch.Tensor | None]] = {}
         versions_apart: dict[str, int] = {}
-        failed: dict[int, str] = {}
+        failed: dict[int, SwarmError] = {}
         async with asyncio.TaskGroup() as tasks:
             running = {}
             for number, branch in enumerate(branches):
@@ -75,7 +77,7 @@ class BackwardPass:
                 for task in done:
                     number, outcome = running.pop(task), task.result()
                     if isinstance(outcome, SwarmError):
-                        failed[number] = str(outcome)
+                        failed[number] = outcome
                         gathering.failed(number, clock.monotonic_s())
                     else:
                         found[number] = outcome.gradients
@@ -85,29 +87,37 @@ class BackwardPass:
                         gathering.answered(number, clock.monotonic_s())
             for task, number in running.items():
                 task.cancel()
-                failed[number] = "it was too late"
+                failed[number] = DeadlineExceeded("it was too late")
                 self._calls.backward_timed_out(branches[number].result)
         below_k_min = len(gathering.rows_below_k_min)
         names = [str(branch.result.uid) for branch in branches]
-        if below_k_min:
-            reasons = "; ".join(
-                f"{names[number]}: {why}" for number, why in list(failed.items())[:REASONS_SHOWN]
-            )
-            raise NotEnoughPeers(
-                f"{below_k_min} samples got fewer than backward_k_min = {options.backward_k_min} gradients: "
-                f"{reasons}"
-            )
+        if below_k_min or not found:
+            self._raise_lack(below_k_min, {names[number]: error for number, error in failed.items()})
         parts = [(branches[number].places, found[number]) for number in sorted(found)]
         size = sum(tensor.nbytes for tensor in self._inputs)
         sums = await offload(self._pool, size, lambda: sum_input_gradients(self._inputs, parts))
         return sums, PassReport(
             asked=tuple(names),
             answered=tuple(names[number] for number in sorted(found)),
-            failed={names[number]: why for number, why in failed.items()},
+            failed={names[number]: str(error) for number, error in failed.items()},
             short_samples=below_k_min,
             seconds=clock.monotonic_s() - begun_s,
             versions_apart=versions_apart,
         )
+
+    def _raise_lack(self, below_k_min: int, failed: Mapping[str, SwarmError]) -> None:
+        """Raise the error for samples without enough gradients, if there are some. Where this peer must not
+        train, no pass of its layer will ever count, and a report would be overlooked: that is raised, too.
+        """
+        for error in failed.values():
+            if isinstance(error, ExpertNotInvited):
+                raise error
+        if below_k_min:
+            shown = "; ".join(f"{name}: {error}" for name, error in list(failed.items())[:REASONS_SHOWN])
+            raise NotEnoughPeers(
+                f"{below_k_min} samples got fewer than "
+                f"backward_k_min = {self._options.backward_k_min} gradients: {shown}"
+            )
 
     async def _call(
         self,

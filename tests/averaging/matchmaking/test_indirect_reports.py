@@ -39,6 +39,22 @@ def test_a_peer_that_looks_for_this_round_is_not_marked_busy_by_a_report_about_t
     assert {member.peer_id for member in group.members} == {contact(5).peer_id, *both}
 
 
+def test_without_round_keys_a_report_about_a_round_that_is_over_here_marks_nobody_busy() -> None:
+    """Peer 7 searches again, and so does this peer; peer 6 has not ended the round of all three yet."""
+    bench = MatchmakerBench.make(target_group_size=8)
+    bench.start(holder(6), holder(7))
+    bench.machine.on_query(replace(query_of(7, 11.0), turn=1), 0.01)
+    all_three = (contact(5).peer_id, contact(6).peer_id, contact(7).peer_id)
+    before = Answer(status=PeerStatus.BUSY, expected_s=0.2, members=all_three, turn=1)
+    bench.machine.on_query_answer(contact(6).peer_id, before, 0.02)
+    bench.machine.on_join(replace(join_of(6, 12.0), query=replace(query_of(6, 12.0), turn=3)), 0.03)
+    assert outcome(bench.machine.poll(0.03)) is None
+    bench.machine.on_join(join_of(7, 11.0), 0.04)
+    group = outcome(bench.machine.poll(0.04))
+    assert isinstance(group, Group)
+    assert set(group.peer_ids) == set(all_three)
+
+
 def test_a_peer_reported_to_be_in_this_round_with_others_is_not_waited_for() -> None:
     bench = MatchmakerBench.make(target_group_size=8)
     bench.start(holder(6), holder(7), holder(8), key="270")

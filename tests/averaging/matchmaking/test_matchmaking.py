@@ -119,8 +119,8 @@ def test_a_follower_whose_call_was_lost_does_not_delay_the_group() -> None:
 def test_each_change_of_status_increases_the_turn() -> None:
     bench = MatchmakerBench.make()
     turns = [bench.machine.on_query(query_of(6, 11.0), 0.0).turn]
-    [query] = [effect.query for effect in bench.start(holder(1)) if isinstance(effect, SendLookForGroup)]
-    turns.append(query.turn)
+    queries = [effect.query for effect in bench.start(holder(1)) if isinstance(effect, SendLookForGroup)]
+    turns.append(queries[0].turn)
     bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0), 0.01)
     [join] = [effect.join for effect in bench.machine.poll(0.01) if isinstance(effect, SendJoin)]
     turns.append(join.query.turn)
@@ -130,6 +130,17 @@ def test_each_change_of_status_increases_the_turn() -> None:
     bench.machine.stop(0.03)
     turns.append(bench.machine.on_query(query_of(6, 11.0), 0.03).turn)
     assert turns == sorted(set(turns))
+
+
+@pytest.mark.parametrize(("key", "joins"), [("", True), ("other", False)])
+def test_a_search_joins_at_once_a_leader_that_asked_before_it_began(key: str, joins: bool) -> None:
+    """Peer 1 looked for a group while this peer was busy: it is joined without being asked first."""
+    bench = MatchmakerBench.make()
+    bench.machine.on_query(query_of(1, 9.0, key=key), 0.0)
+    effects = bench.start(holder(1), holder(6))
+    assert any(isinstance(effect, SendJoin) for effect in effects) == joins
+    asked = [effect.contact for effect in effects if isinstance(effect, SendLookForGroup)]
+    assert asked == [contact(6)] if joins else [contact(1), contact(6)]
 
 
 @pytest.mark.parametrize(("deadline_s", "joins"), [(9.0, True), (11.0, False), (10.0, True)])
