@@ -42,7 +42,7 @@ class Lora(BaseModel):
     ] = ()
 
 
-class Settings(BaseModel):
+class LanguageModelSettings(BaseModel):
     """Model, data and method of a run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,7 +71,7 @@ class Settings(BaseModel):
     prompt: Annotated[str, Field(min_length=1, max_length=500)] = "The"
 
     @model_validator(mode="after")
-    def _what_is_downloaded_is_pinned(self) -> Settings:
+    def _what_is_downloaded_is_pinned(self) -> LanguageModelSettings:
         if "/" in self.model and self.revision is None:
             raise ValueError(
                 "a model of the hub needs revision, the hash of a commit (40 hexadecimal digits)"
@@ -97,7 +97,7 @@ class CausalLanguageModel:
                 "install them with: pip install 'swarm-train[hf]'"
             )
         try:
-            self.settings = Settings.model_validate(dict(settings))
+            self.settings = LanguageModelSettings.model_validate(dict(settings))
         except ValidationError as error:
             raise UsageError("\n".join(explain(error, "task.settings"))) from error
         chosen = self.settings

@@ -17,7 +17,7 @@ from swarm.run.tasks.documents import Documents
 
 if TYPE_CHECKING:
     from swarm.run.task import Draw
-    from swarm.run.tasks.causal_lm import Settings
+    from swarm.run.tasks.causal_lm import LanguageModelSettings
 
 _HELD_OUT_PART = 20  # one document in 20 is held out, by the hash of its text
 _VALIDATION_SAMPLES = 16
@@ -33,7 +33,7 @@ class TextData:
     """Samples of L tokens, as int32 on the host; batches are copied to the device."""
 
     def __init__(
-        self, documents: Documents, tokenizer: Any, settings: Settings, device: torch.device
+        self, documents: Documents, tokenizer: Any, settings: LanguageModelSettings, device: torch.device
     ) -> None:
         """Raise UsageError if the documents are too short for two samples."""
         self._tokenizer, self._settings, self._device = tokenizer, settings, device

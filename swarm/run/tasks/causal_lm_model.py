@@ -13,7 +13,7 @@ from swarm.core.errors import UsageError
 from swarm.run.tasks.model_files import check_config, read_json
 
 if TYPE_CHECKING:
-    from swarm.run.tasks.causal_lm import Settings
+    from swarm.run.tasks.causal_lm import LanguageModelSettings
     from swarm.run.tasks.model_files import ModelFiles
 
 _CONFIG_BYTES_MAX = 256 << 10
@@ -35,14 +35,14 @@ def read_config(files: ModelFiles) -> Any:
     return config
 
 
-def skeleton(config: Any, settings: Settings) -> torch.nn.Module:
+def skeleton(config: Any, settings: LanguageModelSettings) -> torch.nn.Module:
     """Return the model without values, to count its parameters."""
     with torch.device("meta"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return _with_method(model, settings)
 
 
-def build(config: Any, files: ModelFiles, settings: Settings, seed: int) -> torch.nn.Module:
+def build(config: Any, files: ModelFiles, settings: LanguageModelSettings, seed: int) -> torch.nn.Module:
     """Return the model in float32, on the CPU. The same seed gives the same new values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -67,7 +67,7 @@ def _enable_checkpointing(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kinds)
 
 
-def _with_method(model: torch.nn.Module, settings: Settings) -> torch.nn.Module:
+def _with_method(model: torch.nn.Module, settings: LanguageModelSettings) -> torch.nn.Module:
     if settings.method != "lora":
         return model
     from peft import LoraConfig, get_peft_model
@@ -106,7 +106,7 @@ def load_tokenizer(files: ModelFiles) -> Any:
     return tokenizer
 
 
-def export(model: Any, files: ModelFiles, settings: Settings, folder: Path) -> None:
+def export(model: Any, files: ModelFiles, settings: LanguageModelSettings, folder: Path) -> None:
     """Write a PEFT adapter or a model for `from_pretrained`, with its tokenizer."""
     if settings.method == "lora":
         adapter = model.peft_config["default"]

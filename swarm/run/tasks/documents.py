@@ -14,7 +14,7 @@ from swarm.run.tasks.corpus import TEXT_SUFFIXES, files_of
 from swarm.run.tasks.model_files import data_files
 
 if TYPE_CHECKING:
-    from swarm.run.tasks.causal_lm import Settings
+    from swarm.run.tasks.causal_lm import LanguageModelSettings
 
 _LINE_BYTES_MAX = 16 << 20
 _ROWS = 256  # of a parquet file that are read at once
@@ -28,7 +28,7 @@ class Documents:
     source: str  # name of the source in messages
 
 
-def documents_of(folder: Path | None, settings: Settings) -> Documents:
+def documents_of(folder: Path | None, settings: LanguageModelSettings) -> Documents:
     """Read the documents of a run: from the volunteer's folder, the data set of the run, or the Python
     standard library. Raises UsageError if there are none.
     """
