@@ -32,6 +32,7 @@ from swarm.net.dialback import DialBacks
 from swarm.net.hello import NEAR_HELLO_S, Introductions
 from swarm.net.joining import Joining
 from swarm.net.listening import WILDCARDS, given_addresses, parse_listen
+from swarm.net.logic.nat import NatKind
 from swarm.net.logic.reachability import NodeReach
 from swarm.net.membership import RunMembership, register
 from swarm.net.peerbook import KnownPeer, PeerBook
@@ -39,6 +40,7 @@ from swarm.net.rpc import Handlers
 from swarm.net.scope import Scope, Surroundings, scope_of
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
+from swarm.net.throughput import Throughput, Throughputs, throughput
 from swarm.reach.on_demand import Libp2p
 from swarm.reach.reaching import Reaching, RelayTerms, RelayView
 from swarm.reach.rendezvous import Rendezvous
@@ -55,7 +57,7 @@ _BOOK_ENTRIES_MAX = 1000  # 200 bytes each, written as one file
 _HOUSEKEEPING_S = 30.0  # interval at which the peer book is saved and unused connections are closed
 _CALLBACKS_S_MAX = 1.0
 _CLOSE_S_MAX = 1.8
-_RELAYS_S_MAX = 20.0
+_RELAYS_S_MAX, _THROUGHPUT_S_MAX = 20.0, 25.0
 # the widest network that a node of a preset takes itself to be in
 _WIDEST: dict[Preset, Scope] = {"local": Scope.MACHINE, "lan": Scope.SITE, "wan": Scope.INTERNET}
 ServiceT = TypeVar("ServiceT")
@@ -172,6 +174,7 @@ class Node:
         self.introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self.introductions.register(self.handlers)
         DialBacks(self.channels, self.standing).register(self.handlers)
+        Throughputs(self.standing).register(self.handlers)
         service = DhtService(
             own=lambda: self.contact,
             identity=self.identity,
@@ -242,6 +245,16 @@ class Node:
         then the nearest. Takes a few seconds, because libp2p is loaded for it.
         """
         return self.network.run(self._reaching.relays(), _RELAYS_S_MAX)
+
+    def nat(self, relays: Sequence[RelayView]) -> NatKind:
+        """Return what the router of this machine does with ports, by what these relays see of it."""
+        return self._reaching.nat(relays)
+
+    def throughput(self, contact: Contact) -> Throughput:
+        """Measure how fast bytes go to a peer and come from it, with 1 MiB each way; at most 20 s. Raises
+        SwarmError when the peer cannot be reached, or refuses.
+        """
+        return self.network.run(throughput(self.channels, contact), _THROUGHPUT_S_MAX)
 
     def tell_reach(self, listener: Callable[[str], None]) -> None:
         """Call `listener` on the network thread with a sentence that says how others reach this peer, as soon

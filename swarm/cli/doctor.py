@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -18,17 +18,31 @@ from swarm.cli.identity import open_entry_identity
 from swarm.cli.invite import contacts_of
 from swarm.cli.render import print_result
 from swarm.core.errors import SwarmError
+from swarm.core.ids import Contact
+from swarm.net.logic.nat import NatKind
 from swarm.run.entering import enter
 
 if TYPE_CHECKING:
     from swarm.node import Node
+    from swarm.reach.reaching import RelayView
 
 _VERDICT_S = 25.0  # a router is asked, peers call, and once more after a check that left a doubt
-_POLL_S = 0.05
+_POLL_S = 0.2
 _RELAYS_S = 30.0  # for a relay to take this machine in
+_SECOND_RELAY_S = 5.0  # for one that tells which kind of NAT this is, where the first does not
 _PACKAGES = ("torch", "grpcio", "libp2p", "protobuf")
 _PEERS_SHOWN = 5
 _PORT = 4000  # to forward, where the user has named none
+_MEASURED_MAX = 3  # peers
+_NATS: dict[NatKind, str] = {
+    "none": "none: relays see this machine at its own address",
+    "preserving": "port-preserving: most peers behind other routers are called directly, after a first call",
+    "cone": "cone (one other port towards all peers): most peers behind other routers are called directly, "
+    "after a first call",
+    "symmetric": "symmetric (another port towards each peer): peers behind such routers are called through "
+    "relays",
+    "unknown": "not known: that takes a peer that relays, or two where the first sees another port",
+}
 
 State = Literal["good", "note", "bad"]
 
@@ -55,7 +69,8 @@ def doctor(
     announce: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Find out whether this machine can volunteer: software, memory and GPU, clock, and how others reach it.
+    """Find out whether this machine can volunteer: software, memory and GPU, clock, how others reach it,
+    relays, kind of NAT, and how fast bytes go to the peers that you name.
 
     ADDRESS is a peer of the swarm, or an invite; without it the network is not tried. Give the options that
     you would give to `swarm join`. The exit status is 1 when this machine cannot volunteer.
@@ -114,7 +129,15 @@ def _examine_network(node: Node, addresses: tuple[str, ...], listen: str | None)
     problem = node.dht.clock_problem
     yield Diagnosis("clock", "note" if problem else "good", problem or "it agrees with those of its peers")
     yield _reach(node, listen, said[-1] if said else "")
-    yield _relays(node)
+    relays = node.relays()
+    until_s = time.monotonic() + _SECOND_RELAY_S
+    while relays and node.nat(relays) == "unknown" and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+        relays = node.relays()
+    yield _relays(node, relays)
+    if listen is not None:
+        yield Diagnosis("NAT", "good", _NATS[node.nat(relays)])
+    yield _throughput(node, contacts_of(addresses))
 
 
 def _software() -> str:
@@ -150,10 +173,25 @@ def _peers(node: Node) -> str:
     return f"peers answer: {shown}" + (f", and {more} more" if more > 0 else "")
 
 
-def _relays(node: Node) -> Diagnosis:
+def _throughput(node: Node, named: Sequence[Contact]) -> Diagnosis:
+    """Return how fast bytes go to the peers that the user named, and come from them."""
+    shown = []
+    for contact in named[:_MEASURED_MAX]:
+        try:
+            rates = node.throughput(contact)
+        except SwarmError as error:
+            shown.append(f"{contact.peer_id} is not measured: {error}")
+        else:
+            up, down = rates.up_bytes_per_s / 1e6, rates.down_bytes_per_s / 1e6
+            shown.append(f"{up:.3g} MB/s to {contact.peer_id} and {down:.3g} MB/s from it")
+    are_measured = any("MB/s" in one for one in shown)
+    return Diagnosis("speed", "good" if are_measured else "note", "; ".join(shown))
+
+
+def _relays(node: Node, relays: Sequence[RelayView]) -> Diagnosis:
     """Return the relays that this machine knows: how far they are, and whether it is called through them."""
     shown = []
-    for one in node.relays()[:_PEERS_SHOWN]:
+    for one in relays[:_PEERS_SHOWN]:
         delay = f"in {one.round_trip_s * 1e3:.1f} ms" if one.round_trip_s is not None else "no answer"
         use = ", used here" if one.is_reserved else ""
         shown.append(f"{one.peer_id} at {one.address.host}:{one.address.port} ({delay}{use})")
@@ -172,15 +210,21 @@ def _reach(node: Node, listen: str | None, said: str) -> Diagnosis:
     if node.reach == "direct":
         places = ", ".join(f"{one.host}:{one.port}" for one in node.contact.addresses)
         return Diagnosis("reach", "good", said or f"it announces {places}")
+    through = f"others reach it through {node.contact.through}" if node.reach == "relayed" else ""
+    text = said or through or "no peer has said yet whether it can call this machine"
+    return Diagnosis("reach", "note", text + _line_for_the_router(listen))
+
+
+def _line_for_the_router(listen: str) -> str:
+    """Return a sentence with what a router would have to forward; empty without a private address."""
     from swarm.net.listening import machine_addresses, parse_listen
     from swarm.net.scope import Scope, scope_of
 
     host, port = parse_listen(listen)
-    port = port or _PORT
-    near = [one for one in machine_addresses(host, port) if scope_of(one.host) is Scope.SITE]
-    if node.reach == "relayed":
-        return Diagnosis("reach", "note", said or f"others reach it through {node.contact.through}")
-    text = said or "no peer has said yet whether it can call this machine"
-    if near:
-        text += f". The line for the router: TCP port {port} to {near[0].host} port {port}"
-    return Diagnosis("reach", "note", text)
+    near = [one for one in machine_addresses(host, port or _PORT) if scope_of(one.host) is Scope.SITE]
+    if not near:
+        return ""
+    listening = "" if port else f", and listen there with --listen {listen.rpartition(':')[0]}:{_PORT}"
+    return (
+        f". The line for the router: TCP port {near[0].port} to {near[0].host} port {near[0].port}{listening}"
+    )

@@ -9,9 +9,10 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.standing import PeerStanding
-from swarm.libp2p.basics import ping, serve_basics
+from swarm.libp2p.basics import identify, ping, serve_basics
 from swarm.libp2p.circuits import Circuits
 from swarm.libp2p.host import Host
+from swarm.libp2p.logic.messages import decode_address
 from swarm.libp2p.logic.relaying import RelayLimits
 from swarm.libp2p.punching import MayDialFn, Punching
 from swarm.libp2p.relay import RelayService
@@ -66,9 +67,16 @@ class Stack:
         self.relay = RelayService(self.host, limits, self._standing, self._clock)
         return self.relay
 
-    async def ping(self, relay: Contact) -> float:
-        """Return the round-trip time to a relay in seconds. Raises SwarmError when it does not answer."""
-        return await ping(await self.host.connect(relay.peer_id, relay.addresses))
+    async def look_at(self, relay: Contact) -> tuple[float, Address | None]:
+        """Return the round-trip time to a relay in seconds, and where it sees this host call from; None where
+        that does not show what a router does: the host has not dialed it from the port at which it listens.
+        Raises SwarmError when it does not answer.
+        """
+        connection = await self.host.connect(relay.peer_id, relay.addresses)
+        round_trip_s = await ping(connection)
+        if not connection.is_client or connection.relay is not None:
+            return round_trip_s, None
+        return round_trip_s, decode_address((await identify(connection)).observed)
 
     @property
     def listening(self) -> tuple[Endpoint, ...]:

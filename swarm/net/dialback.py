@@ -14,7 +14,7 @@ from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.standing import PeerStanding
 from swarm.net.callers import caller_host
 from swarm.net.channels import Channels
-from swarm.net.logic.dialing_back import DialBackBudget
+from swarm.net.logic.request_budget import RequestBudget
 from swarm.net.rpc import Handlers, Method
 from swarm.net.scope import ip_of
 from swarm.wire import peer_pb2
@@ -22,6 +22,7 @@ from swarm.wire import peer_pb2
 # To connect to the peer that asks. Where its router drops what comes, the verdict waits for all of it; a TCP
 # SYN that is lost is sent again after 1 s.
 DIAL_S = 1.5
+_CALLS_MAX = 30  # of each kind in a minute
 _GREETING = b"\x13/multistream/1.0.0\n"  # of both ends of a libp2p connection
 DIAL_BACK = Method(
     name="/swarm.Node/DialBack",
@@ -37,7 +38,8 @@ class DialBacks:
 
     def __init__(self, channels: Channels, standing: PeerStanding) -> None:
         self._channels = channels
-        self._budget = DialBackBudget(standing)
+        # one for each kind, so that a relay need not wait to ask for its second port
+        self._budgets = [RequestBudget(standing, _CALLS_MAX, "called back") for _ in range(2)]
 
     def register(self, handlers: Handlers) -> None:
         """Register the handler of the call."""
@@ -49,7 +51,7 @@ class DialBacks:
             raise PeerError("the address that you call from is not known here")
         if not 1 <= request.port <= 65535:
             raise PeerError(f"{request.port} is not a TCP port")
-        refusal = self._budget.enter(caller, asyncio.get_running_loop().time())
+        refusal = self._budgets[request.relay].enter(caller, asyncio.get_running_loop().time())
         if refusal:
             raise PeerError(refusal)
         address = Address(host, request.port)

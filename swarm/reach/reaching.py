@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.core.errors import SwarmError
@@ -17,6 +18,8 @@ from swarm.core.notify import ChangeEvent
 from swarm.net.announcing import Announcing
 from swarm.net.channels import Channels
 from swarm.net.hello import Introduction, Introductions
+from swarm.net.listening import machine_addresses
+from swarm.net.logic.nat import NatKind, nat_kind
 from swarm.net.logic.relay_search import KNOWN_MIN, RelaySearch
 from swarm.net.peerbook import PeerBook
 from swarm.reach.on_demand import Libp2p
@@ -38,13 +41,15 @@ _BYTES_PER_MBIT = 125_000.0
 @dataclass(frozen=True, slots=True)
 class RelayView:
     """A relay as this node sees it. `round_trip_s`: of a ping; None: it did not answer. `is_reserved`: this
-    node can be called through it.
+    node can be called through it. `seen_at`: the IP address and port from which it sees this node's libp2p
+    host call; None: not known.
     """
 
     peer_id: PeerId
     address: Address
     round_trip_s: float | None
     is_reserved: bool
+    seen_at: Address | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +119,22 @@ class Reaching:
 
     async def _view(self, relay: Contact) -> RelayView:
         is_reserved = relay.peer_id in {one.peer_id for one in self._libp2p.held}
+        round_trip_s, seen_at = None, None
         try:
             async with asyncio.timeout(_PING_S):
-                round_trip_s = await (await self._libp2p.stack()).ping(relay)
-        except (SwarmError, TimeoutError):
-            round_trip_s = None
-        return RelayView(relay.peer_id, relay.addresses[0], round_trip_s, is_reserved)
+                round_trip_s, seen_at = await (await self._libp2p.stack()).look_at(relay)
+        except (SwarmError, TimeoutError) as error:
+            _logger.debug("relay %s does not answer: %s", relay.peer_id.short, error)
+        return RelayView(relay.peer_id, relay.addresses[0], round_trip_s, is_reserved, seen_at)
+
+    def nat(self, relays: Sequence[RelayView]) -> NatKind:
+        """Return what the router of this machine does, by what relays see of it."""
+        stack = self._libp2p.loaded
+        if stack is None or stack.host.listening is None or self._terms.server is None:
+            return "unknown"
+        own = machine_addresses(self._terms.server.host, self._terms.server.port)
+        seen = [one.seen_at for one in relays if one.seen_at is not None]
+        return nat_kind(stack.host.listening.port, {one.host for one in own}, seen)
 
     async def _hide(self) -> float:
         """Get reservations, and announce those that stand. Return after how many seconds to look again."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
-from swarm.core.ids import Contact
+from swarm.core.ids import Contact, PeerId
 from swarm.net.rpc import Method, ReplyT, RequestT, Stream, StreamHandler, StreamMethod, UnaryHandler
 from swarm.testing.streams import SimulatedStream, stream_pair
 
 if TYPE_CHECKING:
-    from swarm.testing.network import SimulatedPeer
+    from swarm.testing.network import Relayed, SimulatedPeer
 
 
 class _Exchange:
@@ -119,7 +119,7 @@ class SimulatedCaller:
                 f"{method.name} takes requests of at most {method.request_bytes_max} bytes;"
                 f" this one has {len(payload)}"
             )
-        target = self._reach(contact)
+        target, relay = self._reach(contact)
         if target is None:
             await asyncio.sleep(timeout_s)
             raise DeadlineExceeded(
@@ -131,29 +131,44 @@ class SimulatedCaller:
         )
         exchange.begin()
         try:
-            answer = await exchange.answered
+            with self._relayed(relay, exchange):
+                answer = await exchange.answered
         finally:
             timer.cancel()
             exchange.close()
         return method.reply.FromString(answer)
 
-    def _reach(self, contact: Contact) -> SimulatedPeer | None:
-        """Return the peer that listens at the contact, or None when there is none and its machine is silent.
-        Raise NetworkError when there is none and its machine refuses the connection.
+    @contextmanager
+    def _relayed(self, relay: PeerId | None, through: Relayed) -> Iterator[None]:
+        """Let this end when the relay that it goes through dies."""
+        if relay is None:
+            yield
+            return
+        ways = self._own.network.relayed.setdefault(relay, {})
+        ways[through] = None
+        try:
+            yield
+        finally:
+            ways.pop(through, None)
+
+    def _reach(self, contact: Contact) -> tuple[SimulatedPeer | None, PeerId | None]:
+        """Return the peer that listens at the contact, or None when there is none and its machine is silent;
+        and the relay on the way to it, if there is one. Raise NetworkError when there is none and its machine
+        refuses the connection.
         """
         if contact.peer_id == self._own.peer_id:
             raise UsageError("a peer does not call itself")
         network = self._own.network
         target = network.peers.get(contact.peer_id)
         if target is not None and any(address in target.contact.addresses for address in contact.addresses):
-            return target
-        if target is not None and any(
-            relay in target.contact.relays and network.peers[relay.peer_id].up for relay in contact.relays
-        ):
-            network.relayed_calls[self._own.peer_id] += 1
-            return target
+            return target, None
+        reserved = target.contact.relays if target is not None else ()
+        for relay in contact.relays:
+            if relay in reserved and network.peers[relay.peer_id].up:
+                network.relayed_calls[self._own.peer_id] += 1
+                return target, relay.peer_id
         if contact.addresses and network.config.dead_are_silent:
-            return None
+            return None, None
         raise NetworkError(f"peer {contact.peer_id} cannot be reached: it does not listen there")
 
     @asynccontextmanager
@@ -165,7 +180,7 @@ class SimulatedCaller:
         """
         try:
             async with asyncio.timeout(timeout_s) as timeout:
-                target = self._reach(contact)
+                target, relay = self._reach(contact)
                 if target is None:
                     await asyncio.get_running_loop().create_future()
                 assert target is not None
@@ -182,7 +197,8 @@ class SimulatedCaller:
                     method.name, functools.partial(self._serve, found.function, far)
                 )
                 try:
-                    yield near
+                    with self._relayed(relay, near):
+                        yield near
                 finally:
                     near.cancel()
                     task.cancel()

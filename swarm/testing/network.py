@@ -33,6 +33,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.core.ids import Address, Contact, PeerId
@@ -66,6 +67,14 @@ class LinkConfig:
     bandwidth: float = 0.0  # bytes a second added to the delay by size; 0: no limit
     # a call to a crashed peer, or to an unused address, is refused at once (False) or gets no answer (True)
     dead_are_silent: bool = False
+
+
+class Relayed(Protocol):
+    """A call or a stream that goes through a relay."""
+
+    def fail(self, error: SwarmError) -> None:
+        """End, because the relay has died."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +136,7 @@ class SimulatedNetwork:
         self._moment: list[str] = []  # lines of this moment, not in the digest yet
         self._sides: dict[PeerId, int] = {}
         self.relayed_calls: Counter[PeerId] = Counter()  # by caller
+        self.relayed: dict[PeerId, dict[Relayed, None]] = {}  # what goes through each relay now
         self._cuts: list[Cut] = []
 
     def peer(
@@ -141,8 +151,8 @@ class SimulatedNetwork:
         """Add a peer and return it.
 
         With `dialable=False` it has no address, so that other peers can call it through `relays` only, while
-        these are up. `skew_s` and `drift` are the errors of its clock. `identity` is derived from the seed
-        and the number of the peer unless it is given.
+        these are up; its `contact` may be changed. `skew_s` and `drift` are the errors of its clock.
+        `identity` is derived from the seed and the number of the peer unless it is given.
         """
         index = len(self.peers)
         identity = identity or SeededIdentity(f"{self.seed}/{index}")
@@ -176,13 +186,15 @@ class SimulatedNetwork:
 
     async def crash(self, peer: SimulatedPeer) -> None:
         """Kill the process of a peer: its background tasks end, its handlers are gone, and calls from it and
-        to it fail. Its peer book is saved to `disk` first.
+        to it fail, as does what goes through it as a relay. Its peer book is saved to `disk` first.
         """
         if not peer.up:
             return
         peer.up = False
         peer.book.save()
         self.note(peer, peer, "crash", "")
+        for one in self.relayed.pop(peer.peer_id, ()):
+            one.fail(NetworkError(f"relay {peer.peer_id.short} crashed in the simulation"))
         for task in peer.handling:
             task.cancel()
         await peer.supervisor.close()

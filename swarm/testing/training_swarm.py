@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,6 +76,7 @@ class GreenNode:
         self.standing: PeerStanding = self.dht.service.standing
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._at_announced: list[Callable[[], None]] = []
         self.at_close(self.dht.service.leave)
 
     @property
@@ -96,8 +97,15 @@ class GreenNode:
         return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     def at_announced(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Addresses do not change here."""
-        return lambda: None
+        """Run `callback` when `announce` is called; the returned function removes it."""
+        self._at_announced.append(callback)
+        return lambda: self._at_announced.remove(callback) if callback in self._at_announced else None
+
+    def announce(self, contact: Contact) -> None:
+        """Be called in another way from now on."""
+        self.peer.contact = contact
+        for callback in list(self._at_announced):
+            callback()
 
     async def leave(self) -> None:
         """Say goodbye and stop all services."""
@@ -229,11 +237,13 @@ class TrainingSwarm:
         config: TrainingConfig,
         on_step: Callable[[TrainingPeer, StepReport, float], None],
         group: asyncio.TaskGroup,
+        entry_points: Sequence[SimulatedPeer] = (),
     ) -> None:
         """`group`: the parent of all processes. An exception of a trainer ends it: what the network does is
-        in reports.
+        in reports. `entry_points`: peers that do not train, by which others enter.
         """
         self.network, self.config = network, config
+        self._entry_points = tuple(entry_points)
         self.live: dict[PeerId, TrainingPeer] = {}
         self._on_step, self._group = on_step, group
         self._incarnations: dict[PeerId, int] = {}
@@ -255,7 +265,8 @@ class TrainingSwarm:
         incarnation = self._incarnations.get(peer.peer_id, -1) + 1
         self._incarnations[peer.peer_id] = incarnation
         node = GreenNode(peer, incarnation)
-        entries = [other.peer.contact for other in self.live.values()][:3]
+        others = (other.peer for other in self.live.values())
+        entries = [other.contact for other in (*self._entry_points, *others) if other.up][:3]
         made = TrainingPeer(peer, node, self.config, batch, compute_s, self._on_step, checkpoint=checkpoint)
         made.lies = lies
         self.live[peer.peer_id] = made

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.namespaces import Internet, Process, missing
-from tests.chaos.reach_peers import PEER, call, contact_of
+from tests.chaos.namespaces import Internet, Process, RouterKind, missing
+from tests.chaos.reach_peers import PEER, call, contact_of, entry_point
+from tests.chaos.reach_peers import peer as peer_behind
 from tests.chaos.small_run import write_small_run
 
 pytestmark = [pytest.mark.network_namespaces, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -318,17 +319,30 @@ def test_the_doctor_says_what_the_router_would_have_to_forward(internet: Interne
     assert examined.wait("result", lambda event: event["event"] == "doctor")["can_volunteer"] is True
 
 
-def test_the_doctor_lists_the_relays_with_their_latency(internet: Internet) -> None:
-    one_public_and_two_behind_routers(internet)
-    entry = command(internet, "r", "bootstrap")
-    address = entry.wait("address", lambda event: event["event"] == "listening")["addresses"][0]
+@pytest.mark.parametrize("kind", ["preserving", "symmetric"])
+def test_the_doctor_says_relays_with_their_latency_kind_of_nat_speed_and_what_to_forward(
+    kind: RouterKind, internet: Internet
+) -> None:
+    internet.behind_router("a", kind)
+    _, address = entry_point(internet, "s")
+    entry_point(internet, "r", address)
+    contact_of(
+        peer_behind(internet, "b", "symmetric", address), ways=2
+    )  # until the second one relays as well
     examined = internet.start("a", "-m", "swarm.cli", "doctor", address, "--json")
-    reach = examined.wait("finding", lambda event: event.get("subject") == "reach")
-    assert "others reach this machine through relay" in reach["text"]
-    relays = examined.wait("relays", lambda event: event.get("subject") == "relays")
-    assert relays["state"] == "good"
-    assert address.rpartition("/")[2] in relays["text"]
-    assert " ms, used here)" in relays["text"]
+    found = {}
+    for subject in ("reach", "relays", "NAT", "speed"):
+        finding = examined.wait(subject, lambda event, of=subject: event.get("subject") == of)
+        found[subject] = (finding["state"], finding["text"])
+    state, said = found["reach"]
+    assert (state, "others reach this machine through relay" in said) == ("note", True)
+    line = "The line for the router: TCP port 4000 to 192.168.1.2 port 4000, and listen there with --listen "
+    assert said.endswith(f"{line}0.0.0.0:4000")
+    state, said = found["relays"]
+    assert (state, address.rpartition("/")[2] in said, " ms, used here)" in said) == ("good", True, True)
+    kinds = {"preserving": "port-preserving", "symmetric": "symmetric"}
+    assert found["NAT"][1].startswith(kinds[kind])
+    assert f"MB/s to {address.rpartition('/')[2]} and " in found["speed"][1]
 
 
 def test_volunteers_behind_routers_train_with_one_another_through_a_relay(

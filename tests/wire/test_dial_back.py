@@ -41,6 +41,13 @@ def test_a_peer_is_told_that_it_was_called_back_and_where(asked: Node) -> None:
             ask(asker, asked, asker.contact.addresses[0].port)
 
 
+def test_a_peer_may_ask_for_the_port_at_which_it_relays_right_after_its_own(asked: Node) -> None:
+    with Node(listen=HERE) as asker:
+        port = asker.contact.addresses[0].port
+        assert ask(asker, asked, port).reached
+        assert not ask(asker, asked, port, relay=True).reached  # nobody speaks libp2p there
+
+
 def test_a_port_where_somebody_else_answers_counts_as_not_reached(asked: Node) -> None:
     with Node(listen=None) as asker, Node(listen=HERE) as other:
         assert not ask(asker, asked, other.contact.addresses[0].port).reached

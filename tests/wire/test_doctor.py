@@ -39,6 +39,8 @@ def test_a_machine_that_others_can_call_can_volunteer(capsys: pytest.CaptureFixt
     assert str(peer.peer_id) in found["network"]["text"]
     assert [found[name]["state"] for name in ("network", "clock", "reach")] == ["good"] * 3
     assert found["reach"]["text"].startswith("it announces 127.0.0.1:")
+    assert f"MB/s to {peer.peer_id} and " in found["speed"]["text"]
+    assert found["NAT"]["text"].startswith("not known: that takes a peer that relays")
 
 
 def test_a_machine_that_takes_no_calls_can_volunteer_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,9 +110,7 @@ class PeerTable:
 
         chosen = sorted(holders, key=order)[:QUERIED_PEERS_MAX]
         recently_failed = set(unreachable)
-        for peer_id in [
-            peer_id for peer_id, peer in self.peers.items() if peer.expected and peer_id not in holders
-        ]:
+        for peer_id in [one for one, peer in self.peers.items() if peer.expected and one not in holders]:
             self.peers[peer_id].expected = False
             if self.peers[peer_id].status is None:
                 del self.peers[peer_id]
@@ -122,6 +120,10 @@ class PeerTable:
             if peer is None:
                 return
             peer.expected = True
+            if peer.contact != holder.contact and (peer.status is None or peer.failed):
+                peer.contact, peer.failed, peer.failures = holder.contact, "", 0  # maybe through other relays
+                peer.queried_s, peer.query_pending = -math.inf, False
+                recently_failed.discard(peer_id)
             if peer.status is None:
                 peer.can_lead = holder.contact.is_callable
                 if holder.schema != self.query.schema:

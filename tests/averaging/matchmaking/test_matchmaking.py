@@ -303,6 +303,21 @@ def test_a_peer_with_other_tensors_is_named_and_not_waited_for() -> None:
     assert contact(1).peer_id.short in failed.detail
 
 
+def test_a_peer_that_is_called_in_another_way_by_now_is_called_so_in_the_same_search() -> None:
+    """Regression test: a search called peers whose relays had changed through those of the records that it
+    began with, to its end.
+    """
+    bench = MatchmakerBench.make()
+    bench.start(holder(1), holder(2), key="7")
+    bench.machine.on_query_failed(contact(1).peer_id, "no relay", 0.01)
+    moved = [
+        replace(holder(n), contact=replace(contact(n), addresses=contact(n + 6).addresses)) for n in (1, 2)
+    ]
+    bench.machine.on_query(query_of(2, 11.0, key="7"), 0.01)  # it says itself how it is called
+    effects = poll_after_read(bench, 0.02, *moved)
+    assert [one.contact for one in effects if isinstance(one, SendLookForGroup)] == [moved[0].contact]
+
+
 def test_a_search_ends_as_unreachable_after_a_second_failed_query() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(1))

@@ -1,20 +1,21 @@
-"""How often a node calls others back: each caller, all of them, and strangers last."""
+"""How often a node does something for others: each caller, all of them, and strangers last."""
 
 from __future__ import annotations
 
 from swarm.core.standing import PeerStanding
-from swarm.net.logic.dialing_back import CALLS_MAX, PER_CALLER_S, WINDOW_S, DialBackBudget
+from swarm.net.logic.request_budget import PER_CALLER_S, WINDOW_S, RequestBudget
 from swarm.testing.identities import SeededIdentity
 
+CALLS_MAX = 30
 MEMBERS = [SeededIdentity(f"member {number}").peer_id for number in range(40)]
 STRANGERS = [SeededIdentity(f"stranger {number}").peer_id for number in range(40)]
 
 
-def budget(*, members: bool = True) -> DialBackBudget:
+def budget(*, members: bool = True) -> RequestBudget:
     standing = PeerStanding()
     if members:
         standing.add_members("run", MEMBERS)
-    return DialBackBudget(standing)
+    return RequestBudget(standing, CALLS_MAX, "called back")
 
 
 def test_a_caller_is_called_back_once_in_ten_seconds() -> None:
