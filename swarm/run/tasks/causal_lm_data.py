@@ -156,7 +156,7 @@ class TextData:
                 do_sample=False,
                 pad_token_id=self._tokenizer.eos_token_id or 0,
             )
-        return str(self._tokenizer.decode(tokens[0], skip_special_tokens=True))
+        return str(self._tokenizer.decode(tokens[0], skip_special_tokens=True)).rstrip()
 
 
 def _is_held_out(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _CONFIG_BYTES_MAX = 256 << 10
 _SAFE = {"trust_remote_code": False, "local_files_only": True}
 
+# PEFT uses names that transformers is about to remove: nothing that a volunteer could change
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

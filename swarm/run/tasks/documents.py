@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from swarm.run.tasks.causal_lm import LanguageModelSettings
 
 _LINE_BYTES_MAX = 16 << 20
+_PART_CHARACTERS = 1 << 14  # of a document
 _ROWS = 256  # of a parquet file that are read at once
 
 
@@ -45,7 +46,10 @@ def documents_of(folder: Path | None, settings: LanguageModelSettings) -> Docume
     for text in texts:
         if not text.strip():
             continue
-        chosen.append(text[:left])
+        text = text[:left]
+        # Parts of a long document are held out, not all of it or nothing.
+        length = _PART_CHARACTERS if settings.packing else len(text)
+        chosen += [text[first : first + length] for first in range(0, len(text), length)]
         left -= len(text)
         if left <= 0:
             break
