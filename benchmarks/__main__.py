@@ -25,10 +25,7 @@ from benchmarks.pages import write as write_pages
 from benchmarks.results import Row
 from benchmarks.sections import SECTIONS, Request, measure
 
-_FIGURES = {
-    "simulated": frozenset(simulated_dht.figures(simulated_dht.Plan())),
-    "attacks": frozenset(attacks.figures(attacks.Plan())),
-}
+_WITH_FIGURES = [name for name, section in SECTIONS.items() if section.figures]
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -62,8 +59,8 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     "--figure",
     "figures",
     multiple=True,
-    type=click.Choice(sorted(frozenset().union(*_FIGURES.values()))),
-    help="With --only simulated or --only attacks: this one of its figures. Repeatable.",
+    type=click.Choice(sorted({figure for name in _WITH_FIGURES for figure in SECTIONS[name].figures})),
+    help=f"With --only and one of {', '.join(_WITH_FIGURES)}: this one of its figures. Repeatable.",
 )
 @click.option(
     "--figures",
@@ -99,8 +96,8 @@ def main(
     signal.signal(signal.SIGTERM, _stop)
     console = Console(stderr=True, highlight=False)
     started_s, under = time.monotonic(), machine()
-    if figures and not (len(only) == 1 and set(figures) <= _FIGURES.get(only[0], frozenset())):
-        raise click.UsageError("--figure chooses among the figures of --only simulated or --only attacks")
+    if figures and not (len(only) == 1 and set(figures) <= set(SECTIONS[only[0]].figures)):
+        raise click.UsageError("--figure chooses among the figures of the section that --only names")
 
     def say(text: str) -> None:
         console.print(f"[{time.monotonic() - started_s:4.0f} s] {text}", markup=False, soft_wrap=True)

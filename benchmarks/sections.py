@@ -5,7 +5,7 @@ A new section is one more entry here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,6 +70,7 @@ class Section:
     rows: Callable[[Request], Rows]
     compared: bool = False  # with hivemind, whose environment it then needs
     check: Callable[[], None] = lambda: None  # raises NoEnvironment on a machine that cannot measure it
+    figures: Collection[str] = ()  # names of its parts, of which some may be measured without the others
 
 
 def _allreduce(request: Request) -> Rows:
@@ -91,9 +92,15 @@ def _simulated(request: Request) -> Rows:
 
 
 def _attacks(request: Request) -> Rows:
-    if not request.figures:
-        yield from simulated_attacks.rows(request.setting.say)
+    for members in simulated_attacks.MEMBERS:
+        if not request.figures or f"bad-{members}" in request.figures:
+            yield simulated_attacks.rows(request.setting.say, members)
     yield attacks.rows(request.setting.say, attacks.Plan(figures=request.figures))
+
+
+def _small_runs(request: Request) -> Rows:
+    runs = [run for run in small_runs.RUNS if not request.figures or run.name in request.figures]
+    yield from small_runs.rows(request.setting.say, runs)
 
 
 def _once(rows: Callable[[Request], list[Row]]) -> Callable[[Request], Rows]:
@@ -121,18 +128,26 @@ SECTIONS = {
         rows=_once(lambda request: [*experts.rows(request.setting), *mixtures.rows(request.setting)]),
         compared=True,
     ),
-    "simulated": Section(rows=_simulated),
+    "simulated": Section(rows=_simulated, figures=simulated_dht.figures(simulated_dht.Plan())),
     "grid": Section(rows=lambda request: simulated_training.rows(request.setting.say)),
     "electors": Section(rows=lambda request: simulated_growth.rows(request.setting.say)),
     "progress": Section(rows=lambda request: simulated_progress.rows(request.setting.say)),
     "monitor": Section(rows=lambda request: simulated_monitoring.rows(request.setting.say)),
     "hostile": Section(rows=_once(lambda request: hostile.rows(request.setting.say))),
-    "attacks": Section(rows=_attacks),
+    "attacks": Section(
+        rows=_attacks,
+        figures=[
+            *(f"bad-{members}" for members in simulated_attacks.MEMBERS),
+            *attacks.figures(attacks.Plan()),
+        ],
+    ),
     "membership": Section(rows=lambda request: membership_costs.rows(request.setting.say)),
     "round-costs": Section(
         rows=lambda request: round_costs.rows(request.setting.say), check=small_runs.check
     ),
-    "small-runs": Section(rows=lambda request: small_runs.rows(request.setting.say), check=small_runs.check),
+    "small-runs": Section(
+        rows=_small_runs, check=small_runs.check, figures=[run.name for run in small_runs.RUNS]
+    ),
     "codecs": Section(
         rows=_once(lambda request: codecs.rows(request.setting.say, request.setting.hivemind)), compared=True
     ),

@@ -6,7 +6,7 @@ The figures are the same on every machine. The first three epochs of each attack
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from benchmarks.results import Aim, Row, Series
@@ -21,19 +21,19 @@ _CALM_S = 20.0
 Say = Callable[[str], None]
 
 
-def rows(say: Say, members: Sequence[int] = MEMBERS, minutes: float = MINUTES) -> Iterator[list[Row]]:
-    """Yield the rows of each size of a run."""
-    for count in members:
-        with _quiet():
-            alone = run_attack(Attack(members=count, minutes=minutes, calm_s=_CALM_S, rounds_free=1))
-            found = {}
-            for misdeed in MISDEEDS:
-                if misdeed == "none":
-                    continue
-                say(f"simulated, {count} members, one of them {misdeed}")
-                attack = Attack(members=count, misdeed=misdeed, minutes=minutes, calm_s=_CALM_S)
-                found[misdeed] = run_attack(attack)
-        yield [_row(count, misdeed, figures, alone) for misdeed, figures in found.items()]
+def rows(say: Say, members: int, minutes: float = MINUTES) -> list[Row]:
+    """Return the rows of a run of some members, one for each misdeed."""
+    with _quiet():
+        alone = run_attack(Attack(members=members, minutes=minutes, calm_s=_CALM_S, rounds_free=1))
+        found = {}
+        for misdeed in MISDEEDS:
+            if misdeed == "none":
+                continue
+            attack = Attack(members=members, misdeed=misdeed, minutes=minutes, calm_s=_CALM_S)
+            found[misdeed] = run_attack(attack)
+            pace = found[misdeed].epochs_per_minute
+            say(f"simulated, {members} members, one of them {misdeed}: {pace:.2f} epochs/min")
+    return [_row(members, misdeed, figures, alone) for misdeed, figures in found.items()]
 
 
 @contextmanager

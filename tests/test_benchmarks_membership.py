@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import (
     attacks,
@@ -12,6 +13,7 @@ from benchmarks import (
     simulated_attacks,
     small_runs,
 )
+from benchmarks.__main__ import main
 from benchmarks.attacks import COMPANIES, CROWDS, Company, Crowd, Plan
 from benchmarks.launch import ROOT
 from benchmarks.report import ORDER
@@ -73,7 +75,7 @@ def test_a_crowd_of_several_networks_is_measured_in_the_short_form() -> None:
 
 
 def test_a_member_that_turns_bad_is_measured_in_the_short_form() -> None:
-    [found] = simulated_attacks.rows(lambda text: None, members=(2,), minutes=1.5)
+    found = simulated_attacks.rows(lambda text: None, members=2, minutes=1.5)
     assert len(found) == len(MISDEEDS) - 1, "each of them, and none for comparison"
     assert {row.identifier.partition("-")[0] for row in found} <= set(ORDER)
     assert {"attacks", "membership", "small-runs"} <= set(SECTIONS)
@@ -117,3 +119,11 @@ def test_what_the_profiler_takes_far_below_a_function_is_no_share_of_it() -> Non
     }
     found = membership_profile.seconds(stats, lambda path: path.startswith("m/"), overhead)
     assert found == pytest.approx(10 * (0.125 + 2 * (0.25 + 3 * 0.5)))
+
+
+def test_a_member_turned_bad_and_a_small_run_are_figures_that_can_be_measured_alone() -> None:
+    assert {"bad-4", "bad-8", "crowd-33", "silent_tcp"} <= set(SECTIONS["attacks"].figures)
+    assert set(SECTIONS["small-runs"].figures) == {run.name for run in small_runs.RUNS}
+    chosen = CliRunner().invoke(main, ["--only", "membership", "--figure", "bad-4"])
+    assert chosen.exit_code == 2
+    assert "--figure chooses among the figures of the section that --only names" in chosen.output

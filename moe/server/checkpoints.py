@@ -145,7 +145,7 @@ def _read_about(checkpoint: Checkpoint) -> tuple[ExpertLineage, int]:
         counts = json.loads(checkpoint.about["expert"])
         past = [CommonVersion(bytes.fromhex(name), int(version)) for name, version in counts["past"]]
         return ExpertLineage(int(counts["version"]), tuple(past[-PAST_MAX:])), int(counts["samples"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PeerError(f"{checkpoint.path} is no checkpoint of an expert") from error
 
 

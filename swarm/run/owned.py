@@ -17,6 +17,7 @@ from swarm.core.ids import RUN_NAME, PeerId
 # With which the names of grids begin, and no others. The id is a hash of the name, so it cannot be claimed.
 GRID_PREFIX = "grid."
 TOML_BYTES_MAX = 256 << 10
+_TOML_DEPTH_MAX = 16  # tables and lists inside one another; a signed specification has fewer
 BANNED_MAX = 500  # each takes 54 bytes of the specification
 REVOKED_MAX = 300  # likewise
 CONFIRMED_MAX = 100  # likewise
@@ -104,6 +105,9 @@ class OwnedSpecification(SpecificationTable):
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"{where} is not valid TOML: {error}") from error
+        except (ValueError, RecursionError) as error:  # of thousands of digits or brackets
+            raise UsageError(f"{where} is not valid TOML: a value is too long or nests too deep") from error
+        _check_bounds(table, where)
         return cls.from_table(table, where)
 
     @classmethod
@@ -149,6 +153,19 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             flat[above + key] = value
     return flat
+
+
+def _check_bounds(table: Mapping[str, Any], where: str) -> None:
+    """Raise UsageError if a value nests too deep, or is an integer that does not fit 64 bits."""
+    values: list[object] = [table]
+    for _ in range(_TOML_DEPTH_MAX + 1):
+        tables = [one.values() for one in values if isinstance(one, Mapping)]
+        lists = [one for one in values if isinstance(one, list)]
+        values = [inner for one in (*tables, *lists) for inner in one]
+        if any(isinstance(one, int) and not -(1 << 63) <= one < 1 << 63 for one in values):
+            raise UsageError(f"{where} is not valid TOML: an integer has more than 64 bits")
+    if values:
+        raise UsageError(f"{where} is not valid TOML: its values nest deeper than {_TOML_DEPTH_MAX} levels")
 
 
 def explain(error: ValidationError, table: str = "") -> list[str]:

@@ -85,12 +85,22 @@ def _expert() -> swarm.Expert:
     return swarm.Expert(torch.nn.Linear(4, 4), (torch.zeros(1, 4),))
 
 
+def save_expert(generations: checkpoint.Checkpoints, expert: swarm.Expert, counts: str) -> Path:
+    """Write a complete checkpoint in which a text stands for the counts of the expert."""
+    view, about = expert.state(), {"schema": expert.schema.digest.hex(), "expert": counts}
+    try:
+        return generations.save(view, expert.parameter_names, about)
+    finally:
+        view.close()
+
+
 def _expert_checkpoint(maker: Maker) -> object:
     folder, uid = _ROOT / "experts", ExpertUid.parse("ffn.0")
-    checkpoints = ExpertCheckpoints(folder, {uid: _expert()})
-    checkpoints.save()
-    file = checkpoints.generations(uid).newest_first()[0]
-    file.write_bytes(maker.mutated(file.read_bytes()))
+    generations = ExpertCheckpoints(folder, {uid: _expert()}).generations(uid)
+    counts = maker.changed({"version": 1, "past": [["00" * 16, 1]], "samples": 8})
+    file = save_expert(generations, _expert(), _json(counts))
+    if maker.rng.random() < 0.5:
+        file.write_bytes(maker.mutated(file.read_bytes()))
     try:
         return ExpertCheckpoints(folder, {uid: _expert()}).load()
     finally:
@@ -115,12 +125,17 @@ def _control(maker: Maker) -> object:
 def _json_file(maker: Maker, value: object) -> Path:
     """Write JSON with one value exchanged, or damaged JSON."""
     file = _ROOT / "file.json"
-    try:
-        raw = json.dumps(maker.changed(value)).encode()
-    except (TypeError, ValueError):
-        raw = b"[" * 100_000
+    raw = _json(maker.changed(value)).encode()
     file.write_bytes(raw if maker.rng.random() < 0.7 else maker.raw([raw]))
     return file
+
+
+def _json(value: object) -> str:
+    """Return a value as JSON; for one that JSON does not have, a text that nests too deep."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return "[" * 100_000
 
 
 def _specification(maker: Maker) -> object:

@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import swarm
 from averaging.optim.state import checkpoint
+from moe.protocol.names import ExpertUid
+from moe.server.checkpoints import ExpertCheckpoints
 from swarm.cli.control import Control
 from swarm.core.errors import PeerError
-from tests.fuzz.files import good_checkpoint, with_metadata
+from tests.fuzz.files import good_checkpoint, save_expert, with_metadata
 from tests.fuzz.making import Maker
 from tests.fuzz.run import run_case, targets
 
@@ -39,6 +43,17 @@ def test_a_checkpoint_with_a_damaged_description_is_skipped(tmp_path: Path, text
         checkpoint.read(file)
     found, wrong = checkpoint.Checkpoints(tmp_path).newest_good()
     assert (found, len(wrong)) == (None, 1)
+    assert file.exists()
+
+
+@pytest.mark.parametrize("counts", ["[" * 100_000, "[1, 2]", '{"past": [[1, 2]]}', "{}"])
+def test_a_checkpoint_of_an_expert_with_a_damaged_description_is_left_out(
+    tmp_path: Path, counts: str
+) -> None:
+    expert = swarm.Expert(torch.nn.Linear(4, 4), (torch.zeros(1, 4),))
+    checkpoints = ExpertCheckpoints(tmp_path, {ExpertUid.parse("ffn.0"): expert})
+    file = save_expert(checkpoints.generations(ExpertUid.parse("ffn.0")), expert, counts)
+    assert checkpoints.load() == []
     assert file.exists()
 
 

@@ -126,6 +126,24 @@ def test_mistakes_are_reported_by_key_in_plain_words(text: str, message: str) ->
     assert "type=" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a = " + "[" * 20_000, "run.toml is not valid TOML: a value is too long or nests too deep"),
+        ("a = " + "1" * 5000, "run.toml is not valid TOML: a value is too long or nests too deep"),
+        (".a" * 20_000 + " = 1", "run.toml is not valid TOML: its values nest deeper than 16 levels"),
+        (" = 0x" + "f" * 5000, "run.toml is not valid TOML: an integer has more than 64 bits"),
+        (".seed = 99999999999999999999", "run.toml is not valid TOML: an integer has more than 64 bits"),
+    ],
+    ids=["nested", "digits", "dots", "hexadecimal", "seed"],
+)
+def test_a_value_that_no_specification_has_is_refused_in_one_sentence(line: str, message: str) -> None:
+    text = MINIMAL + (line if line.startswith("a ") else "settings" + line)
+    with pytest.raises(UsageError) as error:
+        RunSpecification.from_toml(text, "run.toml")
+    assert str(error.value) == message
+
+
 @pytest.mark.parametrize("codec", ["int2", "sign", "topk", "int8"])
 def test_error_feedback_is_part_of_the_specification(codec: str) -> None:
     found = RunSpecification.from_toml(f'codec = "{codec}"\nerror_feedback = true\n{MINIMAL}', "run.toml")
