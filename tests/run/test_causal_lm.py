@@ -130,19 +130,19 @@ def test_peers_of_an_epoch_draw_disjoint_samples(models: Path, texts: Path) -> N
     for own in PEERS:
         data = data_of(models, texts)
         data.start_epoch(swarm.Draw("run", 4, own, tuple(peer for peer in PEERS if peer != own)))
-        shares.append(set(data.next_samples(len(data._mine)).tolist()))
+        shares.append(set(data.next_samples(len(data.share)).tolist()))
     assert not shares[0] & shares[1]
     assert not shares[0] & shares[2]
     assert not shares[1] & shares[2]
     whole = data_of(models, texts)
     whole.start_epoch(swarm.Draw("run", 4, PEERS[0]))
-    assert set.union(*shares) == set(whole.next_samples(len(whole._mine)).tolist())
+    assert set.union(*shares) == set(whole.next_samples(len(whole.share)).tolist())
 
 
 def test_a_share_is_drawn_again_after_its_last_sample_and_differs_by_epoch(models: Path, texts: Path) -> None:
     data = data_of(models, texts)
     data.start_epoch(swarm.Draw("run", 1, PEERS[0], tuple(PEERS[1:])))
-    share = len(data._mine)
+    share = len(data.share)
     first = data.next_samples(2 * share).tolist()
     assert sorted(first[:share]) == sorted(first[share:])
     data.start_epoch(swarm.Draw("run", 1, PEERS[0], tuple(PEERS[1:])))
@@ -156,7 +156,7 @@ def test_without_packing_a_sample_is_the_beginning_of_one_document(models: Path,
     data = data_of(models, texts, packing=False)
     model = make_task("causal-lm", settings_of(models)).build_model(0)
     assert torch.isfinite(data.loss(model, 4))
-    assert set(data._training[:, -1].tolist()) == {-100}
+    assert set(data.training[:, -1].tolist()) == {-100}
 
 
 def test_checkpointing_and_bfloat16_give_nearly_the_same_loss(models: Path, texts: Path) -> None:

@@ -30,7 +30,10 @@ _PERPLEXITY_MAX = 1e9
 
 
 class TextData:
-    """Samples of L tokens, as int32 on the host; batches are copied to the device."""
+    """Samples of L tokens, as int32 on the host; batches are copied to the device.
+
+    `training` has all samples to train on, `share` the numbers of those of this peer in this epoch.
+    """
 
     def __init__(
         self, documents: Documents, tokenizer: Any, settings: LanguageModelSettings, device: torch.device
@@ -46,11 +49,11 @@ class TextData:
                 f"{documents.source} has too little text for samples of {settings.sequence_length} tokens: "
                 "give --data a folder with more"
             )
-        self._training = training
+        self.training = training
         places = torch.linspace(0, len(held_out) - 1, min(_VALIDATION_SAMPLES, len(held_out))).long()
         self._held_out = held_out[places]
         self._generator = torch.Generator()
-        self._mine, self._place = torch.arange(len(training)), 0
+        self.share, self._place = torch.arange(len(training)), 0
         self._written_epoch = -settings.sample_every_epochs
         self.summary = (
             f"{documents.source}: {len(documents.texts):,} documents, {len(training):,} samples to train on, "
@@ -83,15 +86,15 @@ class TextData:
         """Take this peer's share of the samples. Peers that know each other take disjoint ones: each block
         goes to the peer with the highest number for it, so that one that comes or goes moves only its own.
         """
-        blocks = min(_BLOCKS_MAX, len(self._training))
+        blocks = min(_BLOCKS_MAX, len(self.training))
         own = torch.rand(blocks, generator=torch.Generator().manual_seed(draw.seed))
         highest = torch.ones(blocks, dtype=torch.bool)
         for seed in draw.other_seeds:
             highest &= own > torch.rand(blocks, generator=torch.Generator().manual_seed(seed))
-        samples = torch.arange(len(self._training))
+        samples = torch.arange(len(self.training))
         mine = samples[highest[samples % blocks]]
         self._generator.manual_seed(draw.seed)
-        self._mine = self._shuffled(mine if len(mine) else samples)
+        self.share = self._shuffled(mine if len(mine) else samples)
         self._place = 0
 
     def _shuffled(self, samples: torch.Tensor) -> torch.Tensor:
@@ -101,16 +104,16 @@ class TextData:
         """Return the numbers of the next samples of this peer's share, which begins again after the last."""
         taken: list[torch.Tensor] = []
         while count:
-            if self._place == len(self._mine):
-                self._mine, self._place = self._shuffled(self._mine), 0
-            some = self._mine[self._place : self._place + count]
+            if self._place == len(self.share):
+                self.share, self._place = self._shuffled(self.share), 0
+            some = self.share[self._place : self._place + count]
             taken.append(some)
             self._place += len(some)
             count -= len(some)
         return torch.cat(taken)
 
     def loss(self, model: torch.nn.Module, samples: int) -> torch.Tensor:
-        return self._loss(model, self._training[self.next_samples(samples)])
+        return self._loss(model, self.training[self.next_samples(samples)])
 
     @torch.no_grad()
     def validation_loss(self, model: torch.nn.Module) -> float:
