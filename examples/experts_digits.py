@@ -34,7 +34,9 @@ class Digits:
     """Images as float32 [samples, 64] from 0 to 1, and their digits. The last images are held out."""
 
     def __init__(self) -> None:
-        with gzip.open(Path(__file__).parent / "data" / "digits.csv.gz", "rt") as lines:
+        with gzip.open(
+            Path(__file__).parent / "digits_task" / "swarm_digits" / "digits.csv.gz", "rt"
+        ) as lines:
             table = torch.tensor([[int(field) for field in line.split(",")] for line in lines])
         images, labels = table[:, :64].float() / 16.0, table[:, 64]
         self.images, self.labels = images[:-HELD_OUT], labels[:-HELD_OUT]

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from swarm.dht.service.dht_service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.net.throttle import Bandwidth
     from swarm.node import Node, NodeConfig
+    from swarm.run.task import Draw, Task, TaskData, TaskDescription
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ _HOMES = {
     "Contact": "swarm.core.ids",
     "DeadlineExceeded": "swarm.core.errors",
     "Diloco": "averaging.optim.optimizer",
+    "Draw": "swarm.run.task",
     "DownloadedExpert": "moe.client.downloading",
     "Entry": "swarm.dht.service.dht_service",
     "Expert": "moe.server.expert_server",
@@ -120,6 +122,9 @@ _HOMES = {
     "StoreItem": "swarm.dht.service.dht_service",
     "StoreResult": "swarm.dht.service.dht_service",
     "SwarmError": "swarm.core.errors",
+    "Task": "swarm.run.task",
+    "TaskData": "swarm.run.task",
+    "TaskDescription": "swarm.run.task",
     "SwitchConfig": "moe.client.mixture.switch",
     "UsageError": "swarm.core.errors",
     "WireCodecs": "moe.client.remote",
@@ -137,6 +142,7 @@ __all__ = [
     "DeadlineExceeded",
     "Diloco",
     "DownloadedExpert",
+    "Draw",
     "Entry",
     "Expert",
     "ExpertApplied",
@@ -184,6 +190,9 @@ __all__ = [
     "StoreResult",
     "SwarmError",
     "SwitchConfig",
+    "Task",
+    "TaskData",
+    "TaskDescription",
     "UsageError",
     "WireCodecs",
     "__version__",

@@ -16,11 +16,13 @@ from swarm.core.errors import UsageError
 from swarm.core.presets import LAN, LOCAL, WAN, Timings, timings_of
 
 SETTINGS_MAX = 40
-# what the library returns, identities, and records of the DHT: nobody configures anything with them
+# what the library returns or a task describes, identities, and records of the DHT: nobody configures anything
+# with them
 VALUES = {
     swarm.Address,
     swarm.Contact,
     swarm.DownloadedExpert,
+    swarm.Draw,
     RunAverager,
     swarm.Entry,
     swarm.FoundExpert,
@@ -35,6 +37,7 @@ VALUES = {
     swarm.StepReport,
     swarm.StoreItem,
     swarm.StoreResult,
+    swarm.TaskDescription,
 }
 EXPORTED = [value for name in swarm.__all__ if isinstance(value := getattr(swarm, name), type)]
 

@@ -52,7 +52,7 @@ def _own_fields(class_: type) -> list[Described]:
         if annotation.startswith("ClassVar") or "InitVar" in annotation or node.target.id.startswith("_"):
             continue
         assert node.end_lineno is not None
-        above = []
+        above: list[str] = []
         line = node.lineno - 1
         while line > 0 and lines[line - 1].lstrip().startswith("#"):
             above.insert(0, lines[line - 1].strip().lstrip("# "))

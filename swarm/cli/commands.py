@@ -25,6 +25,7 @@ COMMANDS = {
     "invite": ("invite", "Make an invite to a run."),
     "join": ("train", "Volunteer for a run."),
     "monitor": ("monitor", "Watch a run; train nothing."),
+    "new-task": ("new_task", "Write a package with a task of your own, to start from."),
     "pause": ("admin", "Pause volunteers on this machine."),
     "recover": ("recover", "Give a run whose owner's key was stolen a new owner."),
     "resume": ("admin", "Let paused volunteers train again."),
@@ -43,7 +44,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _ = COMMANDS[cmd_name]
-        command = getattr(importlib.import_module(f"swarm.cli.{module}"), cmd_name)
+        command = getattr(importlib.import_module(f"swarm.cli.{module}"), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 

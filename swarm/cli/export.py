@@ -39,7 +39,7 @@ _PROGRESS_S = 1.0  # between two lines
     metavar="FILE",
     type=click.Path(path_type=Path),
     default=None,
-    help="The safetensors file to write.",
+    help="The safetensors file to write, or the folder of the task causal-lm.",
 )
 @click.option(
     "--optimizer", is_flag=True, help="Add the optimizer's statistics, as `optimizer.NAME.STATISTIC`."
@@ -63,7 +63,7 @@ def export(**given: Any) -> int:
     """Write a run's model to a safetensors file: what torch's load_state_dict takes.
 
     It is the model of the newest good checkpoint on this machine, or with --from the one that the run's
-    peers have now.
+    peers have now. Of the task causal-lm it is a folder: a PEFT adapter, or a model for from_pretrained.
 
     For a grid of experts, grid.NAME, the parameters of all experts are downloaded from their servers, as
     EXPERT.TENSOR. Of an expert with three replicas or more, three are compared. With --checkpoint the command
@@ -125,7 +125,8 @@ def _export_run(signed: SignedSpecification, checkpoint: Checkpoint, path: Path,
     from swarm.run.exporting import export as write
 
     write(signed, checkpoint, path, optimizer=choices.optimizer)
-    size = path.stat().st_size
+    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+    size = sum(one.stat().st_size for one in files)
     print_result(
         "exported",
         {"run": signed.full_name, "epoch": checkpoint.epoch, "path": str(path), "bytes": size},

@@ -5,28 +5,9 @@ They are in the platform's folder for user data, or in `$SWARM_HOME`.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
-from swarm.core.errors import UsageError
-
-
-def home() -> Path:
-    """Return the folder of all files. It may not exist yet."""
-    chosen = os.environ.get("SWARM_HOME")
-    if chosen:
-        return Path(chosen).expanduser()
-    try:
-        if sys.platform == "win32":
-            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "swarm"
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Application Support" / "swarm"
-        return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "swarm"
-    except RuntimeError as error:
-        raise UsageError(
-            "this user has no home folder: set SWARM_HOME to a folder where swarm may keep its identity"
-        ) from error
+from swarm.core.home import home
 
 
 def default_identity() -> Path:

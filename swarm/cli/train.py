@@ -163,14 +163,12 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
     from swarm.run.machine import choose_device
     from swarm.run.recovery import recovery_key_of
     from swarm.run.specification import RunSpecification
-    from swarm.run.task import make_task
 
     choices = TrainChoices.of(**given)
     specification = RunSpecification.from_file(file)
     if recovery_key is not None:
         specification = specification.model_copy(update={"recovery_key": recovery_key_of(recovery_key)})
-    # Report mistakes in the settings of the task before anything starts.
-    make_task(specification.task.name, specification.task.settings)
+    specification = _with_package(specification)
     if specification.requirements.device == "cuda":
         # Publish no run that this machine cannot train itself.
         choose_device(choices.device, specification)
@@ -188,6 +186,18 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
         )
         session.train(signed, created=created)
     return 0
+
+
+def _with_package(specification: RunSpecification) -> RunSpecification:
+    """Return the specification with the package that provides its task, so that a volunteer without it is
+    told what to install. Raise UsageError if the task is not installed or refuses its settings.
+    """
+    from swarm.run.task import installed_package, make_task
+
+    chosen = specification.task
+    make_task(chosen.name, chosen.settings, chosen.package)
+    package = chosen.package or installed_package(chosen.name)
+    return specification.model_copy(update={"task": chosen.model_copy(update={"package": package})})
 
 
 @click.command(context_settings=options.CONTEXT)

@@ -124,9 +124,9 @@ class StateSaver:
             from swarm.run.inner_optimizer import build_optimizer, schedule_factory
 
             specification = self.signed.training
-            model: torch.nn.Module = make_task(
-                specification.task.name, specification.task.settings
-            ).build_model(specification.seed)
+            chosen = specification.task
+            task = make_task(chosen.name, chosen.settings, chosen.package)
+            model: torch.nn.Module = task.build_model(specification.seed)
             inner = build_optimizer(model, specification.optimizer)
             schedule = schedule_factory(specification.optimizer.schedule)
             kept = Checkpoints(self.config.folder, kept_max=self.config.kept_max)

@@ -258,9 +258,8 @@ def run_view(signed: SignedSpecification) -> RunView:
     specification = signed.training
     parameters, summary = None, ""
     with contextlib.suppress(SwarmError):
-        described = make_task(specification.task.name, specification.task.settings).describe(
-            specification.batch_size
-        )
+        chosen = specification.task
+        described = make_task(chosen.name, chosen.settings, chosen.package).describe(specification.batch_size)
         parameters, summary = described.parameters, described.summary
     return RunView(
         run_id=signed.run_id,

@@ -58,6 +58,7 @@ class RunFound(Event):
     # in each direction, from the measured pace of the swarm; None: nothing was measured yet
     traffic_bytes_per_hour: float | None
     peers: int  # volunteers that train already
+    downloads: list[str]  # what the task downloads from elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,16 @@ class EpochDone(Event):
     digest: str | None  # of the averaged vector; equal on every member
     state_digest: str | None  # of the canonical state; only in epochs that averaged it
     drift: float | None  # relative norm of parameters minus average; only in epochs that averaged the state
+    metrics: dict[str, float] = field(default_factory=dict)  # what the task measured with the validation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSample(Event):
+    """The task wrote what its model produces."""
+
+    kind: ClassVar[str] = "sample"
+    epoch: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,13 @@
-"""Export the model of a run as a safetensors file that torch's `load_state_dict` accepts."""
+"""Export the model of a run: as a safetensors file that torch's `load_state_dict` accepts, or as the folder
+that its task writes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +38,7 @@ def newest_checkpoint(folder: Path, run: str) -> Checkpoint:
 
 def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
     """Write the model's `state_dict` with its buffers and, if `optimizer` is true, the optimizer's
-    statistics.
+    statistics; of a task with a format of its own, write that as the folder `path`.
 
     Raises SwarmError if the checkpoint is of another model or the file cannot be written.
     """
@@ -44,11 +48,19 @@ def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, o
     from averaging.optim.state.checkpoint import MODEL, STATISTIC
 
     specification = signed.training
-    model = make_task(specification.task.name, specification.task.settings).build_model(specification.seed)
+    chosen = specification.task
+    task = make_task(chosen.name, chosen.settings, chosen.package)
+    model = task.build_model(specification.seed)
     _load(
         model,
         {name.removeprefix(MODEL): t for name, t in checkpoint.tensors.items() if name.startswith(MODEL)},
     )
+    write_folder = getattr(task, "export", None)
+    if write_folder is not None:
+        if optimizer:
+            raise UsageError(f"the task {chosen.name!r} exports a folder, without the optimizer's statistics")
+        _write_folder(path, partial(write_folder, model))
+        return
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
     if optimizer:
         tensors |= {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(STATISTIC)}
@@ -68,10 +80,25 @@ def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, o
         raise SwarmError(f"{path} could not be written: {error}") from error
 
 
+def _write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder of the task's own format. It appears under its name when it is complete."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{path} exists already: --output names a new folder for this task")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
+            complete = Path(temporary) / path.name
+            complete.mkdir()
+            write(complete)
+            complete.replace(path)
+    except OSError as error:
+        raise SwarmError(f"{path} could not be written: {error}") from error
+
+
 def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     import torch
 
-    parameters = dict(model.named_parameters())
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     if parameters.keys() != tensors.keys() or any(
         parameters[name].shape != tensor.shape for name, tensor in tensors.items()
     ):

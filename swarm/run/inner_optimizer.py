@@ -15,12 +15,13 @@ from swarm.run.specification import OptimizerChoice, Schedule
 
 
 def build_optimizer(model: torch.nn.Module, choice: OptimizerChoice) -> torch.optim.Optimizer:
-    """Return the named optimizer over all parameters of the model.
+    """Return the named optimizer over all parameters of the model that are trained.
 
     Weight decay applies to matrices and not to vectors (norms, biases).
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
+    vectors = [parameter for parameter in trained if parameter.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": choice.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

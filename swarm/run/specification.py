@@ -15,6 +15,7 @@ from swarm.run.owned import GRID_PREFIX, OwnedSpecification, SpecificationTable
 
 _COARSE = ("int2", "sign", "topk")
 _FINE = ("float32", "float16", "bfloat16", "adaptive")
+_PACKAGE = r"^[A-Za-z0-9][A-Za-z0-9._-]*==[0-9][A-Za-z0-9.+]*$"
 _Count = Annotated[int, Field(ge=1, le=1 << 40)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -24,6 +25,9 @@ class TaskChoice(SpecificationTable):
     """Name of an installed task and its settings, which the task checks itself."""
 
     name: str = Field(min_length=1, max_length=64)
+    # the package that provides it, as "NAME==VERSION"; `swarm start` fills it in. Volunteers are told to
+    # install it, so that it consists of characters that have no meaning to a shell.
+    package: Annotated[str, Field(max_length=128, pattern=_PACKAGE)] | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -1,5 +1,5 @@
-"""Tasks: a `Task` provides a model, its data and its loss. A specification only names a task; the task itself
-is installed on every machine and never sent.
+"""Tasks: a `Task` provides a model, its data and its loss. A specification only names a task and the package
+that provides it; the task itself is installed on every machine by its user and never sent.
 
 A package adds a task with an entry point of the group `swarm.tasks`. Its value is a callable that takes the
 settings of the specification and returns a `Task`:
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from swarm.core.errors import UsageError
+from swarm.run.task_errors import explained, guarded
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
     from swarm.core.ids import PeerId
 
 ENTRY_POINT_GROUP = "swarm.tasks"
-_BUILT_IN = {"bytelm": "swarm.run.tasks.bytelm:ByteLanguageModel"}
+_BUILT_IN = {
+    "bytelm": "swarm.run.tasks.bytelm:ByteLanguageModel",
+    "causal-lm": "swarm.run.tasks.causal_lm:CausalLanguageModel",
+}
+_SETTINGS_REFUSED = "refuses the settings of the run"
 _DRAW_CONTEXT = b"swarm run draw 1\0"
 
 
@@ -47,6 +53,7 @@ class TaskDescription:
     # device of the model. `swarm.run.memory` adds gradients, optimizer statistics and the mode's memory.
     memory_bytes: int
     data_bytes: int = 0  # the part of it that is read into host memory before it is copied to a device
+    downloads: tuple[str, ...] = ()  # what is downloaded from elsewhere: its name, size, source and licence
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +66,32 @@ class Draw:
     run_id: str
     epoch: int
     peer_id: PeerId
+    others: tuple[PeerId, ...] = ()  # that this peer knows to train in this epoch
 
     @property
     def seed(self) -> int:
-        """Return 63 bits of a SHA-256 hash of the three fields, for a random generator."""
-        text = f"{self.run_id}\0{self.epoch}\0".encode() + self.peer_id.to_bytes()
+        """Return 63 bits of a SHA-256 hash of run, epoch and peer, for a random generator."""
+        return self._seed_of(self.peer_id)
+
+    @property
+    def other_seeds(self) -> list[int]:
+        """Return the seeds of the other peers, by which a task may divide its data among all of them."""
+        return [self._seed_of(peer) for peer in self.others]
+
+    def _seed_of(self, peer: PeerId) -> int:
+        text = f"{self.run_id}\0{self.epoch}\0".encode() + peer.to_bytes()
         return int.from_bytes(hashlib.sha256(_DRAW_CONTEXT + text).digest()[:8], "big") >> 1
 
 
 class TaskData(Protocol):
-    """A volunteer's data, loaded and ready on the device."""
+    """A volunteer's data, loaded and ready on the device.
+
+    An implementation may also have these methods, which are called after a validation:
+
+    - `metrics(validation_loss: float) -> dict[str, float]`: more numbers for the monitor, by name;
+    - `write_sample(model: torch.nn.Module, epoch: int) -> str`: what the model produces, as text for people;
+      empty in epochs without one.
+    """
 
     @property
     def summary(self) -> str:
@@ -89,7 +112,12 @@ class TaskData(Protocol):
 
 
 class Task(Protocol):
-    """A kind of model on a kind of data, with its settings applied."""
+    """A kind of model on a kind of data, with its settings applied.
+
+    `swarm.Task` is what a package implements so that others can train its models: docs/howto/task.md. An
+    implementation may also have the method `export(model: torch.nn.Module, folder: Path) -> None`, by which
+    `swarm export` writes a folder of the task's own format instead of one safetensors file.
+    """
 
     def describe(self, batch_size: int) -> TaskDescription:
         """Return size and memory of training with `batch_size` samples in each step."""
@@ -114,28 +142,62 @@ def available_tasks() -> list[str]:
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
-def make_task(name: str, settings: Mapping[str, Any]) -> Task:
+def make_task(name: str, settings: Mapping[str, Any], package: str | None = None) -> Task:
     """Return the named task with these settings.
 
-    Raises UsageError if the task is not installed here or does not accept the settings.
+    `package` is the package that a specification names, as "NAME==VERSION". Raises UsageError if the task is
+    not installed here, is that of another package or version, or does not accept the settings. An exception
+    of the task, here or in any later call, is raised as a SwarmError that names the task.
     """
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
         factory = getattr(importlib.import_module(module), attribute)
     else:
-        factory = _plugin(name)
-    return cast("Callable[[Mapping[str, Any]], Task]", factory)(settings)
+        point = _entry_point(name, package)
+        with explained(name, f"cannot be loaded from {point.value}"):
+            factory = point.load()
+    with explained(name, _SETTINGS_REFUSED):
+        return guarded(name, factory(settings))
 
 
-def _plugin(name: str) -> object:
+def installed_package(name: str) -> str | None:
+    """Return the installed package that provides a task, as "NAME==VERSION"; None for a built-in task."""
+    return None if name in _BUILT_IN else _package_of(_entry_point(name, None))
+
+
+def _package_of(point: EntryPoint) -> str | None:
+    return f"{point.dist.name}=={point.dist.version}" if point.dist is not None else None
+
+
+def _entry_point(name: str, package: str | None) -> EntryPoint:
+    """Return the entry point of a task. Raise UsageError if it is not installed, or not from `package`."""
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
         known = ", ".join(available_tasks())
         raise UsageError(
-            f"the task {name!r} is not installed on this machine (installed: {known}): "
-            "install the package that provides it"
+            f"the task {name!r} is not installed on this machine (installed: {known}): {_advice(package)}"
         )
-    try:
-        return points[0].load()
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"the task {name!r} ({points[0].value}) cannot be loaded: {error}") from error
+    provided = {_package_of(point): point for point in points}
+    if package is None:
+        return points[0]
+    for found, point in provided.items():
+        if found is None or _normalized(found) == _normalized(package):
+            return point
+    here = ", ".join(str(found) for found in provided)
+    raise UsageError(
+        f"the run needs the task {name!r} of {package}, and this machine has {here}: {_advice(package)}"
+    )
+
+
+def _normalized(package: str) -> str:
+    name, _, version = package.partition("==")
+    return f"{re.sub('[-_.]+', '-', name).lower()}=={version}"
+
+
+def _advice(package: str | None) -> str:
+    if package is None:
+        return "install the package that provides it; the run does not name one"
+    return (
+        f"if you trust its authors, whose code it runs on this machine, install it with: "
+        f"pip install {package}"
+    )

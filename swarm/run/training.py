@@ -16,6 +16,7 @@ from swarm.run.events import (
     Notice,
     Resynchronised,
     RoundFailed,
+    TextSample,
     TrainingProgress,
 )
 from swarm.run.machine import process_age_s
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from swarm.core.ids import PeerId
 
 STATE_TIMEOUT_S = 600.0  # for downloading the whole state
+SAMPLE_CHARACTERS_MAX = 2000  # of what a model produces, as it is shown
 _PROGRESS_S = 1.0  # interval of `TrainingProgress` events
 
 
@@ -69,12 +71,12 @@ class Training:
 
     def step(self) -> bool:
         """Train one batch and, if it completes an epoch, average. Return whether an epoch was completed."""
-        samples = self.step_size.next(
-            self.signed.training.batch_size, self.optimizer.progress, self.own_peer_id
-        )
+        view = self.optimizer.progress
+        samples = self.step_size.next(self.signed.training.batch_size, view, self.own_peer_id)
         if self.optimizer.epoch != self.drawn_epoch:
             self.drawn_epoch = self.optimizer.epoch
-            self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id))
+            others = tuple(peer for peer in view.peers if peer != self.own_peer_id)
+            self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id, others))
         self.stats.epoch.add(self.micro_batches.backward(samples, self.optimizer.zero_grad))
         report = self._optimizer_step(samples)
         if report is None or _ran_out_of_memory(report):
@@ -159,11 +161,13 @@ class Training:
         validation_loss = (
             self._validate() if self.validates and self.validation_schedule.is_due(now_s) else None
         )
+        metrics = self._task_metrics(validation_loss) if validation_loss is not None else {}
         losses = {
             "loss": done.loss if report.contributed and done.samples else None,
             "validation_loss": validation_loss,
         }
-        self.optimizer.report(**{name: loss for name, loss in losses.items() if loss is not None})
+        reported = losses | metrics
+        self.optimizer.report(**{name: value for name, value in reported.items() if value is not None})
         view = self.optimizer.progress
         mine = view.peers.get(self.own_peer_id)
         self.emit(
@@ -171,6 +175,7 @@ class Training:
                 epoch=report.epoch,
                 loss=done.loss,
                 validation_loss=validation_loss,
+                metrics=metrics,
                 samples=report.contributed,
                 samples_per_s=mine.samples_per_s if mine is not None else 0.0,
                 swarm_samples_per_s=view.samples_per_s,
@@ -183,6 +188,29 @@ class Training:
             )
         )
         self.progress_sent_s = now_s
+        if validation_loss is not None:
+            self._write_sample(report.epoch)
+
+    def _task_metrics(self, validation_loss: float) -> dict[str, float]:
+        """Return the numbers that the task adds to a validation loss."""
+        measure = getattr(self.data, "metrics", None)
+        if measure is None:
+            return {}
+        metrics: dict[str, float] = measure(validation_loss)
+        return metrics
+
+    def _write_sample(self, epoch: int) -> None:
+        """Show what the model produces, where the task has a text for people and says that it is due."""
+        write = getattr(self.data, "write_sample", None)
+        if write is None:
+            return
+        self.model.eval()
+        try:
+            text = write(self.model, epoch)
+        finally:
+            self.model.train()
+        if text:
+            self.emit(TextSample(epoch=epoch, text=text[:SAMPLE_CHARACTERS_MAX]))
 
     def _emit_progress(self, now_s: float) -> None:
         view = self.optimizer.progress

@@ -89,8 +89,10 @@ class Volunteer:
             emit,
             stop,
         )
-        self._task = make_task(self.specification.task.name, self.specification.task.settings)
+        chosen = self.specification.task
+        self._task = make_task(chosen.name, chosen.settings, chosen.package)
         self._description = self._task.describe(self.specification.batch_size)
+        self._samples_max: int | None = None  # of a micro-batch; None: a whole step
         self.training: Training | None = None  # set once `train` has joined the run
         self._writer: CheckpointWriter | None = None  # saves what a reunion would give up
 
@@ -132,6 +134,7 @@ class Volunteer:
             round_bytes=round_bytes(specification, description, run.peers + 1),
             traffic_bytes_per_hour=bytes_per_hour(specification, description, run),
             peers=run.peers,
+            downloads=list(description.downloads),
         )
 
     def choose_device(self) -> torch.device:
@@ -141,11 +144,15 @@ class Volunteer:
         volunteer allows too little.
         """
         device = machine.choose_device(self._config.device, self.specification)
-        needed = self._estimate(on_cuda=device.type == "cuda")
+        on_cuda, samples = device.type == "cuda", self.specification.batch_size
+        needed, free = self._estimate(on_cuda=on_cuda), machine.free_bytes(device)
+        while samples > 1 and (needed.device_bytes if on_cuda else needed.host_bytes) > free:
+            samples = self._samples_max = (samples + 1) // 2
+            self._description = self._task.describe(samples)
+            needed = self._estimate(on_cuda=on_cuda)
         machine.check_memory(needed.host_bytes, machine.free_bytes(), self.signed.name)
         self._config.limits.check(needed.host_bytes, self.signed.name)
         if device.type == "cuda":
-            free = machine.free_bytes(device)
             machine.check_memory(needed.device_bytes, free, self.signed.name, str(device))
             text = (
                 f"on {device}: about {needed.device_bytes / 1e6:,.0f} MB of its own memory, "
@@ -209,7 +216,9 @@ class Volunteer:
             swarm_s=self._node.clock.swarm_s,
             stats=TrainingStats(),
             validation_schedule=ValidationSchedule(_VALIDATION_SHARE, _VALIDATION_S_MIN),
-            micro_batches=MicroBatches(model=model, data=data, device=device, emit=self._emit),
+            micro_batches=MicroBatches(
+                model=model, data=data, device=device, emit=self._emit, samples_max=self._samples_max
+            ),
             step_size=StepSize(emit=self._emit),
         )
 

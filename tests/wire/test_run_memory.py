@@ -68,9 +68,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None
     """Set the function that is called before each batch with its number of samples."""
 
     def install(look: Callable[[int], None]) -> None:
-        monkeypatch.setattr(
-            volunteer_module, "make_task", lambda name, settings: StandIn(make_task(name, settings), look)
-        )
+        monkeypatch.setattr(volunteer_module, "make_task", lambda *chosen: StandIn(make_task(*chosen), look))
 
     return install
 

@@ -73,6 +73,8 @@ class VolunteerPresentation(Presentation):
                 return f"contributing since {event.start_s:.1f} s after the start (epoch {event.epoch})"
             case events.EpochDone():
                 return _epoch(event)
+            case events.TextSample():
+                return f"epoch {event.epoch} writes: {event.text}"
             case events.RoundFailed():
                 return f"a round of epoch {event.epoch} failed and is repeated: {event.reason}"
             case events.Resynchronised():
@@ -165,6 +167,7 @@ def _run_description(event: events.RunFound) -> str:
             f"  batch     {event.target_batch_size:,} samples of the whole swarm per epoch, "
             f"{event.batch_size} in each step of a volunteer",
             f"  memory    {memory}",
+            *(f"  download  {one}" for one in event.downloads),
             f"  members   {_MEMBERS[event.members]}",
             f"  traffic   {traffic}",
             f"  swarm     {people}",
@@ -174,6 +177,7 @@ def _run_description(event: events.RunFound) -> str:
 
 def _epoch(event: events.EpochDone) -> str:
     validation = f"  held out {event.validation_loss:.3f}" if event.validation_loss is not None else ""
+    validation += "".join(f"  {name} {value:.4g}" for name, value in event.metrics.items())
     return (
         f"epoch {event.epoch}: loss {event.loss:.3f}{validation}"
         f"  {event.samples_per_s:.0f} of {event.swarm_samples_per_s:.0f} samples/s"

@@ -17,7 +17,7 @@ VOCABULARY = 256  # values of a byte
 VALIDATION_SAMPLES = 64  # of the held-out part, evaluated in one batch
 _HELD_OUT_PART = 20  # one file in 20 is held out, by the hash of its path
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
-_TEXT_SUFFIXES = {
+TEXT_SUFFIXES = {
     ".txt",
     ".md",
     ".rst",
@@ -68,10 +68,10 @@ def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Co
     contains too little text for samples of `sample_bytes`.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder.expanduser()
-    suffixes = {".py"} if folder is None else _TEXT_SUFFIXES
+    suffixes = {".py"} if folder is None else TEXT_SUFFIXES
     source = "the Python standard library" if folder is None else str(folder)
     training, held_out, files = bytearray(), bytearray(), 0
-    for path in _files(root, suffixes):
+    for path in files_of(root, suffixes):
         if len(training) + len(held_out) >= bytes_max:
             break
         try:
@@ -100,7 +100,10 @@ def is_held_out(relative_path: str) -> bool:
     return hashlib.sha256(relative_path.encode(errors="surrogateescape")).digest()[0] % _HELD_OUT_PART == 0
 
 
-def _files(root: Path, suffixes: set[str]) -> Iterator[Path]:
+def files_of(root: Path, suffixes: set[str]) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders with these suffixes, in the order of their paths. Raise
+    UsageError if there is no such folder.
+    """
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder that can be read: give --data a folder with text files")
     count = 0

@@ -1,0 +1,82 @@
+"""The boundary to the code of a task, which others have written: its exceptions become SwarmErrors of one
+sentence with the task's name. SWARM_LOG=debug shows their tracebacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from swarm.core.device import is_device_failure, is_out_of_memory
+from swarm.core.errors import SwarmError
+
+if TYPE_CHECKING:
+    from swarm.run.task import Task
+
+_log = logging.getLogger(__name__)
+_TEXT_CHARACTERS_MAX = 500  # of what an exception says
+
+
+@contextlib.contextmanager
+def explained(name: str, what: str) -> Iterator[None]:
+    """Raise the exceptions of the task `name` within the context as SwarmErrors. `what` is the predicate of
+    the sentence, such as "failed in loss".
+
+    A SwarmError, whose text is for users already, passes; so does an error of a device or of memory, which
+    the training loop handles.
+    """
+    try:
+        yield
+    except SwarmError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError | MemoryError) and (
+            is_out_of_memory(error) or is_device_failure(error)
+        ):
+            raise
+        _log.debug("the task %s %s", name, what, exc_info=error)
+        raise SwarmError(f"the task {name!r} {what}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """Return what an exception says and where it was raised, on one line."""
+    text = " ".join(str(error).split())[:_TEXT_CHARACTERS_MAX]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def guarded(name: str, task: object) -> Task:
+    """Return a stand-in for a task, and for the data that it loads, whose methods raise SwarmErrors."""
+    return cast("Task", _Guarded(name, task))
+
+
+class _Guarded:
+    """Passes everything on to a task or to its data, with its exceptions explained."""
+
+    def __init__(self, name: str, inner: object) -> None:
+        self._name, self._inner = name, inner
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(self._inner, attribute)
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with explained(self._name, f"failed in {attribute}"):
+                result = value(*arguments, **options)
+                _check(attribute, result)
+            return _Guarded(self._name, result) if attribute == "load_data" else result
+
+        return call
+
+
+def _check(method: str, result: Any) -> None:
+    """Raise TypeError if a loss is not what the training loop can differentiate."""
+    if method == "loss" and (result.numel() != 1 or not result.requires_grad):
+        raise TypeError("it must return one number that depends on the model's parameters: a mean loss")
