@@ -16,6 +16,7 @@ from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.activations import ActivationCache
+from moe.server.batches import concatenate, split
 from moe.server.devices import using
 from moe.server.learning import ExpertLearner, OptimizerFactory, ScheduleFactory, StepRefused
 from moe.server.logic.lineage import CommonVersion, ExpertLineage
@@ -479,21 +480,6 @@ class Expert:
             text = f"the module's backward pass failed: {type(error).__name__}: {error}"
             raise ComputationFailed(text) from error
         return [tensor.grad for tensor in wanted]
-
-
-def concatenate(many: Sequence[Tensors]) -> Tensors:
-    """Return the tensors of several requests as one batch; those of a single request unchanged."""
-    return many[0] if len(many) == 1 else [torch.cat(parts) for parts in zip(*many, strict=True)]
-
-
-def split(tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> list[list[torch.Tensor | None]]:
-    """Split a batch's tensors into those of its requests."""
-    if len(sizes) == 1:
-        return [list(tensors)]
-    columns = [
-        torch.split(tensor, list(sizes)) if tensor is not None else (None,) * len(sizes) for tensor in tensors
-    ]
-    return [[column[number] for column in columns] for number in range(len(sizes))]
 
 
 def _raise_if_of_device(error: BaseException) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe.server.expert import ComputationFailed, Expert, Gradients, concatenate, split
+from moe.server.batches import concatenate, split
+from moe.server.expert import ComputationFailed, Expert, Gradients
 from moe.server.jobs import Job, JobTensors, Outcome, samples_of
 from moe.server.transfers import Answers, ReadyAnswers, StagedJobs, Transfer
 from swarm.core.device import is_out_of_memory

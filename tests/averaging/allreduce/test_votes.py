@@ -62,7 +62,7 @@ def test_a_member_whose_round_is_over_and_that_says_nothing_new_is_asked_again_a
 
 
 def test_a_member_that_told_its_vote_is_asked_again_only_after_the_answers_of_others() -> None:
-    """Of four members each tells its own vote first: this member has the certificate once the others answer,
+    """Each of four members tells its own vote first: this member has the certificate once the others answer,
     and asks again only where they do not.
     """
     identities = [SeededIdentity(f"votes {place}") for place in range(4)]

@@ -1,4 +1,4 @@
-"""When a search for a group with whom to close an epoch leads nowhere."""
+"""A search for a group that closes an epoch ends when it can lead nowhere."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def closer(head: bytes, *, in_round: bool) -> EpochCloser:
 def test_a_search_is_over_when_the_others_have_gone_on_with_another_history(
     head: bytes, in_round: bool, is_over: bool
 ) -> None:
-    """Regression test: a peer that is a quorum by itself searched for the others, who had gone on with a
-    break while it loaded the state, until the search's time limit; and they followed that break so long.
+    """Regression test: a peer that is a quorum by itself searched for the others, which had gone on with a
+    break while it loaded the state, until the search's time limit. The others followed that break meanwhile.
     """
     closing = closer(head, in_round=in_round)
     assert closing.is_obsolete() is is_over
