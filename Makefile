@@ -72,7 +72,7 @@ gpu-wheels:
 	@du -sh .whl
 
 reach: install-dev
-	$(BIN)/python -m pytest -m "network_namespaces and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "network_namespaces and not chaos and not slow" $(ARGS)
 
 chaos: install-dev
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)
