@@ -45,6 +45,7 @@ COMMANDS = (
     "bootstrap",
     "identity",
     "invite",
+    "new-task",
     "recover",
 )
 
