@@ -196,7 +196,7 @@ def test_prometheus_reads_a_live_run(run: list[Node]) -> None:
     ("options", "code", "sentence"),
     [
         (["--run", "nothing"], 2, "this swarm announces no run"),
-        ([], 2, "name it with --run"),
+        ([], 2, "name one with --run"),
         (["--run", NAME, "--web", "nonsense"], 2, "--web takes HOST:PORT"),
         (["--run", NAME, "--prometheus", "127.0.0.1:99999"], 2, "--prometheus takes HOST:PORT"),
     ],
