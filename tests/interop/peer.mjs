@@ -21,7 +21,8 @@ Promise.withResolvers ??= () => { // which Node.js 20 lacks
 
 const ECHO = '/echo'
 const given = JSON.parse(process.argv[2])
-const services = { identify: identify(), ping: ping() }
+// two at a time: by itself it identifies each new connection, and may not be done when a test asks for it
+const services = { identify: identify({ maxOutboundStreams: 2 }), ping: ping() }
 if (given.relay) services.relay = circuitRelayServer()
 if (given.dht) {
   services.dht = kadDHT({ protocol: '/ipfs/kad/1.0.0', clientMode: false, peerInfoMapper: passthroughMapper })
