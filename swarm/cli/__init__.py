@@ -21,10 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without arguments, as the installed script calls it, this function ends the process itself.
     """
-    # torch's CPU threads sleep while they wait for one another. By default (OpenMP) they spin, and beside
-    # other programs most of a step is then spent on spinning. Read when torch is imported; a choice of the
-    # user's counts.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's CPU threads spin while they wait for one another, by default for milliseconds (GNU OpenMP):
+    # beside other programs most of a step is then spent on that. With this they sleep soon, and an idle
+    # machine stays nearly as fast. Read when torch is imported; a choice of the user's counts.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     code = _run(arguments)
     if arguments is None:
         # Everything is closed. Unloading torch would take Python another second on a busy machine.

@@ -235,15 +235,17 @@ def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.Cap
     assert "exit-with-parent" not in text
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_the_threads_of_torch_sleep_while_they_wait_unless_the_user_chose_otherwise(
-    chosen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "20000"), ("ACTIVE", None)])
+def test_the_threads_of_torch_spin_shortly_unless_the_user_chose_otherwise(
+    chosen: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # restored at the end
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if chosen is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
     assert main(["--version"]) == 0
-    assert os.environ["OMP_WAIT_POLICY"] == expected
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
