@@ -457,7 +457,7 @@ class Node:
             self._announcing,
             self.introductions,
             self.channels,
-            self.book,
+            self.dht.service,
             RelayTerms(server, self.config.relay_mbit),
         )
 
