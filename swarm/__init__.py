@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OptimizerConfig,
         StepReport,
     )
+    from averaging.optim.process_group import ProcessGroupOptimizer
     from averaging.reduction.lowrank import PowerSgd
     from averaging.reduction.robust import Aggregation
     from moe.client.downloading import DownloadedExpert
@@ -113,6 +114,7 @@ _HOMES = {
     "PipelineConfig": "moe.client.pipeline.sequential",
     "PipelineReport": "moe.client.pipeline.sequential",
     "PowerSgd": "averaging.reduction.lowrank",
+    "ProcessGroupOptimizer": "averaging.optim.process_group",
     "RemoteExpert": "moe.client.remote",
     "RemoteMixtureOfExperts": "moe.client.mixture.layer",
     "RemoteSequential": "moe.client.pipeline.sequential",
@@ -180,6 +182,7 @@ __all__ = [
     "PipelineConfig",
     "PipelineReport",
     "PowerSgd",
+    "ProcessGroupOptimizer",
     "RemoteExpert",
     "RemoteMixtureOfExperts",
     "RemoteSequential",
