@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, PendingRound, RoundResult
     from averaging.optim.auxiliary import AuxiliaryPeer
+    from averaging.optim.muon import MuonWithAdamW
     from averaging.optim.optimizer import (
         Diloco,
         Gossip,
@@ -100,6 +101,7 @@ _HOMES = {
     "LocalSequential": "moe.client.local",
     "LocalSwitchMixtureOfExperts": "moe.client.local",
     "ManyAnswers": "swarm.dht.service.dht_service",
+    "MuonWithAdamW": "averaging.optim.muon",
     "NamespaceRules": "swarm.dht.logic.rules",
     "NetworkError": "swarm.core.errors",
     "Node": "swarm.node",
@@ -168,6 +170,7 @@ __all__ = [
     "LocalSequential",
     "LocalSwitchMixtureOfExperts",
     "ManyAnswers",
+    "MuonWithAdamW",
     "NamespaceRules",
     "NetworkError",
     "Node",

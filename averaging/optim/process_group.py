@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,20 +22,21 @@ from averaging.optim.ranks import (
     with_whole_parameters,
 )
 from averaging.optim.reports import LoadResult, StepReport
-from averaging.reduction.sharded import is_sharded
 from averaging.optim.state.schedule import Scheduler
+from averaging.reduction.sharded import is_sharded
 from swarm.core.errors import SwarmError, UsageError
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
 _FAILED = "failed"
+_REASON_CHARACTERS_MAX = 1000
 _TOLD_OF_REPORT = ("epoch", "stepped", "samples", "accumulated", "contributed", "dropped", "reason", "alone")
 _TOLD_OF_LOAD = ("loaded", "epoch", "reason", "alone", "digest", "canonical", "dropped", "replayed")
 
 
 class RankLeader:
-    """Rank 0's side: the inner optimizer that it gives to `swarm.Optimizer`, and orders to the other ranks."""
+    """Rank 0's side: the inner optimizer that it gives to `swarm.Optimizer`, and orders to other ranks."""
 
     def __init__(
         self,
@@ -119,12 +121,13 @@ class RankFollower:
 
 
 class ProcessGroupOptimizer(DelegatingOptimizer):
-    """A `swarm.Optimizer` for a program that `torchrun` starts as several processes, which are one peer of the
-    run: their model is one, with DistributedDataParallel, or in shards by FSDP2's `fully_shard`.
+    """A `swarm.Optimizer` for a program that `torchrun` starts as several processes, which are one peer of
+    the run: their model is one, with DistributedDataParallel, or in shards by FSDP2's `fully_shard`.
 
     Every rank makes one, after `init_process_group` and the model, and calls the same methods in the same
-    order. `inner`: this rank's optimizer over the model's parameters. `node`: this peer's node on rank 0, None
-    on the others. Further arguments are those of `swarm.Optimizer`; those about the run count on rank 0.
+    order. `inner`: this rank's optimizer over the model's parameters. `node`: this peer's node on rank 0,
+    None on the others. Further arguments (`run`, `target_batch_size`, `codec` …) are those of
+    `swarm.Optimizer`, which rank 0 makes with them.
     `batch_size_per_step` and the argument of `step` are samples of this rank, and the same number on all.
 
     In mode "gradients" rank 0 makes the step of the inner optimizer, on whole parameters, which it keeps on
@@ -139,8 +142,6 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
         inner: torch.optim.Optimizer,
         *,
         node: Node | None,
-        run: str,
-        target_batch_size: int,
         batch_size_per_step: int | None = None,
         mode: ModeName | ModeSettings = "gradients",
         scheduler: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
@@ -172,8 +173,6 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
             return Optimizer(
                 self._leader.inner,
                 node=node,
-                run=run,
-                target_batch_size=target_batch_size,
                 mode=settings,
                 scheduler=scheduler,
                 **options,
@@ -205,7 +204,7 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
             whole.gather_gradients(present)
         leader.mark_gradients(present, finite=not defects)
         leader.take_options()
-        report = self._lead(lambda: swarm.step(samples))
+        report: StepReport = self._lead(lambda: swarm.step(samples))
         self._tell_report("report", report, _TOLD_OF_REPORT)
         return report
 
@@ -214,7 +213,7 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
         if self._leader is None:
             return LoadResult(**self._followed("load"))
         swarm = self._joined
-        result = self._lead(lambda: swarm.load_state_from_peers(timeout_s, **options))
+        result: LoadResult = self._lead(lambda: swarm.load_state_from_peers(timeout_s, **options))
         self._tell_report("load", result, _TOLD_OF_LOAD)
         return result
 
@@ -292,10 +291,10 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
             return work()
         except BaseException as error:
             self.close()
-            try:
-                self._channel.tell(_FAILED, reason=f"{type(error).__name__}: {error}"[:1000])
-            except SwarmError:  # they have ended: that may be why it failed
-                pass
+            with contextlib.suppress(SwarmError):  # they have ended: that may be why it failed
+                self._channel.tell(
+                    _FAILED, reason=f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS_MAX]
+                )
             raise
 
     def _tell_report(self, order: str, report: Any, fields: tuple[str, ...]) -> None:
@@ -338,7 +337,9 @@ class ProcessGroupOptimizer(DelegatingOptimizer):
             self._channel.broadcast(next(extras))
 
     def __repr__(self) -> str:
-        return f"swarm.ProcessGroupOptimizer({self.inner!r}, rank {self._channel.rank} of {self._channel.size})"
+        return (
+            f"swarm.ProcessGroupOptimizer({self.inner!r}, rank {self._channel.rank} of {self._channel.size})"
+        )
 
     def __enter__(self) -> ProcessGroupOptimizer:
         return self

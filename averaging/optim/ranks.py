@@ -83,13 +83,13 @@ class RankChannel:
             dist.broadcast(values, 0, group=self._group_of(values))
 
     def sum_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace tensors by their sums over all ranks, in place. Tensors of one type and device go together."""
+        """Replace tensors by their sums over all ranks, in place; those of one type go together."""
         with torch.no_grad(), self.explained():
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 with _on_group(flat) as values:
                     dist.all_reduce(values, group=self._group_of(values))
-                for tensor, one in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                for tensor, one in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
                     tensor.copy_(one.view(tensor.shape))
 
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
@@ -162,7 +162,7 @@ class WholeParameters:
         self._is_stale = False
 
     def of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter group with the whole tensors in the place of its parameters."""
+        """Return a parameter group with the whole tensors instead of its parameters."""
         whole = {id(own): tensor for own, tensor in zip(self.own, self.tensors, strict=True)}
         return {**group, "params": [whole[id(p)] for p in group["params"]]}
 
@@ -191,7 +191,7 @@ class WholeParameters:
         self._gather(sources, targets)
 
     def _gather(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor | None]) -> None:
-        """Copy whole tensors to `targets` on rank 0, one at a time: every rank holds one of them meanwhile."""
+        """Copy whole tensors to `targets` on rank 0, one at a time: each rank holds one of them meanwhile."""
         with torch.no_grad(), self._channel.explained():
             for source, target in zip(sources, targets, strict=True):
                 if is_sharded(source):
@@ -246,8 +246,8 @@ class WholeParameters:
 
 
 class OrderedSteps(torch.optim.Optimizer):
-    """What a mode with local steps takes for its inner optimizer on rank 0: a step of it is a step of the
-    real optimizers on all ranks, each on its own gradients. It has no statistics.
+    """The inner optimizer of a mode with local steps on rank 0: a step of it is a step of the real optimizers
+    on all ranks, each on its own gradients. It has no statistics.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One rank of a peer, as `torchrun` starts it: trains the small model of `trainers` with its peer's other ranks, and
+"""One rank of a peer, as `torchrun` starts it: trains the small model of `trainers` with its other ranks, and
 with the peers at an address. Prints a line of JSON. Started by test_process_group.py.
 
     python ranked_peer.py '{"kind": "ddp", "run": "name", "bootstrap": [], "epochs": 4, "mode": "gradients"}'
@@ -79,7 +79,7 @@ def main(asked: dict[str, Any]) -> None:
             "batches": batches,
             "loaded": loaded.loaded,
             "contributed": sum(report.contributed for report in reports),
-            "carries_progress": not reports[-1].stepped,
+            "carries_progress": bool(reports) and not reports[-1].stepped,
             "parameters": [one.detach().flatten().tolist() for one in whole],
             "digest": opt.swarm.state_digest() if opt.swarm is not None else None,
         }
