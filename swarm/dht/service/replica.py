@@ -58,8 +58,8 @@ _QUERIES_NOW_MAX = 8
 _RECORDS_NOW_MAX = 32
 _RECORD_BYTES_NOW_MAX = 16 << 10
 _RECORDS_PER_TURN = 512  # encoded in a few milliseconds
-# Other calls are served between checks. Checking a signature takes 0.2 ms, as long as decoding a value of this
-# many bytes.
+# Other calls are served between checks. Checking a signature takes 0.2 ms, as long as decoding a value
+# of this many bytes.
 _CHECK_COST_BYTES = 1024
 _HELD_COST_BYTES = 256  # a record that this peer already holds is only decoded and compared
 _TURN_COST_BYTES = 16 << 10
