@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.core.backoff import backoff_s
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import ChangeEvent
-from swarm.dht.service.dht_service import DhtService
 from swarm.net.announcing import Announcing
 from swarm.net.channels import Channels
 from swarm.net.hello import Introduction, Introductions
 from swarm.net.listening import machine_addresses
 from swarm.net.logic.nat import NatKind, nat_kind
 from swarm.net.logic.relay_search import RELAYS_WANTED, RelaySearch
+from swarm.net.peerbook import PeerBook
 from swarm.reach.on_demand import Libp2p
 
 _logger = logging.getLogger(__name__)
@@ -73,12 +73,12 @@ class Reaching:
         announcing: Announcing,
         introductions: Introductions,
         channels: Channels,
-        dht: DhtService,
+        book: PeerBook,
         terms: RelayTerms,
     ) -> None:
         self._libp2p, self._announcing = libp2p, announcing
         self._introductions, self._channels = introductions, channels
-        self._dht, self._terms = dht, terms
+        self._book, self._terms = book, terms
         self._relays: dict[PeerId, tuple[Contact, float]] = {}  # with the round-trip time of their gRPC
         self._search = RelaySearch()
         self._hidden_since_s: float | None = None
@@ -93,11 +93,13 @@ class Reaching:
             followers.append(self._changed.notify)
         announcing.on_relays((), is_searching=True)
 
-    async def run(self) -> None:
-        """Follow the verdict about this node, and look for relays while it needs some, until cancelled."""
+    async def run(self, meet: Callable[[], Awaitable[None]]) -> None:
+        """Follow the verdict about this node, and look for relays while it needs some, until cancelled.
+        `meet` looks for peers of the swarm that this node has not met.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow())
-            group.create_task(self._seek())
+            group.create_task(self._seek(meet))
 
     async def _follow(self) -> None:
         while True:
@@ -168,7 +170,7 @@ class Reaching:
             await self._reserve()
         return min(max(until_s - loop.time(), 0.05), _INTERVAL_S) if is_searching else _INTERVAL_S
 
-    async def _seek(self) -> None:
+    async def _seek(self, meet: Callable[[], Awaitable[None]]) -> None:
         """Ask peers whether they relay while this node has too few relays: among those that it knows, and
         others that it meets for that.
         """
@@ -178,7 +180,7 @@ class Reaching:
             wait_s = _INTERVAL_S
             if self._announcing.is_hidden and len(self._libp2p.held) < RELAYS_WANTED:
                 if self._search.wait_s(loop.time()) == 0.0:
-                    await self._ask(loop.time())
+                    await self._ask(loop.time(), meet)
                 wait_s = min(max(self._search.wait_s(loop.time()), 0.05), _INTERVAL_S)
             await self._sought.wait(wait_s)
 
@@ -193,23 +195,16 @@ class Reaching:
     def _round_trip_s(self, peer_id: PeerId) -> float:
         return self._relays[peer_id][1]
 
-    async def _ask(self, now_s: float) -> None:
+    async def _ask(self, now_s: float, meet: Callable[[], Awaitable[None]]) -> None:
         """Greet peers that may relay, so that they say whether they do, and meet others: these introduce
         themselves.
         """
-        known = [peer.contact for peer in self._dht.book.known()]
+        known = [peer.contact for peer in self._book.known()]
         candidates = [one for one in known if one.addresses and one.peer_id not in self._relays]
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._look_around())
+            group.create_task(_look_around(meet))
             for contact in self._search.due(candidates, now_s):
                 group.create_task(self._greet(contact))
-
-    async def _look_around(self) -> None:
-        try:
-            async with asyncio.timeout(_LOOKUP_S):
-                await self._dht.meet()
-        except TimeoutError:
-            pass  # who has answered by then is known
 
     async def _greet(self, contact: Contact) -> None:
         try:
@@ -265,3 +260,11 @@ class Reaching:
         self._unreached = 0
         self._introductions.relay_port = self._announcing.relay_port(port)
         _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, rate)
+
+
+async def _look_around(meet: Callable[[], Awaitable[None]]) -> None:
+    try:
+        async with asyncio.timeout(_LOOKUP_S):
+            await meet()
+    except TimeoutError:
+        pass  # who has answered by then is known
