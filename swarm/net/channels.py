@@ -132,6 +132,8 @@ class Channels:
         try:
             if len(raw) > SMALL_BYTES:
                 await self._throttle.wait_to_send(len(raw))
+            else:
+                self._throttle.count(len(raw), 0)
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
                 pooled.takes_shared_calls
@@ -157,6 +159,8 @@ class Channels:
             )
         if len(reply_raw) > SMALL_BYTES:
             await self._throttle.wait_to_process(len(reply_raw))
+        else:
+            self._throttle.count(0, len(reply_raw))
         reply = method.reply()
         try:
             reply.ParseFromString(reply_raw)

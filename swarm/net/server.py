@@ -239,7 +239,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 reply = handler.function_now(peer_id, _decoded(handler, raw))
                 if reply is None:
                     return min(handler.method.reply_bytes_max, SHARED_REPLY_BYTES_MAX)
-                return grpc.StatusCode.OK, "", _encoded(handler, reply)
+                encoded = _encoded(handler, reply)
+                self._server.throttle.count(len(encoded), len(raw))
+                return grpc.StatusCode.OK, "", encoded
             except (SwarmError, _Ended) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
@@ -426,9 +428,13 @@ class _HandlerStream:
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
     if len(raw) > SMALL_BYTES:
         await throttle.wait_to_process(len(raw))
+    else:
+        throttle.count(0, len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
     if len(reply) > SMALL_BYTES:
         await throttle.wait_to_send(len(reply))
+    else:
+        throttle.count(len(reply), 0)
     return reply
 
 
