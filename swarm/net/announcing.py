@@ -74,7 +74,10 @@ class Announcing:
             # Nobody in the internet was named, and so nobody there can be asked yet.
             surroundings.widen(address.host for address in self._of_machine)
             presumed = self._public()
-        self._machine = Reachability(port, asyncio.get_running_loop().time(), presumed)
+        host = own.listening[0] if own.listening is not None else ""
+        self._is_closed = host not in WILDCARDS and scope_of(host) is Scope.MACHINE
+        now_s = asyncio.get_running_loop().time()
+        self._machine = Reachability(port, now_s, presumed, is_closed=self._is_closed)
         self._is_seen = False  # a peer of the internet has answered a Hello
         self._has_waited = False  # for that, in vain
         self._was_asked = False  # others were asked, or it has waited again
@@ -112,7 +115,11 @@ class Announcing:
                 if is_lent
                 else said
             )
-        if self._own.given or not self.contact.addresses or self._surroundings.own is not Scope.SITE:
+        if self._own.given or self._surroundings.own is not Scope.SITE:
+            return ""
+        if self._is_closed:
+            return _sentence(Reach("hidden", 0.0), "", was_asked=False)
+        if not self.contact.addresses:
             return ""
         first = self.contact.addresses[0]
         elsewhere = "; for others, forward a TCP port of the router to it and name it with --announce"
@@ -339,8 +346,13 @@ def _sentence(reach: Reach, through: str, *, was_asked: bool) -> str:
     if reach.verdict == "direct" and reach.by:
         places = " and ".join(f"{one.host}:{one.port}" for one in reach.addresses)
         return f"others reach this machine at {places}: {names} called it there"
+    why = f"{names} called it directly in vain" if reach.by else "it listens for calls of this machine alone"
     if reach.verdict == "hidden" and through:
-        return f"others reach this machine through {through}, because {names} called it directly in vain"
+        return f"others reach this machine through {through}, because {why}"
+    if reach.verdict == "hidden" and not reach.by:
+        return (
+            f"others cannot call this machine, because {why}: it only uses connections that it opens itself"
+        )
     if reach.verdict == "hidden":
         return (
             f"others cannot call this machine ({names} tried in vain), so it takes part over connections "

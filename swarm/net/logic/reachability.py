@@ -8,6 +8,7 @@ monotonic clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -55,13 +56,18 @@ class Reach:
 class Reachability:
     """The verdict about one port of this peer."""
 
-    def __init__(self, port: int, now_s: float, presumed: Sequence[Address] = ()) -> None:
+    def __init__(
+        self, port: int, now_s: float, presumed: Sequence[Address] = (), *, is_closed: bool = False
+    ) -> None:
         """`presumed`: addresses that are announced until others have failed there: a first peer of a swarm
-        has nobody to ask.
+        has nobody to ask. `is_closed`: nobody but this machine can call where this peer listens, so it is
+        hidden, and asks nobody.
         """
         self.port = port  # where others are asked to call: this peer's own, or one that a router forwards
         self.reach = Reach("direct" if presumed else "unknown", now_s, tuple(presumed))
         self.due_s = now_s  # of the next check
+        if is_closed:
+            self.reach, self.due_s = Reach("hidden", now_s), math.inf
         self._checked_s = now_s - RETRY_S
         self._was_answered = False  # by anybody, in the last check
         # since the last success: the peers that failed, and how often any did
