@@ -210,7 +210,7 @@ class Volunteer:
 
         model = self._task.build_model(self.specification.seed).to(device)
         data = self._task.load_data(self._config.data, device)
-        inner = build_optimizer(model, self.specification.optimizer)
+        inner = build_optimizer(model, self.specification.optimizer, self._task)
         started_s = time.monotonic()
         writer = self._writer = self._checkpoint_writer(model, inner)
         training = self.training = self._make_training(model, data, self._join(inner), device)
@@ -305,7 +305,7 @@ class Volunteer:
         from swarm.run.inner_optimizer import build_optimizer
 
         model = self._task.build_model(self.specification.seed)
-        inner = build_optimizer(model, self.specification.optimizer)
+        inner = build_optimizer(model, self.specification.optimizer, self._task)
         with contextlib.closing(self._join(inner)) as optimizer:
             result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
             if not result.loaded:
