@@ -30,7 +30,9 @@ COMMANDS = {
     "pause": ("admin", "Pause volunteers on this machine."),
     "recover": ("recover", "Give a run whose owner's key was stolen a new owner."),
     "resume": ("admin", "Let paused volunteers train again."),
+    "runs": ("runs", "List the runs of a swarm, or those that this machine knows."),
     "serve": ("serve", "Host experts for others to call."),
+    "service": ("service", "Let the system start a volunteer."),
     "start": ("train", "Create a run and train as its first volunteer."),
 }
 

@@ -113,7 +113,7 @@ def config(changes: tuple[str, ...], run: str | None, unset: tuple[str, ...], as
         file.change(run, given, removed)
     everywhere, runs = file.read()
     lines = [f"{file.path}{'' if file.path.exists() else ' (not written yet)'}"]
-    lines += _lines(everywhere)
+    lines += _lines(everywhere, only_given=bool(given or removed))
     for name, own in sorted(runs.items()):
         if own.given:
             lines += [f"for the run {name}:", *_lines(own, only_given=True)]

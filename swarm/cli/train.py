@@ -339,9 +339,9 @@ class _Session:
         self.node.set_bandwidth(preferences.now.bandwidth())
 
         def limits() -> VolunteerLimits:
-            if preferences.changed():
+            if changes := preferences.changed():
                 self.node.set_bandwidth(preferences.now.bandwidth())
-                self.emit(Notice(text="preferences changed"))
+                self.emit(Notice(text=f"preferences changed: {changes}"))
             return preferences.now.limits()
 
         config = VolunteerConfig(

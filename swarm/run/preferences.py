@@ -214,16 +214,22 @@ class LivePreferences:
         self._stamp = self._read_stamp()
         self.now = options.over(file.for_run(run))
 
-    def changed(self) -> bool:
-        """Read the file again if it was written since. Return whether the preferences differ; UsageError
-        that says what is wrong leaves them as they were, and is raised once.
+    def changed(self) -> str:
+        """Read the file again if it was written since. Return what differs now, as people read it; empty if
+        nothing does. UsageError that says what is wrong leaves the preferences as they were, and is raised
+        once.
         """
         stamp = self._read_stamp()
         if stamp == self._stamp:
-            return False
+            return ""
         self._stamp = stamp
         before, self.now = self.now, self._options.over(self._file.for_run(self._run))
-        return before != self.now
+        old, new = before.given, self.now.given
+        return ", ".join(
+            f"{key} {new[key]}" if key in new else f"no {key} any more"
+            for key in Preferences.model_fields
+            if old.get(key) != new.get(key)
+        )
 
     def _read_stamp(self) -> tuple[int, int, int] | None:
         try:

@@ -96,7 +96,7 @@ def test_a_change_holds_at_once_and_a_wrong_one_is_said_once_and_changes_nothing
     live = LivePreferences(file, "bytelm", Preferences(cpu=50.0))
     assert not live.changed()
     written(tmp_path, 'daily = "6G"\ncpu = 10\n')
-    assert live.changed()
+    assert live.changed() == "daily 6G"
     assert (live.now.daily, live.now.cpu) == ("6G", 50.0)
     written(tmp_path, "daily = ")
     with pytest.raises(UsageError):
@@ -104,5 +104,5 @@ def test_a_change_holds_at_once_and_a_wrong_one_is_said_once_and_changes_nothing
     assert not live.changed()
     assert live.now.daily == "6G"
     os.unlink(file.path)
-    assert live.changed()
+    assert live.changed() == "no daily any more"
     assert live.now == Preferences(cpu=50.0)
