@@ -47,9 +47,9 @@ def preferences_file() -> Path:
     return home() / "preferences.toml"
 
 
-def tally_file() -> Path:
+def contributions_file() -> Path:
     """Return the database of what volunteers of this user have given."""
-    return home() / "tally.sqlite"
+    return home() / "contributions.sqlite"
 
 
 def control_folder() -> Path:

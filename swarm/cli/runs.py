@@ -14,13 +14,13 @@ import click
 from swarm.cli import options
 from swarm.cli.control import Control
 from swarm.cli.identity import open_entry_identity
-from swarm.cli.paths import control_folder, specifications_folder, tally_file
+from swarm.cli.paths import contributions_file, control_folder, specifications_folder
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.output import Presentation, Result
 from swarm.cli.render.volunteer import given
 from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.run.contributions import ContributionLog, Given
 from swarm.run.events import Notice
-from swarm.run.tally import Given, Tally
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -73,7 +73,7 @@ def _list_remembered(output: Output, search: str) -> None:
 
     live = {one.run_id: one.pid for one in Control(control_folder()).running()}
     try:
-        gave = Tally(tally_file()).by_run()
+        gave = ContributionLog(contributions_file()).by_run()
     except OSError as error:
         output.emit(Notice(text=f"contributions cannot be read: {error}"))
         gave = {}
@@ -196,8 +196,12 @@ async def _read(node: Node, directory: RunDirectory) -> list[_FoundRun]:
             except (NetworkError, PeerError, SwarmError, TimeoutError) as error:
                 return _FoundRun(listing, None, None, str(error) or "no answer in time")
 
-    found = await asyncio.gather(*(read(one) for one in listings[:RUNS_MAX]))
-    return [*found, *(_FoundRun(one, None, None, "not read: too many") for one in listings[RUNS_MAX:])]
+    async with asyncio.TaskGroup() as group:
+        reading = [group.create_task(read(one)) for one in listings[:RUNS_MAX]]
+    return [
+        *(task.result() for task in reading),
+        *(_FoundRun(one, None, None, "not read: too many") for one in listings[RUNS_MAX:]),
+    ]
 
 
 def _summary(signed: SignedSpecification) -> str:

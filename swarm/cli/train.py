@@ -18,11 +18,11 @@ from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import contacts_of, starting_invite
 from swarm.cli.paths import (
     checkpoints_folder,
+    contributions_file,
     control_folder,
     default_identity,
     preferences_file,
     specifications_folder,
-    tally_file,
 )
 from swarm.cli.preferences import given_preferences, preference_options
 from swarm.cli.render import Output, make_output
@@ -33,11 +33,11 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
+from swarm.run.contributions import ContributionLog
 from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.limits import VolunteerLimits, parse_duration_s
 from swarm.run.preferences import LivePreferences, Preferences, PreferencesFile
-from swarm.run.tally import Tally
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ class _Session:
             asked_to_pause=control.asked_to_pause,
             checkpoints=self.choices.checkpoints(signed.run_id),
             probes=lambda device: MachineProbes(device, control.processes),
-            tally=Tally(tally_file()),
+            log=ContributionLog(contributions_file()),
         )
         volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.shutdown.requested)
         self.emit(volunteer.describe_run(created=created))

@@ -36,7 +36,7 @@ from swarm.net.rpc import (
     check_outgoing,
 )
 from swarm.net.scope import Surroundings, endpoint_of
-from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.sockets import Endpoint
 
 _logger = logging.getLogger(__name__)
@@ -426,15 +426,9 @@ class _HandlerStream:
 
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
-    if len(raw) > SMALL_BYTES:
-        await throttle.wait_to_process(len(raw))
-    else:
-        throttle.count(0, len(raw))
+    await throttle.wait_to_process_call(len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
-    if len(reply) > SMALL_BYTES:
-        await throttle.wait_to_send(len(reply))
-    else:
-        throttle.count(len(reply), 0)
+    await throttle.wait_to_send_call(len(reply))
     return reply
 
 

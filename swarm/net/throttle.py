@@ -83,6 +83,20 @@ class Throttle:
         if self._down is not None:
             await _passed(self._down, size_bytes)
 
+    async def wait_to_send_call(self, size_bytes: int) -> None:
+        """Do the same for the message of a call, which passes at once if it is small."""
+        if size_bytes > SMALL_BYTES:
+            await self.wait_to_send(size_bytes)
+        else:
+            self._sent_bytes += size_bytes
+
+    async def wait_to_process_call(self, size_bytes: int) -> None:
+        """Do the same for a received message of a call."""
+        if size_bytes > SMALL_BYTES:
+            await self.wait_to_process(size_bytes)
+        else:
+            self._received_bytes += size_bytes
+
     def stream(self, stream: Stream) -> Stream:
         """Return the stream with the caps applied."""
         return ThrottledStream(stream, self)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from swarm.net.logic.reachability import NodeReach
-from swarm.run.tally import Given
+from swarm.run.contributions import Given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +206,8 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution(Event):
-    """What this user has given so far, about every ten seconds."""
+class ContributionSums(Event):
+    """The sums of what this user has given so far, about every ten seconds."""
 
     kind: ClassVar[str] = "contribution"
     today: Given  # to all runs, on this machine

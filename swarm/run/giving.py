@@ -1,19 +1,24 @@
-"""Count what one volunteer gives to its run, and add it to this user's tally while it trains."""
+"""Count what one volunteer gives to its run, and add it to this user's log while it trains."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import date
+from datetime import date, datetime
 from typing import TYPE_CHECKING
 
-from swarm.run.events import Contribution, Emit, Notice
-from swarm.run.tally import Given, Tally
+from swarm.run.contributions import ContributionLog, Given
+from swarm.run.events import ContributionSums, Emit, Notice
 
 if TYPE_CHECKING:
     from swarm.run.stats import TrainingStats
 
-RECORD_S = 10.0  # how often the tally is added to
+RECORD_S = 10.0  # how often the log is added to
+
+
+def local_now() -> tuple[date, float]:
+    """Return the local date, and seconds that run evenly."""
+    return datetime.now().astimezone().date(), time.monotonic()
 
 
 class Giving:
@@ -21,33 +26,33 @@ class Giving:
 
     def __init__(
         self,
-        tally: Tally | None,
+        log: ContributionLog | None,
         run: str,
         *,
         traffic: Callable[[], tuple[int, int]],
         joules: Callable[[], float | None],
         emit: Emit,
-        today: Callable[[], date] = date.today,
-        now_s: Callable[[], float] = time.monotonic,
+        now: Callable[[], tuple[date, float]] = local_now,
     ) -> None:
-        """`run`: as `name@id`. `tally`: None to add nothing up. `traffic` returns the bytes that this
+        """`run`: as `name@id`. `log`: None to add nothing up. `traffic` returns the bytes that this
         process has sent and received so far, `joules` the energy that the device has taken since some time;
-        None if it cannot be read. `today` is the local date, `now_s` any clock that runs evenly.
+        None if it cannot be read. `now` returns the local date, and seconds of
+        any clock that runs evenly.
         """
-        self._tally, self._run, self._traffic, self._joules, self._emit = tally, run, traffic, joules, emit
-        self._today, self._now_s = today, now_s
+        self._log, self._run, self._traffic, self._joules, self._emit = log, run, traffic, joules, emit
+        self._now = now
         self._stats: TrainingStats | None = None
         self._trained_s = self._spent_j = 0.0
         self._began: tuple[float, float | None] | None = None  # time and energy, while it trains
         self._recorded = Given()
-        self._due_s = now_s() + RECORD_S
+        self._due_s = now()[1] + RECORD_S
         self._day = self._month = Given()
         self._sum_up()
 
     def start(self, stats: TrainingStats) -> None:
         """Count time and energy from now on, and what `stats` counts."""
         self._stats = stats
-        self._began = (self._now_s(), self._joules())
+        self._began = (self._now()[1], self._joules())
 
     def stop(self) -> None:
         """Count no time and energy until `start`, and record what there is."""
@@ -63,31 +68,31 @@ class Giving:
         return self._day.bytes + since, self._month.bytes + since
 
     def record(self, *, at_once: bool = False) -> None:
-        """Add what was given since the last record to the tally, if it is due or `at_once`, and emit the
+        """Add what was given since the last record to the log, if it is due or `at_once`, and emit the
         sums.
         """
-        if self._tally is None or (self._now_s() < self._due_s and not at_once):
+        if self._log is None or (self._now()[1] < self._due_s and not at_once):
             return
-        self._due_s = self._now_s() + RECORD_S
+        self._due_s = self._now()[1] + RECORD_S
         self._count()
         given = self._given()
         try:
-            self._tally.add(self._today(), self._run, given - self._recorded)
+            self._log.add(self._now()[0], self._run, given - self._recorded)
         except OSError as error:
             self._give_up(error)
             return
         self._recorded = given
         self._sum_up()
-        if self._tally is not None:
-            self._emit(Contribution(today=self._day, altogether=self._of_run))
+        if self._log is not None:
+            self._emit(ContributionSums(today=self._day, altogether=self._of_run))
 
     def _count(self) -> None:
         if self._began is None:
             return
-        now, (began_s, before_j) = (self._now_s(), self._joules()), self._began
+        now, (began_s, before_j) = (self._now()[1], self._joules()), self._began
         self._trained_s += now[0] - began_s
         if now[1] is not None and before_j is not None:
-            self._spent_j += max(now[1] - before_j, 0.0)  # a counter that began anew counts nothing
+            self._spent_j += max(now[1] - before_j, 0.0)  # a counter that began again counts nothing
         self._began = now
 
     def _given(self) -> Given:
@@ -102,17 +107,17 @@ class Giving:
         )
 
     def _sum_up(self) -> None:
-        if self._tally is None:
+        if self._log is None:
             return
-        today = self._today()
+        today = self._now()[0]
         try:
-            self._day = self._tally.total(since=today)
-            self._month = self._tally.total(since=today.replace(day=1))
-            self._of_run = self._tally.total(run=self._run)
+            self._day = self._log.total(since=today)
+            self._month = self._log.total(since=today.replace(day=1))
+            self._of_run = self._log.total(run=self._run)
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Go on without the tally. Budgets then count what this process sends and receives."""
+        """Go on without the log. Budgets then count what this process sends and receives."""
         self._emit(Notice(text=f"contributions are not added up any more: {error}"))
-        self._tally, self._recorded = None, Given()
+        self._log, self._recorded = None, Given()

@@ -26,7 +26,7 @@ class VolunteerLimits:
 
     hours: Hours = ALWAYS  # local time; the volunteer trains only in these hours
     memory_bytes_max: int | None = None  # of this process; None: no limit
-    idle_s: float = 0.0  # train only while nobody has used the machine for so long; 0: always
+    idle_s: float = 0.0  # train only while nobody has used it for this time; 0: always
     yields_gpu: bool = True  # pause while another program computes on the device
     on_battery: bool = False  # train on battery, too
     on_metered: bool = False  # train over a metered connection, too
@@ -55,7 +55,7 @@ class Decision(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUse:
-    """What else this machine does. None: it is not known here, which never pauses a volunteer."""
+    """The other uses of this machine. None: it is not known here, which never pauses a volunteer."""
 
     idle_s: float | None = None  # since a person last used keyboard, mouse or terminal
     other_load: float | None = None  # part of all cores that other programs use, 0 to 1

@@ -32,9 +32,10 @@ _FREE_AFTER_S = 60.0  # a pause as long as this frees the memory of the host, to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatus:
-    """What the run's owner has decided about the run and this peer."""
+class Requests:
+    """The wishes of this machine's person and the decisions of the run's owner."""
 
+    asked: str = ""  # "pause" while the person asks for one, "free" with the memory freed at once; else ""
     paused: bool = False
     ended: bool = False
     banned: bool = False
@@ -74,19 +75,17 @@ class Pauses:
         self,
         *,
         limits: Callable[[], VolunteerLimits],
-        asked: Callable[[], str],
         spent: Callable[[], tuple[int, int]],
-        run: Callable[[], RunStatus],
+        requests: Callable[[], Requests],
         probes: MachineProbes | None,
         emit: Emit,
         stop: threading.Event,
     ) -> None:
         """`limits` returns those that hold now, or raises UsageError once, when they were changed to
-        something that cannot be understood. `asked` returns "pause" or "free" while the person asks for a
-        pause, "free" with the memory freed at once; else "". `spent` returns the bytes of today and of this
-        month. `probes`: None to watch nothing else on the machine.
+        something that cannot be understood. `spent` returns the bytes of today and of this month. `probes`:
+        None to watch nothing else on the machine.
         """
-        self._read_limits, self._asked, self._spent, self._run = limits, asked, spent, run
+        self._read_limits, self._spent, self._requests = limits, spent, requests
         self._emit, self._stop = emit, stop
         self._calm = Calm()
         self.limits = limits()
@@ -109,16 +108,16 @@ class Pauses:
             self.limits = self._read_limits()
         except UsageError as error:
             self._emit(Notice(text=f"{error}. The preferences stay as they were"))
-        limits, run = self.limits, self._run()
+        limits, wanted = self.limits, self._requests()
         use = self._watch.use if self._watch is not None else MachineUse()
         today, this_month = self._spent()
         status = MachineStatus(
             second_of_day=machine.second_of_day(),
             memory_bytes=machine.used_bytes() if limits.memory_bytes_max is not None else 0,
-            asked_to_pause=bool(self._asked()),
-            run_paused=run.paused,
-            banned=run.banned,
-            not_invited=run.not_invited,
+            asked_to_pause=bool(wanted.asked),
+            run_paused=wanted.paused,
+            banned=wanted.banned,
+            not_invited=wanted.not_invited,
             disturbance=self._calm.disturbance(limits, use, time.monotonic()),
             bytes_today=today,
             bytes_this_month=this_month,
@@ -133,7 +132,7 @@ class Pauses:
         if decision is Decision.PAUSE:
             self._emit(Paused(reason=f"{why}. Until then nothing is downloaded", member=False))
         while decision is Decision.PAUSE and not self._stop.wait(DECIDE_S):
-            if self._run().ended:
+            if self._requests().ended:
                 return "the run's owner ended it"
             decision, why = self.decide()
         return why if decision is Decision.LEAVE else ""
@@ -193,7 +192,7 @@ class Pauses:
         while not (reason := training.end_reason()) and not self._stop.wait(DECIDE_S):
             if self.decide()[0] is not Decision.PAUSE:
                 break
-            if folder is not None and (self._asked() == "free" or time.monotonic() >= free_s):
+            if folder is not None and (self._requests().asked == "free" or time.monotonic() >= free_s):
                 free_s = float("inf")
                 try:
                     parked.to_disk(folder)

@@ -1,5 +1,5 @@
-"""What a person allows volunteers on this machine: one file for all runs, with a table for each run that
-differs.
+"""Preferences: what a person allows volunteers on this machine: one file for all runs, with a table for each
+run that differs.
 
     hours = "22-7"
     daily = "5G"
@@ -59,7 +59,7 @@ _Mbit = Annotated[float, Field(ge=0.1, le=1e6, allow_inf_nan=False)]
 
 
 class Preferences(BaseModel):
-    """What a person allows; None: not said. Sizes are texts such as 5G, durations such as 5m."""
+    """The limits that a person sets; None: not said. Sizes are texts such as 5G, durations such as 5m."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -19,6 +19,7 @@ from swarm.core.standing import Founding
 from swarm.run import machine
 from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
 from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
+from swarm.run.contributions import ContributionLog
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
 from swarm.run.events import (
@@ -36,11 +37,10 @@ from swarm.run.machine_use import MachineProbes
 from swarm.run.membership import check_invited, excluded_peers
 from swarm.run.memory import MemoryEstimate, device_peak, estimate_memory, peak_bytes
 from swarm.run.microbatches import MicroBatches, StepSize
-from swarm.run.pausing import DECIDE_S, Pauses, ProcessorShare, RunStatus
+from swarm.run.pausing import DECIDE_S, Pauses, ProcessorShare, Requests
 from swarm.run.signed import SignedSpecification
 from swarm.run.specification import RunSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
-from swarm.run.tally import Tally
 from swarm.run.task import make_task
 from swarm.run.training import STATE_TIMEOUT_S, Training
 from swarm.runtime.thread import TURN_S_MAX
@@ -72,7 +72,7 @@ class VolunteerConfig:
     checkpoints: CheckpointConfig | None = None  # None: no checkpoints
     # Reads what else the machine does; None: nothing else is watched.
     probes: Callable[[torch.device], MachineProbes] | None = None
-    tally: Tally | None = None  # where this user's contributions are added up
+    log: ContributionLog | None = None  # where this user's contributions are added up
 
 
 class Volunteer:
@@ -180,7 +180,7 @@ class Volunteer:
         # A task may use the device without naming it (pinned memory, streams, "cuda").
         probes = self._config.probes(device) if self._config.probes is not None else None
         giving = Giving(
-            self._config.tally,
+            self._config.log,
             self.signed.full_name,
             traffic=lambda: self._node.traffic,
             joules=probes.joules if probes is not None else lambda: None,
@@ -188,9 +188,8 @@ class Volunteer:
         )
         pauses = Pauses(
             limits=self._config.limits,
-            asked=self._config.asked_to_pause,
             spent=giving.bytes_spent,
-            run=self._run_status,
+            requests=self._requests,
             probes=probes,
             emit=self._emit,
             stop=self._stop,
@@ -381,9 +380,10 @@ class Volunteer:
             self._stop.wait(share.rest_s(time.monotonic() - began_s))
         return reason
 
-    def _run_status(self) -> RunStatus:
+    def _requests(self) -> Requests:
         membership = self._node.membership
-        return RunStatus(
+        return Requests(
+            asked=self._config.asked_to_pause(),
             paused=self.specification.paused,
             ended=self.specification.ended,
             banned=self._node.peer_id in self.specification.banned_peers,

@@ -1,4 +1,4 @@
-"""What else a machine does, read from stand-ins for NVML, D-Bus, terminals, batteries and sensors."""
+"""Tests of what else a machine does, with stand-ins for NVML, D-Bus, terminals, batteries and sensors."""
 
 from __future__ import annotations
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from swarm.cli.commands import swarm
 from swarm.run import events
+from swarm.run.contributions import ContributionLog, Given
 from swarm.run.specification_store import SpecificationStore
-from swarm.run.tally import Given, Tally
 from tests.wire.volunteers import VolunteerThread, created_run
 
 
@@ -46,11 +47,12 @@ def test_runs_that_this_machine_remembers_are_listed_with_what_it_gave(
     assert [line["event"] for line in listed()] == ["notice"]
     with created_run() as (_, _, signed):
         SpecificationStore(tmp_path / "runs").save(signed)
-    tally = Tally(tmp_path / "tally.sqlite")
-    tally.add(date(2026, 11, 1), signed.full_name, Given(samples=1234, seconds=7200.0, sent_bytes=10**9))
-    tally.add(date(2026, 11, 2), "gone@abc", Given(samples=1))
-    assert [(line["run"], line["given"]["samples"]) for line in listed()] == [("gone", 1), ("tiny", 1234)]  # type: ignore[index]
+    log = ContributionLog(tmp_path / "contributions.sqlite")
+    log.add(date(2026, 11, 1), signed.full_name, Given(samples=1234, seconds=7200.0, sent_bytes=10**9))
+    log.add(date(2026, 11, 2), "gone@abc", Given(samples=1))
+    gave: list[tuple[object, Any]] = [(line["run"], line["given"]) for line in listed()]
+    assert [(run, sums["samples"]) for run, sums in gave] == [("gone", 1), ("tiny", 1234)]
     text = CliRunner().invoke(swarm, ["runs", "--no-lan", "--search", "tiny"]).stdout
     assert "gave 1,234 samples in 2.0 h (1.0 GB sent, 0 bytes received)" in text
-    (tmp_path / "tally.sqlite").write_bytes(b"damaged" * 500)
+    (tmp_path / "contributions.sqlite").write_bytes(b"damaged" * 500)
     assert {line["event"] for line in listed()} == {"notice", "remembered"}

@@ -12,9 +12,9 @@ import torch
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.checkpoints import CheckpointConfig
+from swarm.run.contributions import ContributionLog
 from swarm.run.hours import Hours
 from swarm.run.limits import VolunteerLimits
-from swarm.run.tally import Tally
 from tests.wire.volunteers import HERE, VolunteerThread, created_run
 
 NEVER = Hours(((0, 1),))  # the first second of the day
@@ -76,17 +76,17 @@ def test_outside_of_its_hours_a_volunteer_builds_and_downloads_nothing(texts: Pa
 
 
 def test_a_volunteer_pauses_when_the_days_traffic_is_used_up(texts: Path, tmp_path: Path) -> None:
-    tally = Tally(tmp_path / "tally.sqlite")
+    log = ContributionLog(tmp_path / "contributions.sqlite")
     limits = VolunteerLimits(daily_bytes_max=1_000_000)
     with created_run() as (node, _, signed), Node(bootstrap=node.addresses, listen=HERE) as other:
         assert other.wait_joined(10)
         one = VolunteerThread(node, signed, new=True, data=texts)
         one.wait(events.Contributed)
-        two = VolunteerThread(other, signed, new=False, data=texts, limits=lambda: limits, tally=tally)
+        two = VolunteerThread(other, signed, new=False, data=texts, limits=lambda: limits, log=log)
         paused = two.events[two.wait(events.Paused)]
         assert isinstance(paused, events.Paused)
         assert "this day's 1 MB of traffic are used up; going on at midnight" in paused.reason
-        spent = tally.total()
+        spent = log.total()
         assert 1_000_000 <= spent.bytes <= sum(other.traffic)
         assert spent.bytes < 5_000_000
         assert spent.samples > 0

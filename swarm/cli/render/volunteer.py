@@ -13,7 +13,7 @@ from swarm.run import events
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from swarm.run.tally import Given
+    from swarm.run.contributions import Given
 
 _EPOCH_LINE_S = 1.0  # shortest interval between the lines of two epochs in a log
 _CONTRIBUTION_LINE_S = 600.0  # the same for what was given
@@ -25,7 +25,7 @@ _FOOTER = "Ctrl-C leaves; the others go on."
 class VolunteerPresentation(Presentation):
     """Sentences for all events of a volunteer, and a table of its progress."""
 
-    picture_events = (events.TrainingProgress, events.EpochDone, events.Contribution)
+    picture_events = (events.TrainingProgress, events.EpochDone, events.ContributionSums)
     final_events = (events.Finished,)
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class VolunteerPresentation(Presentation):
         self._now: events.TrainingProgress | None = None
         self._target = 0
         self._sent = 0
-        self._given: events.Contribution | None = None
+        self._given: events.ContributionSums | None = None
         self._paused = ""
 
     def is_due(self, event: events.Event) -> bool:
@@ -46,7 +46,7 @@ class VolunteerPresentation(Presentation):
             if time.monotonic() < self._next_epoch_s:
                 return False
             self._next_epoch_s = time.monotonic() + _EPOCH_LINE_S
-        if isinstance(event, events.Contribution):
+        if isinstance(event, events.ContributionSums):
             if time.monotonic() < self._next_contribution_s:
                 return False
             self._next_contribution_s = time.monotonic() + _CONTRIBUTION_LINE_S
@@ -84,7 +84,7 @@ class VolunteerPresentation(Presentation):
                 return f"contributing since {event.start_s:.1f} s after the start (epoch {event.epoch})"
             case events.EpochDone():
                 return _epoch(event)
-            case events.Contribution():
+            case events.ContributionSums():
                 today, altogether = given(event.today), given(event.altogether)
                 return f"this machine gave {today} today, and {altogether} to this run altogether"
             case events.TextSample():
@@ -113,7 +113,7 @@ class VolunteerPresentation(Presentation):
                     event.validation_loss if event.validation_loss is not None else self._validation
                 )
                 self._sent += event.sent_bytes
-            case events.Contribution():
+            case events.ContributionSums():
                 self._given = event
             case events.Paused():
                 self._paused = event.reason

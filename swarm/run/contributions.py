@@ -1,4 +1,4 @@
-"""What this user's volunteers have given, by day and run: samples, rounds, time, traffic and energy.
+"""Add up what this user's volunteers have given, by day and run: samples, rounds, time, traffic and energy.
 
 The file is a SQLite database, so that several volunteers add to it at the same time. A volunteer trains on
 without it: a file that cannot be used is said once.
@@ -25,7 +25,7 @@ create table if not exists given (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What was given in some time."""
+    """The sums of what was given in some time."""
 
     samples: int = 0  # that counted in a round
     rounds: int = 0
@@ -46,7 +46,7 @@ _COLUMNS = [one.name for one in fields(Given)]
 _SUMS = ", ".join(f"coalesce(sum({name}), 0)" for name in _COLUMNS)
 
 
-class Tally:
+class ContributionLog:
     """The database of one user."""
 
     def __init__(self, path: Path) -> None:
