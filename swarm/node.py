@@ -211,7 +211,8 @@ class Node:
         self._joining = Joining(bootstrap, self.introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("addresses of this peer", self._announcing.run, restart=True)
-        self.supervisor.spawn("relays of this peer", self._reaching.run, restart=True)
+        seek = functools.partial(self._reaching.run, service.meet)
+        self.supervisor.spawn("relays of this peer", seek, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
