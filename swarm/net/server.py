@@ -36,7 +36,7 @@ from swarm.net.rpc import (
     check_outgoing,
 )
 from swarm.net.scope import Surroundings, endpoint_of
-from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.sockets import Endpoint
 
 _logger = logging.getLogger(__name__)
@@ -240,7 +240,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 reply = handler.function_now(peer_id, _decoded(handler, raw))
                 if reply is None:
                     return min(handler.method.reply_bytes_max, SHARED_REPLY_BYTES_MAX)
-                return grpc.StatusCode.OK, "", _encoded(handler, reply)
+                encoded = _encoded(handler, reply)
+                self._server.throttle.count(len(encoded), len(raw))
+                return grpc.StatusCode.OK, "", encoded
             except (SwarmError, _Ended) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
@@ -426,11 +428,9 @@ class _HandlerStream:
 
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
-    if len(raw) > SMALL_BYTES:
-        await throttle.wait_to_process(len(raw))
+    await throttle.wait_to_process_call(len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
-    if len(reply) > SMALL_BYTES:
-        await throttle.wait_to_send(len(reply))
+    await throttle.wait_to_send_call(len(reply))
     return reply
 
 
