@@ -375,8 +375,8 @@ class EpochCloser:
         return state_round
 
     def _state_round_is_obsolete(self) -> bool:
-        """Return whether a round over the state leads nowhere: nobody will join it, or there is no quorum.
-        Then this peer trains on while the grace runs, and the state is averaged the next time.
+        """Return whether a round over the state cannot succeed: nobody will join it, or there is no quorum.
+        Then this peer continues training while the grace runs, and the state is averaged the next time.
         """
         if self._others_went_on():
             return True
@@ -386,7 +386,7 @@ class EpochCloser:
         return self._lacks_quorum and free
 
     def _others_went_on(self) -> bool:
-        """Return whether all others are past averaging the state of this epoch, so that nobody will join
+        """Return whether all others have finished averaging the state of this epoch, so that nobody will join
         that round.
         """
         epoch = self._state.epoch
