@@ -76,8 +76,8 @@ def read_lineage(version: int, past: Sequence[ExpertCommonVersion]) -> ExpertLin
 
 class StateDonor:
     """Gives states of the `hosted` experts to servers that ask. The mapping is that of the hosting service,
-    by name; experts that are not ready are not in it. A peer gets one state at a time, and strangers take one
-    of the places at most.
+    by name; experts that are not ready are not in it. A peer gets one state at a time, and all strangers
+    together at most one.
     """
 
     def __init__(self, hosted: Mapping[str, HostedExpert], is_stranger: Callable[[PeerId], bool]) -> None:
@@ -188,7 +188,7 @@ class ReplicaStates:
                 found[uid][replica.peer_id] = one
 
     async def take_over(self, uid: ExpertUid, expert: Expert, donors: Sequence[ExpertReplica]) -> bool:
-        """Replace the state of an expert by that of the first donor that gives one. Return False, with
+        """Replace the state of an expert by that of the first donor that sends one. Return False, with
         nothing changed, when none does.
         """
         for donor in donors[:_DONORS_MAX]:
