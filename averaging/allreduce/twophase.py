@@ -69,7 +69,7 @@ class TwoPhase:
         first: RoundOutcome | None = None
         mean: torch.Tensor | None = None
         if self._low_rank.layout.matrices:
-            phase = _first(group)
+            phase = first_group(group)
             alike = bool(phase.members[group.index(self._own)].weight)
             vector = await offload.work(self._low_rank.first, alike)
             first = await self._all_reduce.run(
@@ -107,7 +107,7 @@ class TwoPhase:
         self._low_rank.commit(second.outcome.vector, sent=second.sent)
 
 
-def _first(group: Group) -> Group:
+def first_group(group: Group) -> Group:
     """Return the group of the first all-reduce: a member whose start differs from that of most contributors
     would only blur their directions, and therefore only listens. The metadata of each contributor name its
     start. Every member sees the same metadata, and comes to the same conclusion.
