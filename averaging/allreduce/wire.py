@@ -145,7 +145,7 @@ def endorsement_to_wire(proposal: Proposal, result: bytes, votes: Iterable[Vote]
 def endorsement_from_wire(message: pb.EndorseRequest) -> tuple[Proposal, bytes, tuple[Vote, ...]]:
     """Return the proposal, the result and the votes in a request for an elector's vote."""
     if message.kind not in _KINDS:
-        raise PeerError(f"a round of kind {message.kind}, which there is not")
+        raise PeerError(f"there is no round of kind {message.kind}")
     proposal = Proposal(
         run=message.run,
         head=message.head,
@@ -176,7 +176,7 @@ def state_from_wire(message: pb.HeartbeatReply) -> tuple[RoundState, str]:
     for state, number in _STATES.items():
         if message.state == number:
             return state, message.reason[:REASON_CHARACTERS_MAX]
-    raise PeerError(f"a round is in no state {message.state}")
+    raise PeerError(f"there is no state {message.state} of a round")
 
 
 def question_to_wire(group_id: bytes, question: InventoryQuestion) -> pb.InventoryRequest:

@@ -212,7 +212,7 @@ async def fetch_history(
 async def ask_holders(
     holders: Iterable[Sequence[Contact]], at_once: int, ask: Callable[[Contact], Awaitable[bool]]
 ) -> None:
-    """For each list of peers that hold the same item, ask one after the other until one has answered;
+    """Ask the peers of each list, which hold the same item, one after the other until one has answered;
     `at_once` lists concurrently. `ask` returns whether the peer has answered.
     """
     places = asyncio.Semaphore(at_once)

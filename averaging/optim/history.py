@@ -93,9 +93,7 @@ class RunHistory:
             return self._lineage.present()
 
     def past(self, heads: Sequence[bytes] = ()) -> Chain:
-        """Return `Lineage.chain` of this peer's state, not of a history that it follows, which no live peer
-        need have.
-        """
+        """Return `Lineage.chain` of this peer's own state, not of a history that it follows."""
         with self._lock:
             return (self._left or self._lineage).chain(heads)
 
@@ -232,9 +230,7 @@ class RunHistory:
         return may
 
     def keep_waiting(self, present: Iterable[PeerId], now_s: float) -> bool:
-        """Continue counting the grace while the trainer computes; return whether it is over. Parameters as in
-        `seek_quorum`.
-        """
+        """Count the grace while the trainer computes; return whether it is over. As `seek_quorum`."""
         with self._lock:
             waits = self._lineage.is_waiting and not self._lineage.has_quorum(set(present))
             return waits and self._lineage.may_break(now_s, self._epoch_s)
@@ -371,7 +367,7 @@ class RunHistory:
         return has_standing or peer in self._lineage.electors or peer in self._offers.introducers
 
     async def run(self) -> None:
-        """Fetch and compare the histories of others, until cancelled. Nothing waits for the histories of
+        """Fetch and compare the histories of others, until cancelled; nothing waits for those of
         strangers.
         """
         async with asyncio.TaskGroup() as tasks:

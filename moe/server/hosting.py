@@ -90,9 +90,7 @@ class HostingService:
         node.handlers.stream(methods.STATE, self._states.give)
 
     def expect(self) -> None:
-        """From now on, answer calls for unknown experts with "not ready yet", until the first experts are
-        open.
-        """
+        """Answer calls for unknown experts with "not ready yet" until the first experts are open."""
         self._expecting = True
 
     def reserve(self, hosted: Sequence[HostedExpert]) -> None:
@@ -193,7 +191,7 @@ class HostingService:
     def _count(self, caller: PeerId, request: ExpertCount) -> ExpertCount:
         joint = self._joint.get(request.uid)
         if joint is None or request.schema_digest != joint.expert.schema.digest:
-            raise PeerError("such an expert does not learn here")
+            raise PeerError("this expert does not learn on this server")
         return wire_count(joint.hear(caller, read_count(request)))
 
     async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
@@ -416,7 +414,7 @@ class HostingService:
         if answer is None:
             raise RequestRefused(
                 expert_pb2.EXPERT_APPLIED,
-                "this backward pass was applied before, and what it gave is forgotten",
+                "this backward pass was applied before, and its result is no longer kept",
             )
         return answer
 

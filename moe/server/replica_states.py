@@ -93,9 +93,9 @@ class StateDonor:
             raise PeerError("the message is not a swarm.wire.ExpertStateRequest") from None
         hosted = self._hosted.get(request.uid)
         if hosted is None or request.schema_digest != hosted.expert.schema.digest:
-            await _refuse(stream, expert_pb2.EXPERT_MISSING, "such an expert is not hosted here")
+            await _refuse(stream, expert_pb2.EXPERT_MISSING, "this expert is not hosted here")
         elif not self._has_place(stream.peer_id):
-            await _refuse(stream, expert_pb2.EXPERT_OVERLOADED, "others are given states")
+            await _refuse(stream, expert_pb2.EXPERT_OVERLOADED, "it is sending states to other peers")
         else:
             self._receivers.add(stream.peer_id)
             try:

@@ -181,8 +181,7 @@ class PeerTable:
 
     def on_report(self, leader: Leader, now_s: float) -> None:
         """Process a report that `leader` looks for a group: another peer follows it, or it asked this one
-        before the search. Without better knowledge the report is believed at once; otherwise `leader` is
-        queried.
+        before the search. It is believed at once when nothing better is known; otherwise it is verified.
         """
         peer = self._find_or_add(leader.contact)
         if peer is None:
@@ -470,9 +469,8 @@ class PeerTable:
             )
 
     def _leaders(self) -> list[tuple[tuple[bool, tuple[bool, bytes, Rank]], PeerState]]:
-        """Return the peers that may lead this one, with their order: peers that can be called directly come
-        first. A peer that this one passes over may lead only if others follow it, because these form no
-        second group.
+        """Return the peers that may lead this one, with their order: peers that can be called directly first.
+        One that this peer passes over may lead only if others follow it.
         """
         key = self.query.round_key
         order = functools.partial(self._precedence.order, round_key=key)

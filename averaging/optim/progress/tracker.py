@@ -444,9 +444,7 @@ class Tracker:
         return report
 
     async def survey(self) -> bool:
-        """Read the records and reports of every peer that may know of this run. Return False when none of
-        them answered.
-        """
+        """Read the records and reports of all peers of this run. Return False when none answered."""
         return await self._refresh(confirmed=True)
 
     async def _refresh(self, *, confirmed: bool = False) -> bool:
