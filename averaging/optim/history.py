@@ -367,9 +367,7 @@ class RunHistory:
         return has_standing or peer in self._lineage.electors or peer in self._offers.introducers
 
     async def run(self) -> None:
-        """Fetch and compare the histories of others, until cancelled; nothing waits for those of
-        strangers.
-        """
+        """Fetch and compare the histories of others, until cancelled. Strangers delay nothing."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_sleep())
             comparing: asyncio.Task[None] | None = None
