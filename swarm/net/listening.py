@@ -11,7 +11,7 @@ import psutil
 from swarm.core.errors import UsageError
 from swarm.core.ids import Address
 
-WILDCARDS = ("0.0.0.0", "::")  # to listen on every address of this machine
+WILDCARDS = ("0.0.0.0", "::")  # hosts that mean every address of this machine
 _ANNOUNCED_MAX = 8
 
 

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 _NOT_INVITED = grpc.StatusCode.PERMISSION_DENIED
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
-STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
+STREAMS_PER_PEER_MAX = 4  # streams of shared calls: one per connection
 _TOO_MANY = "busy: strangers in your network make too many connections"
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # A caller pings every 20 s on an idle connection (`swarm.net.dial`). Half of that leaves room for pings that
