@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +15,10 @@ import torch
 
 from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.twophase import TwoPhase
-from averaging.config import AveragerConfig, RunAverager
+from averaging.config import AveragerConfig, RunAverager, without_run
 from averaging.history.round_lineage import RoundLineage
 from averaging.matchmaking.logic.grace_period import GracePeriod
 from averaging.matchmaking.logic.group import Member
-from averaging.matchmaking.logic.messages import AveragerName
 from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.matchmaking.service.presence import STORE_TIMEOUT_S, DhtPresence
 from averaging.mixed_codecs import CodecChoice, MixedCodecs
@@ -54,42 +51,46 @@ if TYPE_CHECKING:
 
 __all__ = ["Averager", "AveragerConfig", "PendingRound", "RoundResult"]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CLOSE_S_MAX = 2.0
 DECLARE_S = 1.0  # longest time that the constructor waits until others can see this peer
 _CANCEL_S_MAX = 2.0  # the tensor work of a cancelled round ends within this
 
 
 class Averager:
-    """Average `tensors` (floating-point, any device) in place, with the peers that hold an averager of this
-    name and the same shapes.
+    """Average tensors in place with the other peers that hold an averager of the same name and shapes.
 
-    `tensors`: a sequence, or a mapping like `dict(model.named_parameters())`, whose names then appear in
-    messages. `node`: this process as a peer. `target_group_size`: the largest size of a group (the same
-    number on all peers); more peers form several groups, with other members each time (`rounds_to_mix`).
-    `codec`: the encoding of values on the network, by name; or a function of a tensor's name and the tensor
-    that returns the name, such as `lambda name, tensor: "int8" if tensor.numel() > 16384 else "float16"`:
-    each step then makes one all-reduce for each codec. `aggregation`: "mean", or "trimmed_mean", "median",
-    "centered_clip", which a minority of hostile peers cannot move far, and which count every peer once,
-    whatever its weight (an `Aggregation` sets their numbers). `clip_to_median`: shorten contributions whose
-    norm exceeds this many medians of the group's norms (None: never). `audit`: the share of the chunks that a
-    second peer recomputes, to name reducers that lied; then a reducer's failure fails the round, which is
-    retried, because nobody takes over chunks that could not be audited (0.0: trust reducers; robust
-    aggregations limit senders, not reducers). `min_fraction`: a round counts as failed when less of the
-    vector was averaged. `auxiliary`: reduce for others, contribute and receive nothing. `error_feedback`: add
-    the error of a lossy codec in one round to the next; for gradients and other differences, not for
-    parameters. `strategy=PowerSgd(rank=4)`: average matrices by factors of that rank, which travel in `codec`
-    (16 bits or more); it has error feedback of its own, and is for differences, too.
+    Groups form by themselves for every round. What the network does is reported in results; only UsageError
+    is raised. A context manager: `close` tells the others that this peer leaves.
 
-    What the network does is reported in results; only UsageError is raised. A context manager; `close`
-    announces to the others that this peer leaves.
+    Args:
+        node: This process as a peer.
+        tensors: Floating-point tensors on any device: a sequence, or a mapping such as
+            `dict(model.named_parameters())`, whose names then appear in messages.
+        name: Peers with the same name meet. 1 to 64 letters, digits, dots, dashes or underscores.
+        target_group_size: Largest number of peers in a group, equal on all peers. More peers form several
+            groups, with other members each time (`rounds_to_mix`).
+        codec: Name of the encoding on the network, or a function of a tensor's name and the tensor that
+            returns the name; a step then makes one all-reduce for each codec.
+        min_group_size: A smaller group makes no round.
+        aggregation: How contributions are combined. "mean" is weighted; a minority of hostile peers cannot
+            move "trimmed_mean", "median" and "centered_clip" far, which count every peer once. An
+            `Aggregation` sets the numbers of these rules.
+        clip_to_median: Shorten contributions whose norm is above this many medians of the group's norms.
+        audit: Share of the chunks, 0.0 to 1.0, that a second peer recomputes, to name reducers that lied.
+            Above 0.0 a reducer that fails is not replaced: the round fails and is retried.
+        min_fraction: A round fails when a smaller share of the vector was averaged.
+        auxiliary: Only reduce for others; contribute and receive nothing.
+        error_feedback: Add the error of a lossy codec to the next round. For gradients and other
+            differences, not for parameters.
+        strategy: `PowerSgd(rank=4)` averages matrices by factors of that rank, which travel in `codec` (16
+            bits or more), with error feedback of its own; for differences only.
+        config: Settings that few users change.
 
-    Tensors on a CUDA device: a step reads them after the calls that the calling thread has queued on its
-    current stream, and the result is written on the current stream of the thread that takes it, without
-    waiting for the device. Order other streams after it as after any call of torch. A round in the background
-    allocates memory and waits for events in other threads. CUDA forbids both while a graph is being captured
-    in its usual mode: capture graphs with `capture_error_mode="thread_local"`, or while no round is in
-    progress.
+    On CUDA a step reads the tensors after the calls queued on the calling thread's current stream, and
+    writes the result on the current stream of the thread that takes it; neither waits for the device. Other
+    streams must be ordered after it, as after any call of torch. Capture CUDA graphs with
+    `capture_error_mode="thread_local"`, or while no round is in progress: a round in the background
+    allocates memory and waits for events, which the usual mode forbids to all threads.
     """
 
     def __init__(
@@ -111,20 +112,14 @@ class Averager:
         config: AveragerConfig | None = None,
     ) -> None:
         self.config = config or AveragerConfig()
-        run, tag, self._waiting_share_max = "", "", None
-        if isinstance(name, RunAverager):
-            tag, self._waiting_share_max = name.compatibility_tag, name.waiting_share_max
-            run, name = name.name.run, name.name.averager
-        if not _NAME.fullmatch(name):
-            raise UsageError(
-                "an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not "
-                f"{name[:100]!r}"
-            )
+        place = name if isinstance(name, RunAverager) else without_run(name)
+        self._full_name, self._of_run = place.name, isinstance(name, RunAverager)
+        self._waiting_share_max = place.waiting_share_max
         self._aggregation = aggregation_of(aggregation, clip_to_median)
         if not 0.0 < min_fraction <= 1.0:  # RoundConfig checks it too, but later
             raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")
         node.network.check()
-        self.node, self.name = node, name
+        self.node, self.name = node, place.name.averager
         self.auxiliary = auxiliary
         self.min_fraction = min_fraction
         self._names = tuple(tensors) if isinstance(tensors, Mapping) else ()
@@ -137,21 +132,19 @@ class Averager:
             self._mixed = MixedCodecs(self._names, self._staging.tensors, codec)
             codec = "float32"  # unused
         self._codec = find(codec)
-        self._low_rank = self._factored(strategy, codec, run, audit) if strategy is not None else None
+        self._low_rank = self._factored(strategy, codec, audit) if strategy is not None else None
         self.feedback: Feedback | LowRank | None = self._low_rank  # to save and load its state
         if error_feedback and self._low_rank is None:
             self.feedback = self.new_feedback()
         settings = self._aggregation.compatibility_tag + (", audited" if audit else "")
         if strategy is not None:
             settings += f", {strategy.compatibility_tag}"
-        settings += f", for {tag}" if tag else ""
+        settings += f", for {place.compatibility_tag}" if place.compatibility_tag else ""
         self.schema = (
             vector_schema(self._staging.layout, self._codec, settings, self._round.chunk_bytes)
             if self._mixed is None
             else self._mixed.schema(settings, self._round.chunk_bytes)
         )
-        open_run = hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
-        self._full_name, self._of_run = AveragerName(run=run or open_run, averager=name), bool(run)
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
         self._result_buffer = ResultBuffer(self._staging.queues)
@@ -161,7 +154,7 @@ class Averager:
         self.met: tuple[Contact, ...] = ()  # the members of the last group that completed a round
         node.network.run(self._open(target_group_size, min_group_size), TURN_S_MAX)
 
-    def _factored(self, strategy: PowerSgd, codec: str, run: str, audit: float) -> LowRank:
+    def _factored(self, strategy: PowerSgd, codec: str, audit: float) -> LowRank:
         if not isinstance(strategy, PowerSgd):
             raise UsageError(
                 f"a strategy is swarm.PowerSgd(rank=…), or None for no compression by factors, "
@@ -169,7 +162,7 @@ class Averager:
             )
         if self._round.min_fraction < 1.0:
             raise UsageError("PowerSGD needs the whole of its factors: min_fraction is 1")
-        seed = f"{run} {self.name}".encode()
+        seed = f"{self._full_name.run} {self.name}".encode()
         return LowRank(
             self._staging.tensors,
             strategy,
@@ -228,16 +221,20 @@ class Averager:
         apply: Literal["replace", "delta"] = "replace",
         lend: bool | None = None,
     ) -> RoundResult | PendingRound:
-        """Average once. Returns a RoundResult, or with `wait=False` a PendingRound.
+        """Average once. With `wait=False` return at once; the round then runs in the background.
 
-        `weight`: this peer's share, usually a number of samples; 0 only receives. `timeout_s`: limit for the
-        whole step; within it a round that fails is retried with the remaining peers. `gather`: any msgpack
-        value up to 16 KiB, handed to all members. `round_key`: only peers with equal keys meet; or the place
-        of the round in the history of a run, whose electors must agree to it. `apply="delta"`: the tensors
-        may change meanwhile, and get average minus snapshot added. `lend=True`:
-        the tensors do not change until the result is taken, so that float32 ones on the host need no copy
-        (None: `wait`). Raises UsageError for wrong arguments, a closed averager, or a step while another is
-        in progress.
+        Args:
+            weight: This peer's weight in the average, usually a number of samples; 0 only receives.
+            timeout_s: Limit of the whole step; within it a failed round is retried with the remaining peers.
+            gather: A value for all members, msgpack of at most 16 KiB.
+            wait: Wait for the result, or return a PendingRound.
+            round_key: Only peers with equal keys meet. An optimizer passes the place in the run's history.
+            apply: "delta" adds average minus snapshot, for tensors that change during the round.
+            lend: True promises that the tensors do not change until the result is taken; float32 tensors on
+                the host are then not copied. None: as `wait`.
+
+        Raises:
+            UsageError: For wrong arguments, a closed averager, or a step while another is in progress.
         """
         started_s = self.node.clock.monotonic_s()
         check_step(weight, timeout_s, apply)
@@ -281,13 +278,15 @@ class Averager:
             raise
 
     def cancel(self) -> None:
-        """Cancel the step in progress, if there is one: the caller was interrupted, and has lost it."""
+        """Cancel the step in progress, if there is one, when its caller was interrupted and no longer has the
+        PendingRound.
+        """
         if (pending := self._pending) is not None:
             pending.cancel()
 
     def new_feedback(self) -> Feedback:
-        """Return a new error feedback for one sequence of rounds over these tensors. For rounds that average
-        several things in turn; `feedback` is the one in use.
+        """Return a new error feedback for one sequence of rounds over these tensors, for callers that average
+        several things in turn. `feedback` is the one in use.
         """
         staging = self._staging
         return Feedback(
@@ -299,7 +298,7 @@ class Averager:
         )
 
     def _stage(self, options: RoundOptions, delta: bool, *, read_in_place: bool) -> Strategy:
-        """Take the values that go into the round, in the caller's thread."""
+        """Take the values for the round from the tensors, in the caller's thread."""
         contributes, all_reduce = options.weight > 0.0, self._service.all_reduce
         if self._low_rank is not None:
             self._low_rank.take(gives=contributes, keeps=delta and not self.auxiliary)
@@ -386,7 +385,7 @@ class Averager:
     def _member(self, weight: float, history: RoundLineage | None) -> Member:
         contact = self.node.contact
         bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
-        cap = self.node.config.bandwidth.min_bytes_per_s
+        cap = self.node.bandwidth.min_bytes_per_s
         is_set = self.config.bandwidth is not None or (cap is not None and cap <= bandwidth)
         bandwidth = min(bandwidth, cap or bandwidth)
         return Member(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
 
 from averaging.matchmaking.logic.grace_period import GRACE_S_MAX
 from averaging.matchmaking.logic.messages import AveragerName
 from swarm.core.errors import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,4 +45,20 @@ class RunAverager:
     compatibility_tag: str
     # Share of the time that waiting for one late peer may take on average. Too small: peers with long steps
     # are left out of rounds.
-    waiting_share_max: float
+    # None: no limit.
+    waiting_share_max: float | None
+
+
+def without_run(name: str) -> RunAverager:
+    """Return the place of an averager that a user named and that belongs to no run.
+
+    Raise UsageError for a name with other characters or of another length than records take.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}"
+        )
+    run = hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
+    return RunAverager(
+        name=AveragerName(run=run, averager=name), compatibility_tag="", waiting_share_max=None
+    )

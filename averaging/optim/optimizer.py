@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from averaging.history.chain import Chain
 from averaging.history.encoding import chain_text, read_chain_text
-from averaging.optim.arguments import check_arguments, check_samples
+from averaging.optim.arguments import check_arguments, check_load, check_peers, check_samples
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.delegating import DelegatingOptimizer
@@ -32,7 +32,6 @@ from averaging.optim.progress.logic.view import ProgressView
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
-from averaging.optim.state.encoding import EXACT, check_state_codec
 from averaging.optim.state.schedule import Scheduler
 from averaging.optim.state.snapshot import read_header
 from averaging.optim.state.training_state import past_of_header
@@ -67,34 +66,43 @@ _CLOSE_S_MAX = 2.0
 
 
 class Optimizer(DelegatingOptimizer):
-    """A torch optimizer that trains one model together with all peers that have an `Optimizer` for the same
-    run.
+    """A torch optimizer that trains one model together with the peers that have one for the same run.
 
-    `inner`: the optimizer that makes the steps; its parameters are the model's. `node`: this process as a
-    peer. `run`: a name that all peers use, or a run's id. An epoch is `target_batch_size` samples over the
-    whole swarm; `batch_size_per_step`: samples behind one call of `step`, unless the call says. `mode`:
-    "gradients" (one large batch, one step an epoch), "local" (a step each call, parameters averaged once an
-    epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs); or settings such as
-    `swarm.Diloco(…)`. `codec`: how tensors are encoded on the wire, a name of `swarm.compression`, or
-    "adaptive" to choose by their kind; `error_feedback`: add what the codec left out of one epoch to the
-    next, which `int2`, `sign` and `topk` need. `strategy=PowerSgd(rank=4)`: send matrices as factors of
-    that rank, in two all-reduces an epoch, with error feedback. `aggregation`, `clip_to_median`, `audit`:
-    limits on hostile peers, see `swarm.Averager`; by default a peer's part of the gradients that is longer
-    than ten medians is shortened to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`,
-    stepped once an epoch, part of the state. `state_sync_epochs`: the shared state is averaged every
-    `state_sync_epochs` epochs, so that peers with different processors stay equal (0: never; None: as the
-    mode needs it). `extra_tensors`: further tensors to share, for instance `model.buffers()`. `offload`:
-    keep accumulators (in modes with local steps: base and outer momentum) on the host; for a model on CUDA
-    it is copied through pinned memory of the model's size.
+    Parameters change only inside `step`; in mode "gradients" when an epoch is full. A peer that joins a swarm
+    that is ahead loads its state in its first `step`, or before it in `load_state_from_peers`. Events on the
+    network are in reports; UsageError is the caller's mistake. A context manager.
 
-    With `torch.amp.GradScaler` call `scaler.unscale_(opt)`, then `opt.step(…)`, whose report says what was
-    dropped for an overflow, then `scaler.update()`; or `scaler.step(opt)`, which returns None for a step
-    that it skips, and waits for the device each time. On CUDA a step does not wait to learn whether its
-    gradients are finite: a later report says so.
+    Args:
+        inner: The optimizer that makes the steps. Its parameters are the model's.
+        node: This process as a peer.
+        run: A name that all peers use, or a run's id.
+        target_batch_size: Samples of the whole swarm in one epoch.
+        batch_size_per_step: Samples behind one call of `step` that does not give their number.
+        mode: "gradients" (one large batch, one step an epoch), "local" (a step in each call, parameters
+            averaged once an epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs), or
+            settings such as `swarm.Diloco(…)`.
+        codec: Encoding on the network: a name of `swarm.compression`, or "adaptive" to choose by the kind
+            of tensor.
+        aggregation: As in `swarm.Averager`.
+        clip_to_median: As in `swarm.Averager`; by default contributions above ten medians are shortened.
+        audit: As in `swarm.Averager`.
+        error_feedback: Add what the codec left out of one epoch to the next, as `int2`, `sign` and `topk`
+            need it.
+        strategy: `PowerSgd(rank=4)` sends matrices as factors of that rank, in two all-reduces an epoch, with
+            error feedback.
+        scheduler: A function such as `lambda inner: StepLR(inner, 10)`. The scheduler is stepped once an
+            epoch and belongs to the state.
+        state_sync_epochs: Epochs between two averages of the shared state, which keep peers with
+            different processors equal. 0: never; None: as the mode needs it.
+        extra_tensors: Further tensors to share, for instance `model.buffers()`.
+        offload: Keep accumulators, base and outer momentum on the host. For a model on CUDA they are copied
+            through pinned memory of the model's size.
+        config: Settings that few users change.
 
-    Parameters change only inside `step`; in mode "gradients" when an epoch is full. Joining a swarm that is
-    ahead loads its state in the first `step`; `load_state_from_peers` does it before. Events on the network
-    are in the report; UsageError is the caller's mistake. The optimizer is a context manager.
+    With `torch.amp.GradScaler` call `scaler.unscale_(opt)`, `opt.step(…)`, `scaler.update()`; the report says
+    what an overflow dropped. `scaler.step(opt)` works too: it returns None for a step that it skips, and
+    waits for the device each time. On CUDA a step does not wait to learn whether its gradients are finite: a
+    later report says so.
     """
 
     def __init__(
@@ -151,11 +159,7 @@ class Optimizer(DelegatingOptimizer):
         self._blocklist = service.exchange.blocklist_of(self.run_id)
         ledger = self._ledger = service.exchange.ledger_of(self.run_id)
         self._donor = Donor(
-            node,
-            self.run_id,
-            self._state,
-            self._blocklist,
-            shard=lambda: self._tracker.tree.shard_name,
+            node, self.run_id, self._state, self._blocklist, shard=lambda: self._tracker.tree.shard_name
         )
         sign, size = node.identity.sign, config.group_size_max
         # a mode without a common state has no history
@@ -175,12 +179,7 @@ class Optimizer(DelegatingOptimizer):
         self._averager = EpochAverager(node, self.run_id, mode, options, config, self._history)
         self._catch_up = CatchUp(node, mode, self._tracker, self._averager, self._blocklist, self._history)
         self._loop = EpochLoop(
-            mode,
-            self._tracker,
-            self._donor,
-            self._averager,
-            self._catch_up,
-            config.load_timeout_s,
+            mode, self._tracker, self._donor, self._averager, self._catch_up, config.load_timeout_s
         )
         node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor, self._history)
         if self._history is not None:
@@ -202,15 +201,16 @@ class Optimizer(DelegatingOptimizer):
             every_s=node.timings.metrics_every_s,
             rng=node.rng,
         )
+        services: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "progress": self._tracker.run,
+            "state": self._donor.run,
+            "metrics": self._reporter.run,
+        }
+        if self._history is not None:
+            services["history"] = self._history.run
         self._tasks = [
-            node.supervisor.spawn(f"progress of run {self.run_id}", self._tracker.run, restart=True),
-            node.supervisor.spawn(f"state of run {self.run_id}", self._donor.run, restart=True),
-            *(
-                [node.supervisor.spawn(f"history of run {self.run_id}", self._history.run, restart=True)]
-                if self._history is not None
-                else []
-            ),
-            node.supervisor.spawn(f"metrics of run {self.run_id}", self._reporter.run, restart=True),
+            node.supervisor.spawn(f"{name} of run {self.run_id}", run, restart=True)
+            for name, run in services.items()
         ]
         self._forget = node.at_close(self._close_on_loop)
 
@@ -219,12 +219,13 @@ class Optimizer(DelegatingOptimizer):
     def step(  # type: ignore[override]
         self, batch_size: int | Callable[[], Any] | None = None, closure: Callable[[], Any] | None = None
     ) -> StepReport:
-        """Take the gradients in `.grad`, which are means over `batch_size` samples. The parameters change
-        when the swarm's batch is full.
+        """Take the gradients in `.grad`. The parameters change when the swarm's batch is full.
 
-        Until then the call costs no network; then it makes a round with the other peers, in this thread. A
-        `closure`, also accepted as the first argument as in torch, is called first, with gradients enabled.
-        Returns a report of this call.
+        Until then a call costs no network; then it makes a round with the other peers, in this thread.
+
+        Args:
+            batch_size: Samples whose mean the gradients are; None: `batch_size_per_step`.
+            closure: Called first, with gradients enabled; also accepted as the first argument, as in torch.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
@@ -255,8 +256,7 @@ class Optimizer(DelegatingOptimizer):
         Each change of their number is logged.
         """
         self._check_open()
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UsageError(f"a number of peers is at least 1, not {count!r:.60}")
+        check_peers(count)
         if self.epoch == 0:
             self._donor.start()
             wait_for_peers(self._tracker, count, lambda: self._closed)
@@ -268,24 +268,21 @@ class Optimizer(DelegatingOptimizer):
         on_progress: Callable[[int, int], None] | None = None,
         codec: str = "float32",
     ) -> LoadResult:
-        """Download the swarm's state: parameters, statistics, counters and epoch. What was
-        accumulated counts in the loaded epoch if it is not too old: one epoch in mode "gradients", a few with
-        local steps. `dropped` of the result says how much was too old.
+        """Download the swarm's state: parameters, statistics, counters and epoch.
 
-        `on_progress(bytes, of_bytes)` is called on the network thread. When no other peer takes part, the
-        result has `alone=True`; that is not an error. `codec`: the type of the values on the wire: "float32"
-        is exact; "float16" and "bfloat16" are half as large and round what is loaded, until the next round
-        over the state.
+        Samples accumulated before count in the loaded epoch if they are not too old: one epoch in mode
+        "gradients", a few with local steps. `dropped` of the result says how many were. When no other peer
+        takes part, the result has `alone=True`; that is not an error.
+
+        Args:
+            timeout_s: Limit of the whole download.
+            on_progress: Called with the bytes loaded and their total, on the network's thread.
+            codec: Type of the values on the network. "float32" is exact; "float16" and "bfloat16" are half as
+                large and round what is loaded, until the next round over the state.
         """
         self._check_open()
-        rounds = check_state_codec(codec) != EXACT
-        if rounds and self._mode.traits.canonical and not self._averager.state_sync_epochs:
-            raise UsageError(
-                f"codec={codec!r} rounds what is loaded, and with state_sync_epochs=0 this peer would differ "
-                "from the others for ever: leave one of the two out"
-            )
-        if not 0 < timeout_s < float("inf"):
-            raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+        may_round = not self._mode.traits.canonical or bool(self._averager.state_sync_epochs)
+        check_load(timeout_s, codec, may_round=may_round)
         result = self._loop.load(timeout_s, codec, on_progress)
         self._hyperparameters.record()
         self._meter.on_load(result)

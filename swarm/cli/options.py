@@ -57,6 +57,12 @@ listen = click.option(
     default=None,
     help="Where to listen; port 0 picks a free one; none: accept no calls.",
 )
+listen_behind_relays = click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    default=None,
+    help="Where to listen; port 0 picks a free one; none: open no port, others call through relays.",
+)
 announce = click.option(
     "--announce",
     metavar="HOST[:PORT]",

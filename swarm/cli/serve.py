@@ -165,7 +165,7 @@ _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
     help="Seconds between averages with replicas on other servers; 0: never.",
 )
 @options.optional_identity
-@options.listen
+@options.listen_behind_relays
 @options.announce
 @options.relay_mbit(0.0)
 @options.preset
@@ -338,7 +338,7 @@ def _follow_grid(node: Node, signed: SignedSpecification, shutdown: Shutdown, ou
 
 def _with_experts(sentence: str, reach: str) -> str:
     """Add to a sentence about how others reach this machine what follows for its experts."""
-    if reach == "hidden":
+    if reach in ("hidden", "none"):
         sentence += ". Its experts are not declared, because nobody could call them"
     return sentence
 

@@ -120,15 +120,21 @@ class ServeChoices:
             parse_size(self.memory)
         if self.num_experts is not None and len(self.experts) > 1:
             raise UsageError("--num-experts picks places in one grid: give --experts once")
-        if self.listen_at() is None:
-            raise UsageError("others call experts: --listen none leaves nobody who can")
+        if self.listens_nowhere() and not self.addresses:
+            raise UsageError(
+                "with --listen none others call experts through the relays of a swarm: give an ADDRESS of one"
+            )
 
     def contacts(self) -> list[Contact]:
         return contacts_of(self.addresses)
 
-    def listen_at(self) -> str | None:
-        """Return where to listen; None: nowhere."""
-        return options.listen_at(self.listen, self.announce, self.contacts())
+    def listen_at(self) -> str:
+        """Return where to listen. With --listen none it is on loopback, to which relays pass calls on."""
+        return options.listen_at(self.listen, self.announce, self.contacts()) or "127.0.0.1:0"
+
+    def listens_nowhere(self) -> bool:
+        """Return whether this server opens no port to others, so that they call it through relays."""
+        return options.listen_at(self.listen, self.announce, self.contacts()) is None
 
     def offered(self) -> GridSpecification | None:
         """Return the grid that the file says, or the options with --experts; None without any of these."""

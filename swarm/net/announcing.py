@@ -71,10 +71,13 @@ class Announcing:
         surroundings.widen(address.host for address in own.given)
         presumed: list[Address] = []
         if not self._is_unresolved and surroundings.own < Scope.INTERNET:
-            # Nobody in the internet was named, and so nobody there can be asked yet.
+            # No peer in the internet was named, so none can be asked yet.
             surroundings.widen(address.host for address in self._of_machine)
             presumed = self._public()
-        self._machine = Reachability(port, asyncio.get_running_loop().time(), presumed)
+        host = own.listening[0] if own.listening is not None else ""
+        self._is_closed = host not in WILDCARDS and scope_of(host) is Scope.MACHINE
+        now_s = asyncio.get_running_loop().time()
+        self._machine = Reachability(port, now_s, presumed, is_closed=self._is_closed)
         self._is_seen = False  # a peer of the internet has answered a Hello
         self._has_waited = False  # for that, in vain
         self._was_asked = False  # others were asked, or it has waited again
@@ -112,7 +115,11 @@ class Announcing:
                 if is_lent
                 else said
             )
-        if self._own.given or not self.contact.addresses or self._surroundings.own is not Scope.SITE:
+        if self._own.given or self._surroundings.own is not Scope.SITE:
+            return ""
+        if self._is_closed:
+            return _sentence(Reach("hidden", 0.0), "", was_asked=False)
+        if not self.contact.addresses:
             return ""
         first = self.contact.addresses[0]
         elsewhere = "; for others, forward a TCP port of the router to it and name it with --announce"
@@ -137,8 +144,8 @@ class Announcing:
         return self._own.listening
 
     def on_relays(self, relays: Sequence[Contact], *, is_searching: bool) -> None:
-        """Take through which relays this peer can be called now, and whether it still looks for some: then it
-        does not say yet that nobody can call it.
+        """Set the relays through which this peer can be called now, and whether it still looks for some:
+        until then it does not say that nobody can call it.
         """
         self._relays, self._is_searching = tuple(relays), is_searching
         self._update()
@@ -150,8 +157,8 @@ class Announcing:
             listener(self._told)
 
     def on_introduced(self, introduction: Introduction) -> None:
-        """Take a peer's answer to a Hello: a peer in the internet can be asked, and knows where this peer
-        calls from.
+        """Process a peer's answer to a Hello. A peer in the internet can be asked for a call, and knows the
+        address from which this peer calls.
         """
         self._is_unresolved = False
         peer, observed = introduction.contact.peer_id, introduction.observed
@@ -166,7 +173,9 @@ class Announcing:
         self._changed.notify()
 
     async def run(self) -> None:
-        """Ask others whenever that is due, and follow the machine's addresses, until cancelled."""
+        """Ask other peers for calls whenever that is due, and follow the machine's addresses, until
+        cancelled.
+        """
         loop = asyncio.get_running_loop()
         if self._asks() and not self._is_unresolved and self._is_behind_router():
             self._mapping.begin()
@@ -223,7 +232,7 @@ class Announcing:
         return bool(reply.reached)
 
     async def close(self) -> None:
-        """Give back what a router has lent."""
+        """Give a forwarded port back to the router."""
         async with asyncio.TaskGroup() as group:
             for one in (self._mapping, self._relay_mapping):
                 if one is not None:
@@ -287,8 +296,9 @@ class Announcing:
                 follower()
 
     def _candidates(self) -> list[Contact]:
-        """Return the peers that can be asked, members of this node's runs first, then those that its user
-        named, then those seen last. Of each only addresses that may be in the internet are left.
+        """Return the peers that can be asked: members of this node's runs first, then those that its user
+        named, then the others, the one seen last first. Their contacts have only addresses that may be in the
+        internet.
         """
         found: dict[PeerId, Contact] = {}
         known = [peer.contact for peer in self._book.known()[:_CANDIDATES_MAX]]
@@ -319,8 +329,8 @@ class Announcing:
         self._machine.on_answers(answers, len(candidates), now_s())
 
     async def _ask(self, contact: Contact) -> tuple[DialedBack, str] | None:
-        """Return a peer's answer, and the IP address that it called from; None when there is no answer, or it
-        says that it has called, and did not.
+        """Return a peer's answer, and the IP address from which it called. Return None when there is no
+        answer, or when it claims a call that did not arrive.
         """
         request = peer_pb2.DialBackRequest(port=self._machine.port)
         with self._surroundings.awaiting(contact.peer_id) as source:
@@ -339,8 +349,13 @@ def _sentence(reach: Reach, through: str, *, was_asked: bool) -> str:
     if reach.verdict == "direct" and reach.by:
         places = " and ".join(f"{one.host}:{one.port}" for one in reach.addresses)
         return f"others reach this machine at {places}: {names} called it there"
+    why = f"{names} called it directly in vain" if reach.by else "it listens for calls of this machine alone"
     if reach.verdict == "hidden" and through:
-        return f"others reach this machine through {through}, because {names} called it directly in vain"
+        return f"others reach this machine through {through}, because {why}"
+    if reach.verdict == "hidden" and not reach.by:
+        return (
+            f"others cannot call this machine, because {why}: it only uses connections that it opens itself"
+        )
     if reach.verdict == "hidden":
         return (
             f"others cannot call this machine ({names} tried in vain), so it takes part over connections "

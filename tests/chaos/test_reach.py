@@ -55,6 +55,16 @@ with swarm.Node(bootstrap=sys.argv[2:], listen=sys.argv[1]) as node:
 show(event="closed")
 """
 
+# Calls an expert by its name, from a node that takes no calls, and says what comes back.
+CALLER = """
+import json, sys, torch, swarm
+with swarm.Node(bootstrap=sys.argv[2:], listen=None) as node:
+    expert = swarm.RemoteExpert(node, sys.argv[1], forward_timeout_s=30.0)
+    y = expert(torch.randn(4, 16, requires_grad=True))
+    y.sum().backward()
+    print(json.dumps({"event": "called", "shape": list(y.shape)}))
+"""
+
 
 @pytest.fixture
 def internet() -> Iterator[Internet]:
@@ -217,6 +227,27 @@ def test_a_peer_whose_address_changes_announces_the_new_one(internet: Internet) 
     wait_until_known(first, before.rpartition("/")[2], now)
 
 
+def test_a_machine_with_several_interfaces_announces_public_addresses_alone(internet: Internet) -> None:
+    hosts = [internet.public("two"), internet.second_uplink("two")]
+    internet.lan("two", "near")
+    internet.public("r")
+    first = internet.start("two", "-c", NODE, "0.0.0.0:4000")
+    announced = first.wait("address", lambda event: event["event"] == "listening")["addresses"]
+    assert [one.split("/")[2] for one in announced] == hosts  # the LAN's is not among them
+    entry = internet.start("r", "-c", NODE, "0.0.0.0:4000", announced[1])
+    address = entry.wait("verdict", lambda event: event["event"] == "reach" and event["addresses"])[
+        "addresses"
+    ][0]
+    peer = internet.start("two", "-c", NODE, "0.0.0.0:4100", address)
+    before = peer.wait("verdict", lambda event: event["event"] == "reach")["addresses"]
+    assert [one.split("/")[2:5] for one in before] == [[hosts[0], "tcp", "4100"]]
+    internet.lose_uplink("two")
+    peer.wait(
+        "other address", lambda event: any(f"/{hosts[1]}/tcp/4100/" in one for one in event["addresses"])
+    )
+    wait_until_known(entry, before[0].rpartition("/")[2], hosts[1])
+
+
 def test_peers_behind_routers_call_each_other_through_a_relay(internet: Internet) -> None:
     internet.public("r")
     for name in ("a", "b"):
@@ -241,6 +272,23 @@ def command(internet: Internet, host: str, *arguments: str) -> Process:
     """Run a command of `swarm` on a host."""
     identity = ("--identity", "new")
     return internet.start(host, "-m", "swarm.cli", *arguments, *identity, "--json", "--exit-with-parent")
+
+
+def test_experts_of_a_server_that_opens_no_port_are_called_through_a_relay(internet: Internet) -> None:
+    entry, address = entry_point(internet)
+    internet.public("server")
+    internet.public("caller")
+    experts = ("--experts", "ffn.[0:2]", "--hidden-dim", "16", "--open", "--device", "cpu")
+    server = command(internet, "server", "serve", address, *experts, "--listen", "none")
+    listening = server.wait("start", lambda event: event["event"] == "listening")
+    assert (listening["addresses"], listening["reach"]) == ([], "hidden")
+    reached = server.wait("relay", lambda event: "through relay" in event.get("text", ""))["text"]
+    assert reached.endswith("because it listens for calls of this machine alone")
+    name = server.wait("experts", lambda event: event["event"] == "serving")["experts"][0]
+    caller = internet.start("caller", "-c", CALLER, name, address)
+    assert caller.wait("answer", lambda event: event["event"] == "called")["shape"] == [4, 16]
+    entry.kill()  # the server has no other relay, and no port: nobody reaches it now
+    server.wait("verdict", lambda event: "experts are not declared" in event.get("text", ""))
 
 
 def epochs(process: Process, **fits: Any) -> list[dict[str, Any]]:

@@ -31,22 +31,25 @@ def run_file(tmp_path: Path) -> Path:
 
 
 COMMANDS = (
+    "bootstrap",
+    "change",
+    "config",
     "demo",
     "doctor",
     "experts",
-    "start",
-    "join",
-    "serve",
-    "monitor",
-    "pause",
-    "resume",
-    "change",
     "export",
-    "bootstrap",
     "identity",
     "invite",
+    "join",
+    "monitor",
     "new-task",
+    "pause",
     "recover",
+    "resume",
+    "runs",
+    "serve",
+    "service",
+    "start",
 )
 
 
@@ -114,7 +117,10 @@ def error_text(capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (["bootstrap", "--listen", "127.0.0.1:99999", "--identity", "new"], "99999"),
         (["bootstrap", "--listen", "none"], "--listen none leaves nobody who can"),
-        (["serve", "--experts", "ffn.0", "--listen", "none"], "--listen none leaves nobody who can"),
+        (
+            ["serve", "--experts", "ffn.0", "--listen", "none"],
+            "through the relays of a swarm: give an ADDRESS",
+        ),
         (["join", NOBODY, "--yes", "--listen", "none", "--announce", "a.example"], "that nobody does"),
         (["join", NOBODY, "--yes", "--announce", "not a host"], "'not a host' is neither an IP address"),
         (["join", NOBODY, "--yes", "--announce", "host:port"], "'host:port' is no address to announce"),

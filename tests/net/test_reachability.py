@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from swarm.core.ids import Address, Contact, PeerId
@@ -236,3 +238,10 @@ def test_two_liars_neither_hide_a_peer_that_others_call_nor_announce_another_add
         machine.on_answers(answers, len(contacts), now_s)
         assert machine.reach.verdict == ("direct" if is_open else "hidden")
         assert machine.reach.addresses == ((Address(HOME, PORT),) if is_open else ())
+
+
+def test_a_peer_that_listens_for_its_own_machine_alone_is_hidden_and_asks_nobody() -> None:
+    machine = Reachability(PORT, 0.0, is_closed=True)
+    machine.on_candidate(1.0)
+    machine.on_observed(PEERS[0], HOME, 1.0)
+    assert (machine.reach.verdict, machine.reach.by, machine.due_s) == ("hidden", (), math.inf)

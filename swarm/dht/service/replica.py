@@ -52,25 +52,25 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 _log = logging.getLogger(__name__)
 
 _REPLY_RECORD_BYTES_MAX = 1 << 20  # the rest of a Find reply is for contacts
-_CONTACTS_MAX = 384  # per reply, over all queries: with the longest addresses less than a megabyte
+_CONTACTS_MAX = 384  # per reply, over all queries; less than a megabyte with the longest addresses
 _CONTACTS_MIN = 6  # per query
-# a Find within these limits is answered without a task, in well under a millisecond
+# A Find within these limits is answered without a task, in well under a millisecond.
 _QUERIES_NOW_MAX = 8
 _RECORDS_NOW_MAX = 32
 _RECORD_BYTES_NOW_MAX = 16 << 10
 _RECORDS_PER_TURN = 512  # encoded in a few milliseconds
-# Other calls get their turn between checks. To check a signature takes 0.2 ms, as long as to decode this many
-# bytes of a value.
+# Other calls are served between checks. Checking a signature takes 0.2 ms, as long as decoding a value
+# of this many bytes.
 _CHECK_COST_BYTES = 1024
-_HELD_COST_BYTES = 256  # a record that is held is only decoded and compared
-_KNOWN_COST_BYTES = 32  # one that is known by its bytes is only looked up
+_HELD_COST_BYTES = 256  # a record that this peer already holds is only decoded and compared
+_KNOWN_COST_BYTES = 32  # a record that is known by its bytes is only looked up
 _TURN_COST_BYTES = 16 << 10
 _STORES_PER_TURN = 64
-_FORGED_MAX = 8  # in one call; the rest of its records are not checked
+_FORGED_MAX = 8  # forged records in one call, after which its other records are not checked
 # Accepted records that are known again by their bytes. A reader gets each record from several replicas, and
-# again with every read: to decode and check it each time took a quarter of a busy peer's processor time.
+# again with every read: decoding and checking it each time took a quarter of a busy peer's network thread.
 RECEIVED_MAX = 2048
-_RECEIVED_BYTES_MAX = 1024  # of one of them
+_RECEIVED_BYTES_MAX = 1024  # size of one of them
 
 
 class ReplicaStore:
@@ -136,6 +136,9 @@ class ReplicaStore:
         results: list[Record | str] = []
         forged = cost_bytes = 0
         for message in messages:
+            if cost_bytes >= _TURN_COST_BYTES:
+                cost_bytes = 0
+                await asyncio.sleep(0)
             raw = message.SerializeToString()
             if (known := self._received_before(raw)) is not None:
                 results.append(known)
@@ -160,9 +163,6 @@ class ReplicaStore:
                 if not refusal:
                     self._on_accepted(raw, record, now_us)
                 cost_bytes += _CHECK_COST_BYTES + len(record.value)
-            if cost_bytes >= _TURN_COST_BYTES:
-                cost_bytes = 0
-                await asyncio.sleep(0)
         return results
 
     def _received_before(self, raw: bytes) -> Record | None:
