@@ -167,7 +167,11 @@ def test_a_live_view_draws_progress_and_prints_other_events_above_it() -> None:
         output.emit(EPOCH)
         output.emit(FINISHED)
     text = stream.getvalue()
-    assert text.index("training on cpu") < text.index("Ctrl-C leaves") < text.index("Held-out loss 5.600 -> 2.600")
+    assert (
+        text.index("training on cpu")
+        < text.index("Ctrl-C leaves")
+        < text.index("Held-out loss 5.600 -> 2.600")
+    )
     assert "epoch 3: loss" not in text, "epochs are only drawn"
 
 
