@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarm.cli.render.output import Presentation
 from swarm.cli.render.text import size, sparkline
-from swarm.core.clock import duration
+from swarm.core.wording import duration
 from swarm.dht.logic.blobs import version_text
 from swarm.run import events
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import statistics
 from collections import OrderedDict
 
-from swarm.core.clock import duration
 from swarm.core.ids import PeerId
+from swarm.core.wording import duration
 
 SAMPLES_MAX = 64
 PEERS_MIN = 3  # with fewer samples it is unknown which clock is wrong
