@@ -69,7 +69,7 @@ async def throughput(caller: StreamCaller, contact: Contact) -> Throughput:
         told = await stream.receive()
         up_s = time.perf_counter() - began_s
         if told is None or int.from_bytes(told) != sent:
-            raise PeerError(f"peer {contact.peer_id.short} says that other bytes arrived than were sent")
+            raise PeerError(f"peer {contact.peer_id.short} reports another number of bytes than were sent")
         began_s = time.perf_counter()
         came = await _receive(stream, await stream.receive())
         return Throughput(_rate(sent, up_s), _rate(came, time.perf_counter() - began_s))

@@ -381,9 +381,7 @@ class RoundMachine:
         return [*self.shard.leave_out(sender, reason, own=self.contributes)]
 
     def _lose(self, reducer: int, reason: str, *, trusted: bool = False) -> list[Effect]:
-        """Stop taking averages from this reducer's stream. `trusted`: averages that it holds may still be
-        requested.
-        """
+        """Stop reading this reducer's stream. `trusted`: averages that it holds may still be requested."""
         if reducer not in self.setup.plan.reducers or reducer == self._own or self.finished is not None:
             return []
         if self.setup.audited:  # a successor could not be audited, nor could what it reduced
@@ -398,9 +396,7 @@ class RoundMachine:
         return [*self.reducers.close(reducer)]
 
     def _heed_loss(self, reducer: int, place: int) -> list[Effect]:
-        """Process the report of a member that has lost this reducer, which may be alive in this member's
-        view.
-        """
+        """Process the report of a member that has lost this reducer, which may be alive."""
         if reducer == self._own or reducer not in self.setup.plan.reducers or self.repairs.knows(reducer):
             return []
         effects = self._suspect(reducer, Suspicion(f"{self.setup.name(place)} has lost it"))
@@ -419,8 +415,8 @@ class RoundMachine:
         return effects + self.repairs.pace(self.contributes, self._now_s)
 
     def _somebody_contributes(self, reducer: int) -> bool:
-        """Return whether a live member beside this reducer contributes. Then a claim of the reducer that
-        nobody contributes is rejected.
+        """Return whether a live member beside this reducer contributes, which refutes its claim that nobody
+        does.
         """
         live = self.membership.live - {reducer, self._own}
         return self.contributes or any(self.setup.weights[place] > 0 for place in live)
