@@ -23,6 +23,7 @@ from swarm.net.callers import OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
+from swarm.net.listening import why_no_listening
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
@@ -146,9 +147,7 @@ class Server:
         except RuntimeError:  # its text adds nothing
             bound = 0
         if not bound:
-            raise UsageError(
-                f"cannot listen on {address}: is the port taken, or not an address of this machine?"
-            )
+            raise UsageError(why_no_listening(host, port))
         await server.start()
         self._server, self._port = server, bound
         return bound
