@@ -1,0 +1,1 @@
+"""`swarm.Optimizer` in the training loops of other libraries: docs/howto/frameworks.md."""
