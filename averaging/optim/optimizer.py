@@ -459,11 +459,6 @@ class Optimizer(DelegatingOptimizer):
 
     # --- closing
 
-    @property
-    def closed(self) -> bool:
-        """Return whether this peer has left the run."""
-        return self._closed
-
     def close(self) -> None:
         """Leave the run, so that the others stop counting on this peer. Idempotent; the node stays open."""
         if self._closed or self.node.closed or not self.node.network.is_own_process:

@@ -1,1 +1,1 @@
-"""`swarm.Optimizer` in the training loops of other libraries: docs/howto/frameworks.md."""
+"""The training loops of other libraries with `swarm.Optimizer`: docs/howto/frameworks.md."""

@@ -1,4 +1,4 @@
-"""`swarm.Optimizer` in the Trainer of transformers, and in trainers derived from it."""
+"""The callback for the Trainer of transformers, and for trainers derived from it."""
 
 from __future__ import annotations
 

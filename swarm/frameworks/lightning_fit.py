@@ -1,4 +1,4 @@
-"""`swarm.Optimizer` in the Trainer of Lightning."""
+"""The callback for the Trainer of Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the callbacks of all frameworks have in common: the schedule that the swarm steps, and its refusals."""
+"""Parts of the callbacks for all frameworks: the schedule that the swarm steps, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SharedSchedule:
         self.optimizer = optimizer
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+        """Change nothing."""
 
     def get_last_lr(self) -> list[float]:
         """Return the present learning rate of each group of parameters."""
@@ -37,7 +37,7 @@ class SharedSchedule:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing."""
+        """Change nothing."""
 
 
 def refuse_schedule(what: str, cure: str) -> UsageError:
