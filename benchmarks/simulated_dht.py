@@ -24,7 +24,7 @@ from swarm.testing.checkers import ConnectedSwarm, Violations
 from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, SwarmMember
 from swarm.testing.hostile import Contacts, HostilePeer, invented_contacts, nearest_identities, only_colluders
 from swarm.testing.network import LinkConfig, SimulatedNetwork
-from swarm.testing.virtual_loop import run_virtual
+from swarm.testing.virtual_loop import collector_off, run_virtual
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -272,12 +272,10 @@ def _simulate(
         return result
 
     # messages leave few reference cycles, and walking a thousand tables repeatedly costs a fifth of the time
-    gc.disable()
-    try:
-        return run_virtual(main())
-    finally:
-        gc.enable()
-        gc.collect()
+    with collector_off():
+        result = run_virtual(main())
+    gc.collect()
+    return result
 
 
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:

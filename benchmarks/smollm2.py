@@ -177,11 +177,11 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
         founder = peers[0]
         address = founder.wait("listening")["addresses"][0]
         peers += [Volunteer(folder, model, name, "join", address, "--yes") for name in ("one", "two")]
-        peers[1].wait("contributed")
-        peers[2].wait("contributed")
+        peers[1].wait("contributing")
+        peers[2].wait("contributing")
         peers[1].process.send_signal(signal.SIGKILL)
         peers.append(Volunteer(folder, model, "late", "join", address, "--yes"))
-        late = peers[3].wait("contributed")["epoch"]
+        late = peers[3].wait("contributing")["epoch"]
         done = founder.wait("finished")
         took_s = time.monotonic() - started_s
         founder.process.wait(60)
@@ -196,8 +196,8 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
     finally:
         alone.end()
     reference = held_out_loss(alone, model, settings, method == "lora")
-    finished = [one for one in founder.events if one["event"] == "epoch_done"]
-    texts = [one["text"] for one in founder.events if one["event"] == "text_sample"]
+    finished = [one for one in founder.events if one["event"] == "epoch"]
+    texts = [one["text"] for one in founder.events if one["event"] == "sample"]
     return {
         "method": method,
         "codec": codec,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, PendingRound, RoundResult
     from averaging.optim.auxiliary import AuxiliaryPeer
+    from averaging.optim.muon import MuonWithAdamW
     from averaging.optim.optimizer import (
         Diloco,
         Gossip,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         OptimizerConfig,
         StepReport,
     )
+    from averaging.optim.process_group import ProcessGroupOptimizer
     from averaging.reduction.lowrank import PowerSgd
     from averaging.reduction.robust import Aggregation
     from moe.client.downloading import DownloadedExpert
@@ -99,6 +101,7 @@ _HOMES = {
     "LocalSequential": "moe.client.local",
     "LocalSwitchMixtureOfExperts": "moe.client.local",
     "ManyAnswers": "swarm.dht.service.dht_service",
+    "MuonWithAdamW": "averaging.optim.muon",
     "NamespaceRules": "swarm.dht.logic.rules",
     "NetworkError": "swarm.core.errors",
     "Node": "swarm.node",
@@ -113,6 +116,7 @@ _HOMES = {
     "PipelineConfig": "moe.client.pipeline.sequential",
     "PipelineReport": "moe.client.pipeline.sequential",
     "PowerSgd": "averaging.reduction.lowrank",
+    "ProcessGroupOptimizer": "averaging.optim.process_group",
     "RemoteExpert": "moe.client.remote",
     "RemoteMixtureOfExperts": "moe.client.mixture.layer",
     "RemoteSequential": "moe.client.pipeline.sequential",
@@ -166,6 +170,7 @@ __all__ = [
     "LocalSequential",
     "LocalSwitchMixtureOfExperts",
     "ManyAnswers",
+    "MuonWithAdamW",
     "NamespaceRules",
     "NetworkError",
     "Node",
@@ -180,6 +185,7 @@ __all__ = [
     "PipelineConfig",
     "PipelineReport",
     "PowerSgd",
+    "ProcessGroupOptimizer",
     "RemoteExpert",
     "RemoteMixtureOfExperts",
     "RemoteSequential",

@@ -49,8 +49,8 @@ def is_quorum(electors: Sequence[PeerId], present: Collection[PeerId], gone: Col
 
 
 def seats_of(present: Collection[PeerId], electors: Sequence[PeerId]) -> tuple[int, list[bool]]:
-    """Return how many of the electors are `present`, then which of them in order of seniority. Of two sides
-    the one with the larger value continues.
+    """Return a value to compare two sides of a cut: the number of present electors, then their seniority. The
+    side with the larger value continues.
     """
     seats = [elector in present for elector in electors]
     return sum(seats), seats
@@ -58,7 +58,7 @@ def seats_of(present: Collection[PeerId], electors: Sequence[PeerId]) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A peer that is no elector, and what certificates say about it."""
+    """A peer that is no elector, with its record in the certificates."""
 
     peer: PeerId
     rounds: int  # certified ones that it contributed to

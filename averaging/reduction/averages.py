@@ -49,7 +49,7 @@ class ResultBuffer:
         self._held: Averages | None = None
 
     def take(self, averages: Averages) -> None:
-        """Give the memory to these averages and mark the previous ones as gone. Does not wait."""
+        """Give the memory to these averages and mark the previous ones as overwritten. Does not wait."""
         if self._held is not None:
             self._held.gone = True
         self._held = averages

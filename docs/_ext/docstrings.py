@@ -52,9 +52,10 @@ def _escaped(line: str) -> str:
     parts = _CODE.split(line)
     for number, part in enumerate(parts):
         if number % 2:
-            parts[number] = f"``{part.strip('`')}``"
+            # a literal stands between spaces or punctuation: `name`s becomes ``name``\ s
+            before = r"\ " if re.search(r"\w$", parts[number - 1]) else ""
+            after = r"\ " if re.match(r"\w", parts[number + 1]) else ""
+            parts[number] = f"{before}``{part.strip('`')}``{after}"
         else:
             parts[number] = _SPECIAL.sub(r"\\\1", part)
-    text = "".join(parts)
-    # a literal must be followed by a space or punctuation: `name`s becomes ``name``\ s
-    return re.sub(r"(``[^`]+``)(?=\w)", r"\1\\ ", re.sub(r"(?<=\w)(``[^`]+``)", r"\\ \1", text))
+    return "".join(parts)

@@ -127,7 +127,7 @@ class StateSaver:
             chosen = specification.task
             task = make_task(chosen.name, chosen.settings, chosen.package)
             model: torch.nn.Module = task.build_model(specification.seed)
-            inner = build_optimizer(model, specification.optimizer)
+            inner = build_optimizer(model, specification.optimizer, task)
             schedule = schedule_factory(specification.optimizer.schedule)
             kept = Checkpoints(self.config.folder, kept_max=self.config.kept_max)
             self._state = TrainingState(inner, (), schedule(inner)), names_of(model, inner), kept

@@ -1,8 +1,8 @@
-"""Measure how fast bytes go to a peer and come from it (`/swarm.Node/Throughput`), for `swarm doctor`.
+"""Measure the throughput to a peer and from it (`/swarm.Node/Throughput`), for `swarm doctor`.
 
 The caller sends up to 1 MiB, for 4 s at most, and the peer that is asked then sends as much. A slow link is
-so measured with what it carries in that time. Each side counts what has arrived, so that neither buffers of
-its own nor the other's claims count.
+measured by the bytes that arrive in that time. Each side counts what it receives, so that neither its own
+buffers nor the other side's claims distort the result.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ async def throughput(caller: StreamCaller, contact: Contact) -> Throughput:
         told = await stream.receive()
         up_s = time.perf_counter() - began_s
         if told is None or int.from_bytes(told) != sent:
-            raise PeerError(f"peer {contact.peer_id.short} says that other bytes arrived than were sent")
+            raise PeerError(f"peer {contact.peer_id.short} reports another number of bytes than were sent")
         began_s = time.perf_counter()
         came = await _receive(stream, await stream.receive())
         return Throughput(_rate(sent, up_s), _rate(came, time.perf_counter() - began_s))
 
 
 async def _send(stream: Stream) -> int:
-    """Send as much as is due, and return how many bytes that are."""
+    """Send for the set size or time, and return the number of bytes."""
     piece, until_s, sent = bytes(_PIECE_BYTES), time.monotonic() + _SEND_S, 0
     while sent < _BYTES_MAX and time.monotonic() < until_s:
         await stream.send(piece)

@@ -82,10 +82,12 @@ class ModeChoice(BaseModel):
         """Number of vectors of the parameters' size that the mode shares: its outer momentum."""
         return int(self.name in ("diloco", "gossip") and self.momentum != 0)
 
-    def statistics(self, optimizer: str) -> int:
-        """Return how many vectors of the parameters' size are averaged together with the state."""
+    def statistics(self, of_optimizer: int) -> int:
+        """Return how many vectors of the parameters' size are averaged together with the state.
+        `of_optimizer`: how many of them the inner optimizer keeps.
+        """
         if self.name == "gradients":
-            return {"adamw": 2, "adam": 2, "sgd": 1}[optimizer]
+            return of_optimizer
         return int(self.name == "diloco")
 
 

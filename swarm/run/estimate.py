@@ -100,7 +100,7 @@ def round_bytes(specification: RunSpecification, description: TaskDescription, p
     epochs = epoch_bytes(specification, description)
     every = specification.state_sync_epochs or mode.state_sync_epochs
     state = (
-        parameters * 4 * (1 + mode.statistics(specification.optimizer.name)) / every
+        parameters * 4 * (1 + mode.statistics(specification.optimizer.statistics)) / every
         if mode.state_sync_epochs and every
         else 0.0
     )

@@ -11,14 +11,37 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from averaging.optim.muon import MuonWithAdamW
+from swarm.core.errors import UsageError
 from swarm.run.specification import OptimizerChoice, Schedule
+from swarm.run.task import Task
 
 
-def build_optimizer(model: torch.nn.Module, choice: OptimizerChoice) -> torch.optim.Optimizer:
-    """Return the named optimizer over all parameters of the model that are trained.
+def build_optimizer(
+    model: torch.nn.Module, choice: OptimizerChoice, task: Task | None = None
+) -> torch.optim.Optimizer:
+    """Return the named optimizer over all parameters of the model that are trained. A name that begins with
+    "task:" is one of the run's task. Raise UsageError if the task has no such optimizer.
 
     Weight decay applies to matrices and not to vectors (norms, biases).
     """
+    optimizer = _built(model, choice, task)
+    if choice.clip_norm is not None:
+        _clip(optimizer, choice.clip_norm)
+    return optimizer
+
+
+def _built(model: torch.nn.Module, choice: OptimizerChoice, task: Task | None) -> torch.optim.Optimizer:
+    if choice.own_name is not None:
+        return _of_task(model, choice, choice.own_name, task)
+    if choice.name == "muon":
+        return MuonWithAdamW(
+            model,
+            lr=choice.learning_rate,
+            weight_decay=choice.weight_decay,
+            momentum=choice.momentum,
+            betas=choice.betas,
+        )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() >= 2]
     vectors = [parameter for parameter in trained if parameter.dim() < 2]
@@ -27,14 +50,27 @@ def build_optimizer(model: torch.nn.Module, choice: OptimizerChoice) -> torch.op
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer: torch.optim.Optimizer
     if choice.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=choice.learning_rate, momentum=choice.momentum)
-    else:
-        kind = torch.optim.AdamW if choice.name == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=choice.learning_rate, betas=choice.betas)
-    if choice.clip_norm is not None:
-        _clip(optimizer, choice.clip_norm)
+        return torch.optim.SGD(groups, lr=choice.learning_rate, momentum=choice.momentum)
+    if choice.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=choice.learning_rate)
+    kind = torch.optim.AdamW if choice.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=choice.learning_rate, betas=choice.betas)
+
+
+def _of_task(
+    model: torch.nn.Module, choice: OptimizerChoice, name: str, task: Task | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer `name` of a task, which has `build_optimizer(name, model, choice)` for it."""
+    build = getattr(task, "build_optimizer", None)
+    if build is None:
+        raise UsageError(
+            f"the run's optimizer is {choice.name!r}, and its task has no optimizers of its own: "
+            "a task with the method build_optimizer has some"
+        )
+    optimizer = build(name, model, choice)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"the task's optimizer {name!r} is no torch optimizer but {optimizer!r:.60}")
     return optimizer
 
 

@@ -44,7 +44,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the peak memory of training a run. `saves`: whether checkpoints are written meanwhile."""
     parameters, optimizer = description.parameters, specification.optimizer
-    statistics = 2 if optimizer.name in ("adam", "adamw") else int(optimizer.momentum > 0)
+    statistics = optimizer.statistics
     kept = bytes_per_parameter(
         specification.mode.build(),
         optimizer_statistics=statistics,

@@ -16,6 +16,7 @@ from swarm.run.owned import GRID_PREFIX, OwnedSpecification, SpecificationTable
 _COARSE = ("int2", "sign", "topk")
 _FINE = ("float32", "float16", "bfloat16", "adaptive")
 _PACKAGE = r"^[A-Za-z0-9][A-Za-z0-9._-]*==[0-9][A-Za-z0-9.+]*$"
+_OPTIMIZER = r"^(adamw|adam|sgd|adafactor|muon|task:[a-z][a-z0-9-]{0,47})$"
 _Count = Annotated[int, Field(ge=1, le=1 << 40)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -44,14 +45,30 @@ class Schedule(SpecificationTable):
 class OptimizerChoice(SpecificationTable):
     """The inner optimizer, which every member builds alike."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    # adamw, adam, sgd, adafactor, muon (for the hidden matrices, AdamW for the rest), or task:NAME, an
+    # optimizer that the run's task provides
+    name: Annotated[str, Field(pattern=_OPTIMIZER)] = "adamw"
     learning_rate: _Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)  # of adam and adamw
-    momentum: _Fraction = 0.9  # of sgd
+    betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)  # of adam and adamw, and of muon's AdamW
+    momentum: _Fraction = 0.9  # of sgd and muon; for muon 0.95 is usual
+    settings: dict[str, Any] = Field(default_factory=dict)  # of an optimizer of the task, which checks them
     # the swarm's averaged gradient is scaled down to this norm before the step; None: no clipping
     clip_norm: _Positive | None = None
     schedule: Schedule = Schedule()
+
+    @property
+    def own_name(self) -> str | None:
+        """Return the name of an optimizer of the run's task; None for those that come with swarm."""
+        _, colon, name = self.name.partition(":")
+        return name if colon else None
+
+    @property
+    def statistics(self) -> int:
+        """Return how many vectors of the parameters' size the optimizer keeps at most."""
+        if self.name == "sgd":
+            return int(self.momentum > 0)
+        return 0 if self.name == "adafactor" else 2
 
 
 class End(SpecificationTable):
@@ -93,6 +110,12 @@ class RunSpecification(OwnedSpecification):
     requirements: Requirements = Requirements()
     # set by the owner with `swarm change`: no peer trains; members stay and keep the state
     paused: bool = False
+
+    @model_validator(mode="after")
+    def _settings_are_those_of_the_task(self) -> RunSpecification:
+        if self.optimizer.settings and self.optimizer.own_name is None:
+            raise ValueError("optimizer.settings are for an optimizer of the task, of a name task:NAME")
+        return self
 
     @field_validator("name")
     @classmethod

@@ -116,7 +116,9 @@ class Task(Protocol):
 
     `swarm.Task` is what a package implements so that others can train its models: docs/howto/task.md. An
     implementation may also have the method `export(model: torch.nn.Module, folder: Path) -> None`, by which
-    `swarm export` writes a folder of the task's own format instead of one safetensors file.
+    `swarm export` writes a folder of the task's own format instead of one safetensors file; and the method
+    `build_optimizer(name: str, model: torch.nn.Module, choice: OptimizerChoice) -> torch.optim.Optimizer`
+    for runs whose optimizer is `task:NAME`; `choice` has the learning rate and the settings.
     """
 
     def describe(self, batch_size: int) -> TaskDescription:

@@ -12,7 +12,6 @@ import asyncio
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +31,12 @@ from swarm.membership.ledger import MemberLedger
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
 from swarm.testing.dht_swarm import service_of
+from swarm.testing.identities import remembered_signatures
 from swarm.testing.misdeeds import Misdeed, Saboteur, go_silent
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.training_checkers import HistoryLedger
 from swarm.testing.training_swarm import RUN, TrainingConfig, TrainingPeer, TrainingSwarm
-from swarm.testing.virtual_loop import run_virtual
+from swarm.testing.virtual_loop import collector_off, run_virtual
 from swarm.wire import state_pb2
 
 _CLAIM_S = 1.0  # between two reports of a stranger, each to the next of its victims
@@ -175,17 +175,8 @@ class Stranger:
 
 def run_attack(attack: Attack) -> AttackFigures:
     """Run one attack in virtual time."""
-    with _collection_paused():
+    with collector_off(), remembered_signatures():
         return run_virtual(_AttackRun(attack).main())
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    gc.disable()  # see `swarm.testing.training_scenarios`
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class _AttackRun:

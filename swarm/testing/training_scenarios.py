@@ -28,7 +28,7 @@ from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_faults import FAULTS, TrainingFaultConfig, TrainingFaults
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
-from swarm.testing.virtual_loop import run_virtual
+from swarm.testing.virtual_loop import collector_off, run_virtual
 
 TRAINING = "training"
 MODES = ("gradients", "local", "gradients", "diloco")  # by seed
@@ -117,20 +117,14 @@ def run_training(
     """Run one scenario in virtual time. Raise TrainingFailed with the broken promises and the command that
     replays them.
     """
-    gc.collect()
-    gc.freeze()  # present objects stay: the collector need not visit them again
-    gc.disable()  # see `_watch`
     try:
-        with remembered_signatures():
+        with collector_off(), remembered_signatures():
             return run_virtual(_TrainingRun(scenario, print_line).main())
     except TrainingFailed:
         raise
     except BaseException as error:
         error.add_note(f"replay: {scenario.replay}")
         raise
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def _processes(count: int) -> Executor:
@@ -269,8 +263,6 @@ class _TrainingRun:
         loop = asyncio.get_running_loop()
         for number in itertools.count(1):
             await asyncio.sleep(_WATCH_S)
-            # the collector ends the coroutines of killed processes, whose `finally` has effects: at the same
-            # virtual time in every run
             if number % _COLLECT_WATCHES == 0:
                 gc.collect()
             self._checks.watch(self._live, loop.time())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from averaging.optim.muon import MuonWithAdamW
+from swarm.core.errors import UsageError
 from swarm.run.inner_optimizer import build_optimizer, rate_factor, schedule_factory
 from swarm.run.specification import OptimizerChoice, Schedule
 
@@ -24,6 +27,44 @@ def test_each_name_builds_its_optimizer_and_decays_matrices_only(name: str, kind
     }
     assert decays == {id(model.weight): 0.1, id(model.bias): 0.0}
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+
+
+def test_muon_has_the_hidden_matrices_and_adafactor_all() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    muon = build_optimizer(model, OptimizerChoice(name="muon", learning_rate=0.5, momentum=0.95))
+    assert isinstance(muon, MuonWithAdamW)
+    by_muon = [id(p) for group in muon.param_groups if group["muon"] for p in group["params"]]
+    assert by_muon == [id(model[0].weight)]
+    adafactor = build_optimizer(model, OptimizerChoice(name="adafactor"))
+    assert type(adafactor) is torch.optim.Adafactor
+
+
+class TaskWithAnOptimizer:
+    """A task with an optimizer of its own, named "lion"."""
+
+    def build_optimizer(
+        self, name: str, model: torch.nn.Module, choice: OptimizerChoice
+    ) -> torch.optim.Optimizer:
+        assert name == "lion"
+        return torch.optim.Rprop(model.parameters(), lr=choice.learning_rate, **choice.settings)
+
+
+def test_an_optimizer_of_the_task_is_built_by_its_name_with_its_settings() -> None:
+    model = torch.nn.Linear(3, 2)
+    choice = OptimizerChoice(
+        name="task:lion", learning_rate=0.5, settings={"etas": [0.4, 1.1]}, clip_norm=1.0
+    )
+    optimizer = build_optimizer(model, choice, TaskWithAnOptimizer())
+    assert type(optimizer) is torch.optim.Rprop
+    assert optimizer.defaults["etas"] == [0.4, 1.1]
+    with pytest.raises(UsageError, match="no optimizers of its own"):
+        build_optimizer(model, choice, None)
+
+
+@pytest.mark.parametrize("name", ["lion", "task:", "task:../x", "task:A", "module.Class"])
+def test_a_specification_names_no_other_optimizers(name: str) -> None:
+    with pytest.raises(ValidationError):
+        OptimizerChoice(name=name)
 
 
 def test_warm_up_rises_to_one_and_the_cosine_falls_to_its_end() -> None:

@@ -11,7 +11,6 @@ import pytest
 from swarm.core.ids import Contact
 from swarm.testing.checkers import Violations
 from swarm.testing.dht_swarm import service_of
-from swarm.testing.identities import remembered_signatures
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
@@ -103,5 +102,4 @@ def test_a_training_goes_on_while_its_relays_die_one_after_another(hidden: int, 
         assert not checks.violations.count, checks.violations.lines
         assert not network.errors, network.errors
 
-    with remembered_signatures():
-        run_virtual(main())
+    run_virtual(main())

@@ -20,7 +20,6 @@ from averaging.optim.reports import StepReport
 from averaging.service import AveragingService
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
-from swarm.testing.identities import remembered_signatures
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingConfig, TrainingPeer, TrainingSwarm
@@ -99,8 +98,7 @@ class _Arrivals:
 
 
 def _play(arrivals: _Arrivals, limit_s: float) -> _Arrivals:
-    with remembered_signatures():
-        run_virtual(arrivals.run(limit_s))
+    run_virtual(arrivals.run(limit_s))
     return arrivals
 
 

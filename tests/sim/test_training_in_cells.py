@@ -10,7 +10,6 @@ import pytest
 
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Violations
-from swarm.testing.identities import remembered_signatures
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.training_checkers import TrainingChecks
 from swarm.testing.training_swarm import TrainingConfig, TrainingSwarm
@@ -40,8 +39,7 @@ def test_a_swarm_larger_than_a_group_trains_through_the_grid_and_breaks_no_promi
             await swarm.close()
         return checks, violations
 
-    with remembered_signatures():
-        checks, violations = run_virtual(scene())
+    checks, violations = run_virtual(scene())
     assert not violations.count, violations.lines
     certificates = checks.ledger.certificates.values()
     assert sum(one.proposal.grid_rounds > 1 for one in certificates) >= 2

@@ -120,6 +120,7 @@ def one_more(
     number: int,
     seed: int = 0,
     make: Callable[[int], torch.nn.Module] = build,
+    inner: Callable[[torch.nn.Module], torch.optim.Optimizer] = adam,
     **options: Any,
 ) -> Iterator[Peer]:
     net = make(seed)
@@ -135,7 +136,7 @@ def one_more(
     bootstrap = [address for peer in peers[:1] for address in peer.node.addresses]
     with (
         Node(bootstrap, "127.0.0.1:0", config=LOCAL) as node,
-        Optimizer(adam(net), node=node, run=run, batch_size_per_step=BATCH, **options) as opt,
+        Optimizer(inner(net), node=node, run=run, batch_size_per_step=BATCH, **options) as opt,
     ):
         yield Peer(number, node, net, opt)
 

@@ -115,8 +115,9 @@ class DhtPresence:
         group_size: int = 0,
         may_divide: Callable[[Collection[PeerId], int], bool] = lambda peers, size_max: True,
     ) -> None:
-        """`group_size`: of the averager's groups, which fit into one dictionary at least twice. `may_divide`
-        says whether holders that are more than a number make a large swarm (`RunLedger.may_divide`).
+        """`group_size`: size of the averager's groups; one dictionary has room for at least two of them.
+        `may_divide` says whether holders that are more than a number make a large swarm
+        (`RunLedger.may_divide`).
         """
         self._dht = dht
         self._name = name

@@ -32,6 +32,7 @@ from averaging.optim.memory import Fragment, storage_for, zeros_beside
 from averaging.optim.modes import ModeParts
 from averaging.optim.modes.outer import OuterSGD
 from averaging.optim.offload import HostStaging, OffloadLinks
+from averaging.optim.ranks import OrderedSteps
 from averaging.optim.state.training_state import TrainingState
 from averaging.result import RoundFailure
 from swarm.core.errors import UsageError
@@ -323,6 +324,7 @@ class LocalSteps:
         """Yield θ's elements on the base's device, to be used at once: index of the fragment, slice within
         it, and the flat values.
         """
+        self._fetch_from_ranks()
         sources = [
             self.weights[piece.place].detach().reshape(-1)[piece.start : piece.stop] for piece in pieces
         ]
@@ -338,6 +340,7 @@ class LocalSteps:
 
     def write(self, pieces: Sequence[Fragment], values: Iterable[torch.Tensor]) -> None:
         """Copy `values` to θ's elements: flat float32, on the base's device."""
+        self._fetch_from_ranks()  # all of θ goes back to the ranks, not only these elements
         with torch.no_grad():
             if self._staging is None:
                 for piece, one in zip(pieces, values, strict=True):
@@ -354,6 +357,11 @@ class LocalSteps:
             for piece, target in zip(pieces, targets, strict=True):
                 if not self.weights[piece.place].is_contiguous():
                     self._copy_to_weight(piece, target)
+
+    def _fetch_from_ranks(self) -> None:
+        """Bring θ up to date where other processes of this peer hold shards of it."""
+        if isinstance(self.inner, OrderedSteps):
+            self.inner.fetch()
 
     def _copy_to_weight(self, piece: Fragment, values: torch.Tensor) -> None:
         p = self.weights[piece.place].detach()

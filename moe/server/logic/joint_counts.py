@@ -20,7 +20,7 @@ class BatchCount:
 
     @property
     def basis(self) -> tuple[int, bytes]:
-        """Return what replicas with equal parameters have in common."""
+        """Return the key that is equal on replicas with equal parameters."""
         return self.version, self.head
 
 
@@ -32,11 +32,11 @@ class JointCounts:
         self._apart_since_s: dict[PeerId, float] = {}
 
     def note(self, peer: PeerId, count: BatchCount) -> None:
-        """Record what a replica has said."""
+        """Record a replica's count."""
         self._counts[peer] = count
 
     def forget(self, peer: PeerId) -> None:
-        """Forget a replica: it is gone, or does not answer."""
+        """Forget a replica that has left or does not answer."""
         self._counts.pop(peer, None)
         self._apart_since_s.pop(peer, None)
 
@@ -50,13 +50,13 @@ class JointCounts:
         return [peer for peer, count in self._counts.items() if count.basis == own.basis]
 
     def samples(self, own: BatchCount) -> int:
-        """Return how many samples all replicas have gathered for this one's next step."""
+        """Return the number of samples that all replicas have gathered for this one's next step."""
         others = [count.samples for count in self._counts.values() if count.basis == own.basis]
         return own.samples + sum(others)
 
     def apart(self, own: BatchCount, now_s: float) -> list[PeerId]:
-        """Return the replicas that have other parameters, and may soon have the same: one of them missed a
-        step, or has not heard of it yet.
+        """Return the replicas with other parameters that may soon have the same ones: one of the two missed a
+        step, or does not know of it yet.
         """
         apart = [peer for peer, count in self._counts.items() if count.basis != own.basis]
         self._apart_since_s = {peer: self._apart_since_s.get(peer, now_s) for peer in apart}

@@ -80,7 +80,7 @@ class FoundReplicas:
         self._found: OrderedDict[Key, Sequence[Contact]] = OrderedDict()
 
     def of(self, key: Key) -> Sequence[Contact]:
-        """Return the replicas that the last search for a key found; none when that is forgotten."""
+        """Return the replicas that the last search for a key found; none when they are no longer cached."""
         return self._found.get(key, ())
 
     def note(self, key: Key, replicas: Sequence[Contact]) -> None:

@@ -13,10 +13,9 @@ from collections import OrderedDict
 from swarm.core.ids import PeerId
 
 SAMPLES_MAX = 64
-PEERS_MIN = 3  # with fewer it is unknown which clock is wrong
+PEERS_MIN = 3  # with fewer samples it is unknown which clock is wrong
 ROUND_TRIP_S_MAX = 2.0  # a slower answer is too inaccurate
-# A smaller offset is not corrected: record validation tolerates it, and a clock that never jumps is worth
-# more.
+# A smaller offset is not corrected: record validation tolerates it, and a correction makes the clock jump.
 OFFSET_S_MIN = 0.5
 AGE_S_MAX = 900.0
 # Above this the user is told as well: records from before the correction look late or early.

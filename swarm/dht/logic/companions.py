@@ -1,16 +1,16 @@
 """The peers that hold the records of a run beside the replicas: its members nearest to the key.
 
-An identity costs nothing, so that a stranger can make seventeen that are nearer to a key than all honest
-peers, and hide whatever is stored under it. Members of a run therefore write its records to the members
-nearest to the key as well, and read them there from time to time, and whenever the replicas lack something
-that members had. Where all peers near a key are members, these are replicas anyway, and nothing is added.
+Identities are free: a stranger can make seventeen that are nearer to a key than all honest peers, and hide
+whatever is stored under it. Members of a run therefore also write its records to the members nearest to the
+key. They read there from time to time, and whenever the replicas lack something that members had. Where all
+peers near a key are members, these members are the replicas, and nothing is added.
 
-A newcomer knows no members. It asks those that it enters the swarm by, and these name members to it: the
-nearest ones that they know; where they are no members themselves, the peers that have asked them about the
-run for the longest time.
+A newcomer knows no members. It asks the peers by which it enters the swarm. These name the nearest members
+that they know; a peer that is no member names the peers that have asked it about the run for the longest
+time.
 
-Declarations of experts belong to no run. The members of every run hold them for one another: who declares
-experts and is a member of a run writes them to companions in it, and the other members ask those.
+Declarations of experts belong to no run. The members of every run hold them for one another: a member that
+declares experts writes them to companions in its run, and the other members ask those.
 
 Pure: times are seconds of a monotonic clock.
 """
@@ -29,19 +29,20 @@ from swarm.core.standing import PeerStanding
 from swarm.dht.logic.records import Owner, run_of
 
 HOLDERS: Final = 3  # members that a record is written to, beside its replicas
-ASKED_AT_ONCE: Final = 2  # of them, by a read: one may be a liar
-# A read asks a member at least this often. Too small: traffic; too large: what replicas hide is seen late
+ASKED_AT_ONCE: Final = 2  # members that one read asks: one may be a liar
+# A read asks a member at least this often. Too small: traffic; too large: what replicas hide is seen late.
 CHECK_INTERVAL_S: Final = 15.0
-# Likewise one of the peers that this one came by, so that they know who takes part in the run
+# A read asks an introducer at least this often, so that introducers know who takes part in the run.
 INTRODUCER_INTERVAL_S: Final = 60.0
-CALLER_S: Final = 5 * INTRODUCER_INTERVAL_S  # a peer that has not asked for this long takes no part any more
+CALLER_S: Final = 5 * INTRODUCER_INTERVAL_S  # a peer that is silent for longer has left the run
 NAMED_MAX: Final = 8  # contacts in one answer
-_CANDIDATES_MAX: Final = 64  # members among which the nearest are found: those that certificates named last
+_CANDIDATES_MAX: Final = 64  # members considered for a key: those that certificates named last
 _INTRODUCERS_MAX: Final = 8
-_KEYS_MAX: Final = 512  # read lately. Too small: of the prefixes of a large grid each read asks members
+# Keys whose last reads are remembered. Too small: each read of a large grid's prefixes asks members.
+_KEYS_MAX: Final = 512
 _NAMING_MAX: Final = 8  # peers that are believed when they name members for a key
-_RUNS_MAX: Final = 256  # that others ask about
-_CALLERS_MAX: Final = 64  # of one run; those that came first stay
+_RUNS_MAX: Final = 256  # runs whose callers are remembered
+_CALLERS_MAX: Final = 64  # callers remembered for each run; the first ones stay
 LISTING_KEY: Final = Key("public", "runs")  # where the members of all runs list them
 _LISTING: Final = "public/runs"
 _EXPERTS: Final = "experts"
@@ -50,8 +51,9 @@ _EXPERT_NAMESPACES: Final = ("experts", "expert-grids")
 
 def circle_of(key: Key) -> str | None:
     """Return the run whose members hold the records of a key beside its replicas; None where there is none.
-    The list of runs is one of its own, of which nobody knows members by certificates; declarations of experts
-    are another one, to which the members of all runs belong.
+
+    The list of runs counts as a run of its own, whose members no certificate names. Declarations of experts
+    count as a run to which the members of all runs belong.
     """
     if key.namespace in _EXPERT_NAMESPACES:
         return _EXPERTS
@@ -60,12 +62,12 @@ def circle_of(key: Key) -> str | None:
 
 @dataclass(slots=True)
 class _Read:
-    """This is what others said about a key."""
+    """The last answers of members about a key."""
 
     asked_s: float = -math.inf
-    # of the records that members had when they were asked last, with the time when they expire, in µs
+    # owners of the records that members had when asked last, with the expiration in µs
     owners: dict[Owner, int] = field(default_factory=dict)
-    named: dict[PeerId, tuple[Contact, ...]] = field(default_factory=dict)  # members, by who named them
+    named: dict[PeerId, tuple[Contact, ...]] = field(default_factory=dict)  # by the peer that named them
 
 
 class Companions:
@@ -77,7 +79,9 @@ class Companions:
         standing: PeerStanding,
         find_contact: Callable[[PeerId], Contact | None],
     ) -> None:
-        """`find_contact` returns how to call a peer; None where that is not known, or it failed lately."""
+        """Create an empty memory. `find_contact` returns a peer's contact, or None when it is unknown or the
+        peer failed recently.
+        """
         self._own, self._standing, self._find_contact = own, standing, find_contact
         self._introducers: dict[PeerId, Contact] = {}
         self._named: dict[
@@ -85,7 +89,7 @@ class Companions:
         ] = {}  # by run and by the peer that named them
         self._reads: OrderedDict[Key, _Read] = OrderedDict()
         self._introducers_asked_s: dict[str, float] = {}
-        # by run, who has asked about it: when last. In the order of their first questions
+        # by run: the peers that asked about it, in order of their first question, with the time of the last
         self._callers: dict[str, dict[PeerId, float]] = {}
         self._pruned_s = -math.inf
 
@@ -98,8 +102,8 @@ class Companions:
     # ---- records of this peer's runs
 
     def holders(self, key: Key) -> list[Contact]:
-        """Return the peers, beside the replicas, that a record of a run is written to: the nearest members;
-        as far as there are fewer, those that were named to this peer, and those that it came by.
+        """Return the peers beside the replicas to which a record of a run is written: the nearest members.
+        When fewer than `HOLDERS` are known, introducers and the members that they named are added.
         """
         run = circle_of(key)
         if run is None:
@@ -112,8 +116,8 @@ class Companions:
         return found
 
     def is_holder(self, key: Key) -> bool:
-        """Return whether this peer is one of the members that hold the records of a key. Of the list of runs
-        every peer is one: who lists a run keeps its own record, and those of the peers that came by it.
+        """Return whether this peer is one of the members that hold the records of a key. Every peer holds the
+        list of runs: its own record there, and those of the peers that entered the swarm through it.
         """
         run = circle_of(key)
         if run == _LISTING:
@@ -132,8 +136,9 @@ class Companions:
     def to_ask(
         self, key: Key, owners: Collection[Owner], answered: Collection[PeerId], now_s: float, now_us: int
     ) -> list[Contact]:
-        """Return the peers that a read of a key asks beside those that have answered; none most of the time.
-        `owners`: of the records that were found.
+        """Return further peers that a read of a key must ask; usually none.
+
+        `owners`: the owners of the records found so far. `answered`: the peers that have answered.
         """
         run = circle_of(key)
         if run is None:
@@ -144,11 +149,11 @@ class Companions:
             silent = [members for members in near if not any(one.peer_id in answered for one in members)]
             asked = [one for members in silent for one in members[:ASKED_AT_ONCE]]
             if not near and run != _EXPERTS:
-                asked = self._believed(key)  # who has answered already is to name members now
+                asked = self._believed(key)  # also peers that have answered: they name members now
             elif near and not silent:
                 self.on_answer(key, {}, now_s, now_us)
         if run == _EXPERTS:
-            return list(dict.fromkeys(asked))  # those by which this peer came need not take part in a run
+            return list(dict.fromkeys(asked))  # introducers need not take part in any run
         if now_s - self._introducers_asked_s.get(run, -math.inf) >= INTRODUCER_INTERVAL_S:
             self._introducers_asked_s[run] = now_s
             asked += self._reachable_introducers()
@@ -161,7 +166,7 @@ class Companions:
         return bool(self.holders(key))
 
     def is_checked(self, key: Key, owners: Collection[Owner], now_s: float, now_us: int) -> bool:
-        """Return whether members were asked lately, and all that they had then was found again."""
+        """Return whether members were asked recently, and everything that they had then was found again."""
         read = self._reads.get(key)
         return (
             read is not None
@@ -177,8 +182,9 @@ class Companions:
         read.owners = {**kept, **owners}
 
     def on_named(self, key: Key, by: PeerId, contacts: Sequence[Contact]) -> list[Contact]:
-        """Remember the members that an introducer, or a member that one has named, names for a key. Return
-        those that a newcomer should ask as well: a peer that knows members by certificates believes nobody.
+        """Remember the members that peer `by` names for a key, if `by` is an introducer or was named by one.
+        Return those that a newcomer should ask as well; a peer that knows members from certificates ignores
+        them.
         """
         run, read = circle_of(key), self._read(key)
         believed = {one.peer_id for named in read.named.values() for one in named} | self._introducers.keys()
@@ -190,7 +196,7 @@ class Companions:
         return [] if any(self._near(run, key)) else found[:HOLDERS]
 
     def named_by(self, run: str, introducers: Iterable[PeerId]) -> list[PeerId]:
-        """Return the members of a run that these peers have named, each once, in the order of each."""
+        """Return the members of a run that these peers have named, without repetitions, in their order."""
         reads = [read for key, read in self._reads.items() if circle_of(key) == run]
         lists = [read.named.get(peer, ()) for peer in introducers for read in reads]
         return list(dict.fromkeys(one.peer_id for named in lists for one in named))
@@ -203,26 +209,26 @@ class Companions:
         return read
 
     def _runs(self, circle: str | None) -> list[str]:
-        """Return the runs whose members make a circle."""
+        """Return the runs that a circle consists of: one, or all of this peer's runs."""
         if circle is None:
             return []
         return self._standing.runs() if circle == _EXPERTS else [circle]
 
     def _near(self, circle: str | None, key: Key, but: PeerId | None = None) -> list[list[Contact]]:
-        """Return the members nearest to a key, of each run of its circle: those of one run need not know
-        those of another one.
+        """Return the members nearest to a key for each run of its circle. Members of different runs need not
+        know one another.
         """
         return [self._nearest(run, key.dht_id, but) for run in self._runs(circle)]
 
     def _nearest(self, run: str, place: int, but: PeerId | None = None) -> list[Contact]:
-        """Return the `HOLDERS` members of a run that are nearest to a place, of those that can be called."""
+        """Return the `HOLDERS` callable members of a run that are nearest to a place."""
         members = self._standing.members(run)[:_CANDIDATES_MAX]
         members.sort(key=lambda peer: peer.dht_id ^ place)
         others = (peer for peer in members if peer not in (self._own, but))
         return list(itertools.islice(self._reachable(others), HOLDERS))
 
     def _believed(self, key: Key) -> list[Contact]:
-        """Return the peers by which this one came, and the members that they named for a key."""
+        """Return this peer's introducers, and the members that they named for a key."""
         named = self._reads[key].named.values() if key in self._reads else ()
         members = list(dict.fromkeys(one for some in named for one in some))
         members.sort(key=lambda one: one.peer_id.dht_id ^ key.dht_id)
@@ -232,7 +238,9 @@ class Companions:
         return list(itertools.islice(self._reachable(self._introducers), ASKED_AT_ONCE))
 
     def _reachable(self, peers: Iterable[PeerId]) -> Iterator[Contact]:
-        """Yield how to call these peers, those that can be called: as many are looked up as are taken."""
+        """Yield the contacts of those of these peers that can be called. Looks up no more than the caller
+        consumes.
+        """
         for peer in peers:
             contact = self._find_contact(peer) or self._introducers.get(peer)
             if contact is not None and contact.addresses:
@@ -241,7 +249,7 @@ class Companions:
     # ---- questions of others
 
     def on_question(self, run: str, caller: PeerId, now_s: float) -> None:
-        """Remember that a peer has asked about a run, which it takes part in or wants to."""
+        """Remember that a peer has asked about a run: it takes part in it, or wants to."""
         if run not in self._callers and len(self._callers) >= _RUNS_MAX:
             if now_s - self._pruned_s < INTRODUCER_INTERVAL_S:
                 return
@@ -262,9 +270,9 @@ class Companions:
         callers[caller] = now_s
 
     def members_for(self, key: Key, caller: PeerId, now_s: float) -> list[Contact]:
-        """Return the members of a run to name to a caller: the nearest to the key, or of a peer that is no
-        member and knows none, those that have asked about the run for the longest time. A member that knows
-        no other one names nobody: a peer that asks it has asked all that are known.
+        """Return the members of a run to name to a caller: those nearest to the key. A peer that is no member
+        and knows none names the peers that have asked about the run for the longest time. A member that knows
+        no other member names nobody.
         """
         run = circle_of(key)
         if run is None:

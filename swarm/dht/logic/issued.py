@@ -1,8 +1,8 @@
-"""The records that this process has issued, and those that another one has issued in the same peer's name.
+"""The records that this process has issued, and those that another process has issued with its identity.
 
-An identity file that was copied to a second machine makes two processes one peer: each replaces the other's
-records, and calls reach either of them. A record shows it: its signature is this peer's, and it was issued
-while this process was running, but not by it.
+Two processes with copies of one identity file are one peer to all others: each replaces the other's records,
+and calls reach either of them. A record reveals this when it has this peer's signature and was issued while
+this process was running, but not by this process.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections import OrderedDict
 from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.records import Record
 
-Name = tuple[Key, str | None]  # of an entry of this peer: key and subkey
+Name = tuple[Key, str | None]  # key and subkey of an entry of this peer
 
-_TIMES_MAX = 16  # issue times remembered of an entry; older records of it show nothing
-_ISSUED_MAX = 4096  # remembered, beyond this those written longest ago are forgotten
+_TIMES_MAX = 16  # issue times remembered per entry; nothing follows from older records
+_ISSUED_MAX = 4096  # entries remembered; those written longest ago are forgotten first
 _FOREIGN_MAX = 256
 # The other process writes several times in this time; after it the problem counts as solved.
 _FOREIGN_AGE_US = 300_000_000
@@ -25,12 +25,12 @@ class IssuedRecords:
     """The entries of one peer, by who issued them. Times are microseconds of the swarm's time."""
 
     def __init__(self, own: PeerId, started_us: int) -> None:
-        """Begin at `started_us`: records of this peer from before are those of an earlier process."""
+        """Start at `started_us`: an earlier process issued the records of this peer from before."""
         self._own, self._started_us = own, started_us
-        # by entry, the latest expiration, and the last issue times
+        # entry -> (latest expiration, last issue times)
         self._issued: OrderedDict[Name, tuple[int, tuple[int, ...]]] = OrderedDict()
         self._has_forgotten = False
-        # of entries that this process did not issue: when it first saw one, or its time of issue if later
+        # entry that this process did not issue -> when it was first seen, or its issue time if that is later
         self._foreign: OrderedDict[Name, int] = OrderedDict()
         self._foreign_us: int | None = None  # when it last knew that another process is alive
 
@@ -40,14 +40,14 @@ class IssuedRecords:
         return expiration_us, times_us[-1]
 
     def previous_us(self, record: Record) -> int:
-        """Return when this process issued the entry of one of its records last before that record; its own
-        start if it did not. A later one that a replica holds may be of another process.
+        """Return when this process last issued the same entry before `record`, or when it started. A replica
+        that holds a later record may have it from another process.
         """
         _, times_us = self._issued.get((record.key, record.subkey), (0, ()))
         return max(self._started_us, *(one for one in times_us if one < record.issued_at_us), 0)
 
     def add(self, record: Record) -> None:
-        """Take in a record that this process has issued."""
+        """Remember a record that this process has issued."""
         name = record.key, record.subkey
         expiration_us, times_us = self._issued.get(name, (0, ()))
         times_us = (*times_us, record.issued_at_us)[-_TIMES_MAX:]
@@ -58,11 +58,11 @@ class IssuedRecords:
             self._has_forgotten = True
 
     def on_received(self, record: Record, now_us: int) -> bool:
-        """Take in a valid record that another peer has sent. Return whether it shows for the first time that
-        another process is alive under this peer's identity.
+        """Examine a valid record that another peer has sent. Return whether it shows for the first time that
+        another process is alive with this peer's identity.
 
-        One record may have been late, or be of an earlier process on a machine with another clock. Two of one
-        entry, the second issued after the first was seen, are not.
+        One such record may have been delayed, or come from an earlier process whose clock was wrong. Two
+        records of one entry, the second issued after the first was seen, are proof.
         """
         if record.writer != self._own or record.is_blob:
             return False

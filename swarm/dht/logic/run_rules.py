@@ -17,8 +17,8 @@ _TIME_S_MAX = 1e12
 _CONTACT_BYTES_MAX = 3072
 # All of these are renewed within seconds; a record must not outlive its writer by a day.
 _TTL_S_MAX = 3600.0
-# Every peer of a run reads its dictionary of progress up to four times a second, and keeps as many reports.
-# Larger: a crowd of identities decides what this costs the members. A run of more than 64 is divided.
+# Every peer of a run reads the dictionary of progress up to four times a second, and keeps this many reports.
+# Too large: a crowd of identities makes these reads expensive. Runs of more than 64 peers are divided.
 _PROGRESS_ENTRIES_MAX = 256
 _SUM = Many(Number(0.0, 1e16), 8)
 _PROGRESS = Table(

@@ -2,9 +2,9 @@
 quotas.
 
 Storing replaces, evicts or refuses; a refused store changes nothing. When a key or the whole storage is
-full, records of strangers (`swarm.core.standing`) make place: for a member's record any of them, for that of
-another stranger heavier ones, by size and lifetime. So a flood of large and lasting records does not keep
-small and short ones out, as those of runs are, and members are never displaced.
+full, records of strangers (`swarm.core.standing`) are evicted: any of them for a member's record, heavier
+ones (bytes times lifetime) for another stranger's record. A flood of large, long-lived records therefore
+cannot keep out small, short-lived ones such as those of runs. Members' records are never evicted.
 
 The slot of an expired record is reserved until every earlier record of the same owner would have expired,
 too. Otherwise an old record could be replayed after its shorter-lived successor (or tombstone) has expired.
@@ -27,7 +27,9 @@ from swarm.dht.logic.records import Owner, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quotas:
-    """Quotas of one replica. Strangers together get half of a key and half of all where members are known."""
+    """Quotas of one replica. Where members are known, all strangers together get half of each key and half of
+    the storage.
+    """
 
     entries_per_key_max: int = 4096  # this many peers can announce themselves under one key
     bytes_per_key_max: int = 1 << 20  # a whole key must fit into one reply
@@ -162,7 +164,7 @@ class Storage:
         return None
 
     def _displaced_by(self, new: _Slot, refusal: _Refusal) -> tuple[Key, Owner, _Slot] | None:
-        """Return the slot of a stranger that makes place for a new one, or None."""
+        """Return the slot of a stranger that is evicted for a new one, or None."""
         heaviest = self._strangers if refusal.of_all else None
         if refusal.key is not None:
             heaviest = self._strangers_by_key.get(refusal.key)

@@ -199,7 +199,7 @@ class ManyReads:
                     group.create_task(self._ask_companions(search))
 
     async def _ask_companions(self, search: RecordSearch) -> None:
-        """Ask members of the run for what the replicas of a key lack: peers near it may be made for that."""
+        """Ask members of the run for what the replicas of a key lack: hostile peers may surround the key."""
         async with self._limit:
             await self._reader.ask_companions(search)
 

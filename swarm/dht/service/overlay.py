@@ -78,7 +78,7 @@ _NO_WAY = ("network is unreachable", "no route to host")  # failures of this mac
 _BOOK_UPDATE_INTERVAL_S = 1.0  # the book is updated about the same peer at most this often
 _BOOK_UPDATES_MAX = 2048
 _CHECKS_MAX = 256  # pings, in progress or due, that show whether a caller can be called back
-# A new caller is pinged this much later, unless it answers a call before: peers that come at once do.
+# A new caller is pinged after this delay, unless it answers a call before.
 _CHECK_DELAY_S = 5.0
 _CHECKED_PEERS_MAX = 1024
 _CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often

@@ -38,7 +38,7 @@ from swarm.runtime.supervise import Supervisor
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtRecord
 
 _REPAIR_AGE_US = 2_000_000  # a record issued later may still be on its way to its replicas
-_REPAIR_LIFE_US = 5_000_000  # a record that expires sooner is not worth a call
+_REPAIR_LIFE_US = 5_000_000  # a record that expires sooner is not sent to replicas that lack it
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +162,7 @@ class Reader:
         search.latest = dict(answer.latest)
         search.merge(self._storage.records(key, overlay.now_us))
         if max_age_s is None and self._companions.is_due(key, search.latest, now_s, overlay.now_us):
-            return None  # writers that were misled about the replicas have not written here
+            return None  # a writer that was misled about the replicas did not write to this peer
         return search
 
     async def read(
@@ -297,7 +297,7 @@ class Reader:
         now_s = overlay.clock.monotonic_s()
         due = companions.to_ask(key, search.latest, search.versions_by_peer, now_s, overlay.now_us)
         has_answered = False
-        while due:  # those that were named are asked next
+        while due:  # members named in the answers are asked next
             asked.update(contact.peer_id for contact in due)
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._ask_companion(search, contact)) for contact in due]
@@ -306,7 +306,7 @@ class Reader:
             due = [contact for contact in dict.fromkeys(named) if contact.peer_id not in asked]
         cached = self.cache.get(key, now_s, overlay.now_us, math.inf)
         if has_answered and cached is not None and cached.taken_s == search.started_s:
-            self.cache.put(key, replace(cached, latest=search.latest))  # with what the replicas lack
+            self.cache.put(key, replace(cached, latest=search.latest))  # includes what the replicas lack
         return has_answered
 
     async def _ask_companion(self, search: RecordSearch, contact: Contact) -> list[Contact] | None:
@@ -324,7 +324,7 @@ class Reader:
         )
         reply = await overlay.ask(contact, FIND, request)
         if reply is None or len(reply.results) != 1:
-            return None  # it may be an address that nobody ever answered at, and makes no read fail
+            return None  # perhaps an invented address: a companion never makes a read fail
         try:
             members = overlay.contacts_from_answer(reply.results[0].members)
         except PeerError:

@@ -51,20 +51,20 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 _log = logging.getLogger(__name__)
 
 _REPLY_RECORD_BYTES_MAX = 1 << 20  # the rest of a Find reply is for contacts
-_CONTACTS_MAX = 384  # per reply, over all queries: with the longest addresses less than a megabyte
+_CONTACTS_MAX = 384  # per reply, over all queries; less than a megabyte with the longest addresses
 _CONTACTS_MIN = 6  # per query
-# a Find within these limits is answered without a task, in well under a millisecond
+# A Find within these limits is answered without a task, in well under a millisecond.
 _QUERIES_NOW_MAX = 8
 _RECORDS_NOW_MAX = 32
 _RECORD_BYTES_NOW_MAX = 16 << 10
 _RECORDS_PER_TURN = 512  # encoded in a few milliseconds
-# Other calls get their turn between checks. To check a signature takes 0.2 ms, as long as to decode this many
-# bytes of a value.
+# Other calls are served between checks. Checking a signature takes 0.2 ms, as long as decoding a value
+# of this many bytes.
 _CHECK_COST_BYTES = 1024
-_HELD_COST_BYTES = 256  # a record that is held is only decoded and compared
+_HELD_COST_BYTES = 256  # a record that this peer already holds is only decoded and compared
 _TURN_COST_BYTES = 16 << 10
 _STORES_PER_TURN = 64
-_FORGED_MAX = 8  # in one call; the rest of its records are not checked
+_FORGED_MAX = 8  # forged records in one call, after which its other records are not checked
 
 
 class ReplicaStore:

@@ -53,8 +53,8 @@ class Upkeep:
         self._supervisor = supervisor
         self._rng = rng
         self._rejoin_candidates = RejoinCandidates(rng)
-        self._remembered = frozenset[PeerId]()  # contacts of an earlier run: nothing is expected of them
-        self._attempts = 0  # that are in progress
+        self._remembered = frozenset[PeerId]()  # contacts of an earlier run, which may be gone
+        self._attempts = 0  # attempts to join in progress
         self._book_sampled_s = self._neighbours_looked_up_s = 0.0
         self._replication = replication
         self.join_attempted = asyncio.Event()  # a peer is known, or no peer answered the first attempt
