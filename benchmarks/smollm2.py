@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_SEQUENCE_TOKENS = 64
+_SEQUENCE_TOKENS = 32
 _TARGET_SAMPLES = 16
 _BATCH_SAMPLES = 4
 _WAIT_S = 300.0
@@ -84,11 +84,12 @@ class Volunteer:
             for one in self.events:
                 if one["event"] == name and one.get("epoch", 0) >= epoch:
                     return one
-            return {} if self.events and self.events[-1]["event"] == "end of output" else None
+            ended = self.events and self.events[-1]["event"] == "end of output"
+            return {"event": "end of output"} if ended else None
 
         with self._changed:
             event = self._changed.wait_for(found, _WAIT_S)
-        if not event:
+        if event is None or event["event"] != name:
             raise RuntimeError(f"no {name}: {self.events[-3:]} {(self.home / 'errors').read_text()[-2000:]}")
         return event
 
@@ -159,7 +160,7 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
     rate = 1e-3 if method == "lora" else 1e-4
     run = folder / "run.toml"
     run.write_text(
-        f'name = "smollm2"\nmode = "gradients"\ncodec = "{codec}"\ntarget_batch_size = {_TARGET_SAMPLES}\n'
+        f'name = "smollm2"\nmembers = "open"\nmode = "gradients"\ncodec = "{codec}"\ntarget_batch_size = {_TARGET_SAMPLES}\n'
         + ("error_feedback = true\n" if codec in ("int4", "int2") else "")
         + f"batch_size = {_BATCH_SAMPLES}\n[end]\nepochs = {epochs}\n"
         f'[task]\nname = "causal-lm"\n[task.settings]\n'
