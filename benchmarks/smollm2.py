@@ -160,7 +160,8 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
     rate = 1e-3 if method == "lora" else 1e-4
     run = folder / "run.toml"
     run.write_text(
-        f'name = "smollm2"\nmembers = "open"\nmode = "gradients"\ncodec = "{codec}"\ntarget_batch_size = {_TARGET_SAMPLES}\n'
+        f'name = "smollm2"\nmembers = "open"\nmode = "gradients"\n'
+        f'codec = "{codec}"\ntarget_batch_size = {_TARGET_SAMPLES}\n'
         + ("error_feedback = true\n" if codec in ("int4", "int2") else "")
         + f"batch_size = {_BATCH_SAMPLES}\n[end]\nepochs = {epochs}\n"
         f'[task]\nname = "causal-lm"\n[task.settings]\n'
