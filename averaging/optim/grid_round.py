@@ -121,7 +121,8 @@ class GridRound:
                 _log.debug("epoch %d: the electors' round failed: %s", self._plan.epoch, result.detail)
                 self._retry_s = now_s + self._retries.next_s()
             return
-        if result.failed and self._averaged is None:
+        is_over = self._certificate() is not None
+        if result.failed and self._averaged is None and (result.reason != "passed" or is_over):
             self._outcome = result  # nothing has changed, and it can be tried again
             return
         if result.failed:
@@ -160,8 +161,10 @@ class GridRound:
             if pending.done and not (result := self._plan.take(pending)).failed:
                 self._outcome, self.made_by_electors = result, True  # it was committed here, too
                 return
-        assert self._averaged is not None
-        self._outcome = replace(self._averaged, certificate=certificate)
+        if self._averaged is not None:
+            self._outcome = replace(self._averaged, certificate=certificate)
+        else:
+            self._fail("passed", f"all cells have averaged epoch {self._plan.epoch} without this peer")
 
     def _end_if_obsolete(self, now_s: float) -> None:
         goes_on = self._history.certified_epoch > self._plan.epoch_after or self._certificate() is None

@@ -161,6 +161,26 @@ def test_rounds_behind_training_go_through_the_grid_and_leave_one_state(
     run_virtual(scene())
 
 
+@pytest.mark.parametrize("late", [(0, 1), (1, 2), (2, 3), (1, 3)])
+def test_peers_that_miss_the_first_cells_of_the_first_epoch_hold_up_nobody(late: tuple[int, int]) -> None:
+    async def scene() -> None:
+        async with trainers(1, 4, PAIRS, mode=Diloco(streaming=2)) as swarm:
+            began_s = asyncio.get_running_loop().time()
+
+            def train_late(one: SimulatedTrainer) -> None:
+                network: Any = one.node.network
+                one.step_s = 0.005
+                if one.number in late:
+                    network.waits.event().wait(4.0 + late.index(one.number))
+                one.train_to(EPOCHS)
+
+            await swarm.together(train_late)
+            assert asyncio.get_running_loop().time() - began_s < GOES_ON_S
+            assert len({peer.opt.history_head for peer in swarm.peers}) == 1
+
+    run_virtual(scene())
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_peers_whose_electors_died_go_on_with_a_break_and_one_history(seed: int) -> None:
     async def scene() -> None:
