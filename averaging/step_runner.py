@@ -30,7 +30,7 @@ from swarm.core.ids import Contact, PeerId
 
 _RESERVE = 0.2  # smallest share of the time that the search leaves for the round
 _RESERVE_MAX = 0.5  # largest share, however long rounds took
-_PAUSE_FIRST_S = 0.05  # between a broken round and the next attempt, doubled each time
+_PAUSE_FIRST_S = 0.05  # pause after a broken round; doubled with each further one
 _PAUSE_S_MAX = 2.0
 _ROUNDS_RESERVED = 2.0  # the search leaves the duration of this many earlier rounds
 

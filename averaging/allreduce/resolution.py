@@ -23,7 +23,7 @@ from swarm.core.backoff import Backoff
 from swarm.core.errors import NetworkError, PeerError
 from swarm.wire.reduce_pb2 import VoteRequest
 
-_PAUSE_S_FIRST = 0.5  # between two times of asking
+_PAUSE_S_FIRST = 0.5  # first pause before members are asked again
 _PAUSE_S_MAX = 4.0
 _CALL_S = 2.0
 _RELAYS_MAX = 4  # members that are asked for the votes of those that cannot be called

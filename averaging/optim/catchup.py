@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 # longest wait in the first step for the first read of the others' progress
 FIRST_REFRESH_TIMEOUT_S = 5.0
 
-_REFRESH_AGE_S_MAX = 5.0  # of the read of others' progress that a first attempt is based on
+_REFRESH_AGE_S_MAX = 5.0  # age of the last read of others' progress on which a first attempt is based
 _READ_TIMEOUT_S = 5.0
 _HISTORY_TIMEOUT_S = 5.0  # for the history of a state that was downloaded
 _UNREADABLE_S = 15.0  # a peer with a state believes to be alone when it could read no record for this long
@@ -55,10 +55,10 @@ _UNPROVEN_S = 60.0
 # While most electors do not say which state they hold, none is loaded for this long: the least time for which
 # a peer without a quorum waits. Then others may have gone on without them
 _ELECTORS_WAIT_S = 15.0
-_RETRY_S_FIRST = 0.25  # between two attempts at a download: many newcomers may wait for a few donors
+_RETRY_S_FIRST = 0.25  # pause before another attempt at a download: many newcomers may wait for a few donors
 _RETRY_S_MAX = 4.0
 _DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
-_FAILURES_SHOWN_MAX = 3  # in one message
+_FAILURES_SHOWN_MAX = 3  # failures listed in one message
 _REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
 _HIDDEN_S = 10.0  # a peer that has just started announces no address until another one has called it back
 _UNREAD = "no other peer has answered yet, so that this peer does not know whether the run has begun"

@@ -30,8 +30,8 @@ ALONE_CHECK_AGE_S_MAX = 4.0
 
 _PROBE_TIMEOUT_S = 10.0
 _REFRESH_TIMEOUT_S = 2.0
-_QUORUM_POLL_S = 0.5  # between two looks for a quorum
-_QUORUM_PAUSE_S = 0.1  # at least, between two looks
+_QUORUM_POLL_S = 0.5  # interval of checks for a quorum
+_QUORUM_PAUSE_S = 0.1  # shortest interval of checks for a quorum
 # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 _TOLERATED_LAG_EPOCHS_MAX = 3
 # it may not vote since it restored its state, its values were not finite, or (with local steps) it had missed

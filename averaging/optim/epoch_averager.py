@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAMED_MAX = 3  # peers named in one message
-_STATE_TIMEOUT_S = 120.0  # of one round over the state: it is larger than the gradients, and rare
+_STATE_TIMEOUT_S = 120.0  # time limit of one round over the state: it is larger than the gradients, and rare
 # share of the time that a run spends on waiting for one late peer. A peer that is late beyond that is left
 # out of the round, and its samples count in the next epoch
 _WAITING_SHARE_MAX = 0.1

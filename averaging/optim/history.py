@@ -31,7 +31,7 @@ from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
-_PROBE_INTERVAL_S = 1.0  # between two looks for missing electors
+_PROBE_INTERVAL_S = 1.0  # interval at which missing electors are looked for
 _FETCHES_MAX = 8  # histories fetched at once
 _STRANGE_FETCHES_MAX = 4  # beside them, histories of strangers
 

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 EXPERTS_MAX = 65536
-BYTES_MAX = 1 << 30  # of one expert whose size is not known
+BYTES_MAX = 1 << 30  # size of one expert whose size is not known
 _COMPARED = 3  # replicas of one expert
 _ASKED_MAX = 8  # replicas of one expert, until three have given a state
 _AT_ONCE = 4  # experts; each is in memory three times for a moment
 _READ_TIMEOUT_S = 10.0
 _MARGIN_S = 10.0  # for a busy network thread
-_HEADER_BYTES = 4096  # of a tensor in a state
+_HEADER_BYTES = 4096  # header of a tensor in a state
 
 Progress: TypeAlias = Callable[[int, int, str], object]
 # the size of the state that an expert can have, and what raises PeerError unless it is one

@@ -23,7 +23,7 @@ __all__ = ["FoundExpert", "FoundReplica", "find_experts"]
 
 EXPERTS_MAX = 65536
 _SERVERS_AT_ONCE = 16
-_GRIDS_MAX = 64  # of the announced ones; each costs a read
+_GRIDS_MAX = 64  # announced grids that are read; each costs a read
 _MARGIN_S = 10.0  # for a busy network thread
 
 

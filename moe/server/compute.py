@@ -31,8 +31,8 @@ from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
-BACKWARD_COST = 3.0  # of a backward pass, in forward passes: it computes forward again
-_BATCHES_UNDER_WAY_MAX = 3  # on a device with a link: copied in, computed, copied out
+BACKWARD_COST = 3.0  # cost of a backward pass in forward passes: it computes forward again
+_BATCHES_UNDER_WAY_MAX = 3  # batches on a device with a link: copied in, computed, copied out
 _RATE_SHARE = 0.1  # weight of the newest batch in the moving averages
 
 

@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_REFRESH_S = 5.0  # between two looks at the directory
+_REFRESH_S = 5.0  # interval at which the directory is read
 _REFRESH_S_MIN = 0.5  # however many peers call that are not known
 _READ_TIMEOUT_S = 5.0
 _TELL_TIMEOUT_S = 2.0  # then a replica is left out until the next look
 _HOLD_S = 15.0  # a pass waits this long for a step, then its caller may ask another replica
 _ROUND_TIMEOUT_S = 10.0
-_ROUNDS_MAX = 2  # that fail with the same replicas; then this one steps without them
-_PAUSE_S = 0.2  # before a replica that could not catch up tries again
+_ROUNDS_MAX = 2  # failed rounds with the same replicas, after which this one steps without them
+_PAUSE_S = 0.2  # pause before a replica that could not catch up tries again
 _GROUP_SIZE = 32
-_STEPS_MAX = 8  # of one round: no replica can claim more
+_STEPS_MAX = 8  # steps in one round: no replica can claim more
 # gradients of one step are as in one process; they are no larger than the parameters, once per step
 _CODEC = "float32"
 _ROUNDS_AT_ONCE_MAX = 64

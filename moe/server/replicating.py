@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
-_ROUND_TIMEOUT_S = 20.0  # of a round; at most half the period is used
+_ROUND_TIMEOUT_S = 20.0  # time limit of a round; at most half the period is used
 _GROUP_SIZE = 8
 _CODEC = "float16"
 _READ_TIMEOUT_S = 5.0

@@ -24,7 +24,7 @@ from averaging.allreduce.logic.votes import VoteExchange
 RESOLVE_S = 2.0
 _CONVERGENCES_MAX = 3  # then a member votes for what it holds
 _INTENTS_S = 2.0  # how long intents of members that live are waited for before averages are compared
-_REASONS_S = 0.2  # to hear why a member is not in all averages, when the round is decided otherwise
+_REASONS_S = 0.2  # time to hear why a member is not in all averages, once the round is decided otherwise
 
 
 @dataclass(frozen=True, slots=True)

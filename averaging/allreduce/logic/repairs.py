@@ -26,7 +26,7 @@ from averaging.allreduce.logic.values import Inventory, InventoryQuestion
 from averaging.allreduce.logic.versions import Version
 
 _QUESTION_S = 1.0  # how long a member that asks what is held waits for news
-_RETRY_S = 0.1  # before a member that could not be asked, or said nothing new, is asked again
+_RETRY_S = 0.1  # pause before a member that could not be asked, or said nothing new, is asked again
 # How long values may take that are fetched again: this share of the time that the round has left, and at most
 # FETCH_S.
 _FETCH_SHARE = 0.4

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 
 UNDER_WAY_BYTES = 16 << 10  # may be nearly here and not to be seen yet: a piece of a message
 _SIGN_BYTES_MAX = 64  # messages up to this say that a member lives, and are none of what it owes
-_FADING = 0.98  # of the longest pause, per sign of work
+_FADING = 0.98  # factor on the longest pause, per sign of work
 
 
-PACE_TICK_S = 0.25  # between two looks
+PACE_TICK_S = 0.25  # interval of checks
 # for a sender whose contribution is the one that a chunk waits for; shorter: slow links are cut off, longer:
 # one member holds all
 SENDER_S = 4.0

@@ -30,7 +30,7 @@ ELECTORS = -2  # the cell of the electors of a run, who decide together: the sam
 PLACE_MAX = 32  # characters of a place within a key
 # share of the coarser shape's capacity: hysteresis, so that a swarm around a border keeps its cells
 _SHRINKS_BELOW = 0.75
-_EVEN_SHARE = 0.75  # of the mean number of peers in a cell: fewer are not waited for in a divided swarm
+_EVEN_SHARE = 0.75  # share of the mean number of peers in a cell; fewer are not waited for in a divided swarm
 _MARK = "\x1f"
 _PLACE = re.compile(r"(\d{1,3})\.(\d{1,8})\.(\d{1,8})")
 _LOBBY_TEXT, _ELECTORS_TEXT = "*", "+"

@@ -50,7 +50,7 @@ from swarm.core.ids import PeerId
 if TYPE_CHECKING:
     import random
 
-_FIRST_READ_INTERVAL_S = 0.25  # between two reads of the presence records while no holder is known
+_FIRST_READ_INTERVAL_S = 0.25  # interval of reads of the presence records while no holder is known
 _EMPTY_CELL_WAIT_S = 1.0  # a grid cell with no known members is taken to be empty after this
 _READ_INTERVAL_S = 2.0  # presence records older than this are read again during a search
 # records older than this do not tell which peers to expect. Too large: newcomers are overlooked

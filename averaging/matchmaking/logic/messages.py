@@ -179,7 +179,7 @@ class Precedence:
         return False, turn, rank
 
 
-NO_PRECEDENCE = Precedence()  # of a group that has no history
+NO_PRECEDENCE = Precedence()  # the precedence in a group that has no history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

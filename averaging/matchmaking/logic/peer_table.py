@@ -34,7 +34,7 @@ from averaging.matchmaking.logic.precedence import (
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
-PEERS_MAX = 1024  # in the table of one search
+PEERS_MAX = 1024  # peers in the table of one search
 # holders that one search queries; all searches of a round query the same ones. Too small: groups split; too
 # large: traffic grows with N²
 QUERIED_PEERS_MAX = 64

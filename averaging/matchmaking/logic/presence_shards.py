@@ -22,7 +22,7 @@ from swarm.core.ids import PeerId
 
 FLAT_MAX = 128  # holders that share one dictionary, or twice a group if that is more
 SHARD_HOLDERS = 32  # nominal size when the number of shards is chosen
-BITS_MIN = 3  # of the coarsest division
+BITS_MIN = 3  # bits of the coarsest division
 BITS_MAX = 20
 # times SHARD_HOLDERS: a shard beyond these leads to a finer or a coarser division
 _ABOVE, _BELOW = 1.5, 0.375

@@ -31,7 +31,7 @@ from swarm.wire import group_pb2
 if TYPE_CHECKING:
     from averaging.matchmaking.service.matchmaking_service import GroupService
 
-COMPUTING_S_MAX = 3600.0  # that others are told
+COMPUTING_S_MAX = 3600.0  # longest computing time that is reported to others
 
 
 class GroupExchange:

@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 TTL_S = 30.0  # a peer that died without leaving is expected by others for this long
 _RENEW_S = 10.0  # well below it: two renewals may get lost
-STORE_TIMEOUT_S = 5.0  # of one renewal; at most half the time until the next
-_RETRY_S = 1.0  # after a renewal that no peer accepted
+STORE_TIMEOUT_S = 5.0  # time limit of one renewal; at most half the time until the next
+_RETRY_S = 1.0  # pause after a renewal that no peer accepted
 _PLACE_AGE_S_MAX = 5.0  # records that were read for a place are used again for this long
 _PLACES_MAX = 8  # shards whose records are kept for places, and whose sizes are kept
 # the size of a shard counts in the estimate of all holders for this long. Too large: a swarm that shrinks

@@ -15,7 +15,7 @@ from swarm.core.ids import PeerId
 from swarm.core.notify import ChangeEvent
 
 _CONCURRENT_MAX = 16
-STRANGERS_MAX = 32  # that wait for a report; those that wait longest are left to read the DHT
+STRANGERS_MAX = 32  # strangers waiting for a report; those that waited longest are left to read the DHT
 # Between two batches of reports to strangers. Larger: newcomers to a run with short epochs learn later that
 # one is full.
 STRANGERS_PAUSE_S = 0.5

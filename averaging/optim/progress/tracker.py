@@ -34,10 +34,10 @@ from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
 
-_CALL_TIMEOUT_S = 2.0  # of a report to a peer; a live one answers within a round trip
+_CALL_TIMEOUT_S = 2.0  # time limit of a report to a peer; a live one answers within a round trip
 _GOODBYE_S = 0.5  # leaving must not take long
 _COMPARE_S_MAX = 3.0  # histories that take longer to fetch are compared after the next read
-_RETRY_S = 1.0  # after the DHT could not be written or read
+_RETRY_S = 1.0  # pause after the DHT could not be written or read
 _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because of an unexpected announcement
 
 

@@ -30,12 +30,12 @@ BUSY_MIN: Final = 0.7
 # A server moves only if its old expert is then less busy than this fraction of how busy the new one was.
 GAIN: Final = 0.9
 WINDOW_S: Final = 10.0  # shorter than the time between two declarations, so that each has a new fraction
-SETTLE_S: Final = 20.0  # that a plan must stand: longer than the time between two declarations
+SETTLE_S: Final = 20.0  # time that a plan must stand: longer than the time between two declarations
 # The same for a move to a busier expert: how busy servers are lags behind what others do.
 BUSY_SETTLE_S: Final = 60.0
-STAY_S: Final = 300.0  # that a server stays after it moved, unless an expert has no server at all
-PATIENCE_S: Final = 60.0  # after which the plan goes on without a server that does not move
-IGNORED_S: Final = 1800.0  # that the plan does without it
+STAY_S: Final = 300.0  # time that a server stays after it moved, unless an expert has no server at all
+PATIENCE_S: Final = 60.0  # time after which the plan continues without a server that does not move
+IGNORED_S: Final = 1800.0  # time for which the plan ignores such a server
 
 # By expert: the servers that host it, with the fraction of the time that each of them computes. Experts that
 # nobody hosts are in it, too.

@@ -13,7 +13,7 @@ import statistics
 from averaging.optim.progress.logic.view import ProgressView
 from swarm.core.ids import PeerId
 
-STEP_SHARE_MAX = 0.25  # of the epoch that one step should take
+STEP_SHARE_MAX = 0.25  # largest share of the epoch that one step should take
 # a step that takes at most this share of the epoch makes nobody wait for long
 _STEP_SHARE_UNNOTICED = 0.1
 SLOW = 0.5  # a peer is slow below this part of the others' median speed

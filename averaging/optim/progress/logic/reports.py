@@ -43,7 +43,7 @@ BEGIN_FRACTION = 0.75
 # A peer that is silent for this long is considered gone. It exceeds the longest time between two reads of the
 # others' reports, or live peers would expire between two reads.
 REPORT_TTL_S = 15.0
-REFRESH_S_MIN = 0.25  # between two reads of the DHT when the epoch is about to be full
+REFRESH_S_MIN = 0.25  # interval of reads of the DHT when the epoch is about to be full
 # In a run with more peers it is longer in proportion: what one of them has done since its last report matters
 # less, and all of them together write and read as often
 REFRESH_MIN_PEERS = 8
