@@ -47,7 +47,7 @@ class RunLedger:
     def follow(self, lineage: Lineage) -> None:
         """Count the certificates that are new in this peer's history, whose electors are members.
 
-        A certificate tells which of its contributors worked; of rounds that this peer was in it knows more
+        A certificate shows which of its contributors worked; about its own rounds this peer knows more
         (`contributed`).
         """
         if lineage.head == self._head:

@@ -6,24 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from averaging.reduction.devices import NO_QUEUES, Queues, describe_out_of_memory
-from swarm.core.device import is_out_of_memory
+from swarm.core.device import is_out_of_memory, usable_cores
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 # with fewer, handing work to another thread costs more than it saves: 8 % of a round's processor time on two
 INLINE_BELOW_CORES = 4
-
-
-def cores() -> int:
-    """Return how many processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class OutOfMemory(Exception):
@@ -36,16 +30,15 @@ class OutOfMemory(Exception):
 
 
 class ComputeOffload:
-    """One round's work. `finish` returns when nothing of it runs any more.
-
-    What the work raises for lack of memory arrives as OutOfMemory; nothing more is begun then.
+    """The tensor work of one round. `finish` returns when all of it has ended. Errors for lack of memory are
+    raised as OutOfMemory; no further work is started then.
     """
 
     def __init__(self, pool: Executor, queues: Queues = NO_QUEUES, *, heavy: bool = False) -> None:
         """`queues`: of the devices that are worked on. Such work may wait for a device, and is never done on
         the event loop; nor is `heavy` work, of which one piece takes long.
         """
-        self.inline = cores() < INLINE_BELOW_CORES and not queues and not heavy
+        self.inline = usable_cores() < INLINE_BELOW_CORES and not queues and not heavy
         self.out_of_memory = ""  # where memory ran out; "": nowhere
         self._pool = pool
         self._queues = queues
@@ -54,9 +47,7 @@ class ComputeOffload:
         self._prepared.set()
 
     async def prepare(self, function: Callable[[A], T], argument: A) -> T:
-        """Do a piece of work before any other: where it may wait for a device, `work` waits until it has
-        ended.
-        """
+        """Run the first piece of work. If it may wait for a device, `work` waits until it has ended."""
         if not self._queues:
             return self._done(function, argument)
         self._prepared.clear()
@@ -66,7 +57,7 @@ class ComputeOffload:
             self._prepared.set()
 
     def start(self, function: Callable[[A], T], argument: A) -> asyncio.Future[T]:
-        """Begin a piece of work in the pool. It ends even if nobody waits for it any more: `finish` does."""
+        """Start a piece of work in the pool. `finish` waits for it, even if nobody else does."""
         future = asyncio.get_running_loop().run_in_executor(
             self._pool, functools.partial(self._done, function), argument
         )
@@ -75,7 +66,7 @@ class ComputeOffload:
         return future
 
     async def work(self, function: Callable[[A], T], argument: A) -> T:
-        """Do a piece of work."""
+        """Run a piece of work, and return its result."""
         await self._prepared.wait()
         if self.out_of_memory:
             raise OutOfMemory(self.out_of_memory)
@@ -87,7 +78,7 @@ class ComputeOffload:
         return result
 
     async def finish(self) -> None:
-        """Wait for what was begun: it reads and writes tensors that the caller is about to get back."""
+        """Wait for all started work: it reads and writes tensors that the caller is about to get back."""
         if self._jobs:
             await asyncio.wait(self._jobs)
 
@@ -109,7 +100,7 @@ class ComputeOffload:
 
 
 async def drain(queue: asyncio.Queue[T], count_max: int) -> list[T]:
-    """At least one item, and what else is there, up to `count_max`."""
+    """Wait for at least one item. Return it with the others that are in the queue, up to `count_max`."""
     items = [await queue.get()]
     while len(items) < count_max and not queue.empty():
         items.append(queue.get_nowait())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _CLOSE_S_MAX = 2.0
 _FIRST_LOOK_S_MAX = 5.0
-_PAUSE_S = 0.5  # after a round that found nobody
+_PAUSE_S = 0.5  # pause after a round that found nobody
 
 
 class AveragingArguments(TypedDict, total=False):

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _SCHEMAS_MAX = 1024
 _CLASS_CHARACTERS_MAX = 64
-_POOLED_BYTES = 256 << 10  # beyond this, encoding takes longer than a change of threads
+_POOLED_BYTES = 256 << 10  # encoding more bytes takes longer than a change of threads
 _TENSOR_CONNECTION = 1
 
 

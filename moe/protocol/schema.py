@@ -145,7 +145,7 @@ class ExpertSchema:
             inputs, outputs = msgpack.unpackb(packed)
             return cls(_from_wire(inputs, 0), _from_wire(outputs, 0))
         except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
-            raise PeerError(f"that is no schema of an expert: {error}") from None
+            raise PeerError(f"not the schema of an expert: {error}") from None
 
     @classmethod
     def from_samples(cls, inputs: Sequence[Any], outputs: Any) -> ExpertSchema:

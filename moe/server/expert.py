@@ -229,8 +229,8 @@ class Expert:
 
     @property
     def update_norm_max(self) -> float | None:
-        """Return the largest change of the parameters by one step, as a fraction of their norm, whatever the
-        optimizer makes of a gradient; larger ones are scaled down. None, the default: any. It can be set.
+        """Return the largest change of the parameters by one step, as a fraction of their norm; larger
+        changes are scaled down. None, the default: no limit. It can be set.
         """
         return self._learner.update_norm_max
 
@@ -242,7 +242,9 @@ class Expert:
 
     @property
     def samples_to_step(self) -> int:
-        """Return after how many more samples of backward passes a step is made; 0: after each batch."""
+        """Return the number of further samples of backward passes until a step is made; 0: a step after each
+        batch.
+        """
         if not self.target_batch_size or self.frozen or self.is_joint:
             return 0
         return max(self.target_batch_size - self.counted, 1)
@@ -260,8 +262,8 @@ class Expert:
         return [torch.zeros_like(one) for one in (*map(torch.Tensor.detach, self._learner.masters), *buffers)]
 
     def take_batch(self, into: Tensors) -> JointBatch:
-        """Take what was gathered out of this expert, for a joint step, and write its mean over the samples
-        and the buffers into tensors of `new_joint_tensors`. The lock must be held.
+        """Remove the gathered gradients from this expert, for a joint step, and write their mean over the
+        samples, and the buffers, into tensors of `new_joint_tensors`. The lock must be held.
         """
         taken = JointBatch(self._gathered, self.counted, self._learner.take_gathered())
         self._gathered = self._carried = 0
@@ -278,7 +280,7 @@ class Expert:
         return taken
 
     def return_batch(self, taken: JointBatch) -> None:
-        """Put a batch back that was taken: its joint step was not made. The lock must be held."""
+        """Put back a batch from `take_batch`, because its joint step was not made. The lock must be held."""
         self._learner.return_gathered(taken.gradients)
         self._gathered += taken.samples
         self._carried += taken.counted - taken.samples

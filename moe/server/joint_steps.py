@@ -30,7 +30,13 @@ from moe.protocol import methods
 from moe.protocol.declarations import Directory, ExpertReplica
 from moe.protocol.names import ExpertUid
 from moe.server.expert import Expert, Tensors
-from moe.server.logic.joint_counts import TARGETS_PER_REPLICA_MAX, BatchCount, JointCounts, RoundVerdict, judge
+from moe.server.logic.joint_counts import (
+    TARGETS_PER_REPLICA_MAX,
+    BatchCount,
+    JointCounts,
+    RoundVerdict,
+    judge,
+)
 from moe.server.logic.lineage import NAME_BYTES, VERSION_MAX, donors
 from moe.server.replica_states import ReplicaStates
 from swarm.core.errors import NetworkError, PeerError, SwarmError
@@ -44,16 +50,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_REFRESH_S = 5.0  # between two looks at the directory
+_REFRESH_S = 5.0  # interval at which the directory is read
 _REFRESH_S_MIN = 0.5  # however many peers call that are not known
 _READ_TIMEOUT_S = 5.0
 _TELL_TIMEOUT_S = 2.0  # then a replica is left out until the next look
 _HOLD_S = 15.0  # a pass waits this long for a step, then its caller may ask another replica
 _ROUND_TIMEOUT_S = 10.0
-_ROUNDS_MAX = 2  # that fail with the same replicas; then this one steps without them
-_PAUSE_S = 0.2  # before a replica that could not catch up tries again
+_ROUNDS_MAX = 2  # failed rounds with the same replicas, after which this one steps without them
+_PAUSE_S = 0.2  # pause before a replica that could not catch up tries again
 _GROUP_SIZE = 32
-_STEPS_MAX = 8  # of one round
+_STEPS_MAX = 8  # steps in one round
 # A mean gradient of fewer samples is longer by noise, at most by the root of their ratio; a contribution of
 # a hostile replica among three is cut to this many medians.
 _CLIP_TO_MEDIAN = 16.0
@@ -93,11 +99,13 @@ class JointExpert:
 
     @property
     def is_active(self) -> bool:
-        """Return whether passes may have to wait: there are replicas to step with, or a step is made."""
+        """Return whether passes may have to wait: there are replicas to step with, or a step is in
+        progress.
+        """
         return self.expert.is_joint or self._busy
 
     async def refresh(self, replicas: Iterable[ExpertReplica]) -> None:
-        """Take note of the replicas that other servers declare now."""
+        """Update the list of replicas that other servers declare."""
         self._declared = {one.peer_id: one for one in replicas if self.expert.target_batch_size}
         for peer in self._counts.peers:
             if peer not in self._declared:
@@ -106,8 +114,8 @@ class JointExpert:
         self._look()
 
     async def admit(self, samples: int, *, is_backward: bool) -> None:
-        """Wait until a pass may be computed: no step is due, and the batch that a backward pass is for is not
-        complete yet. Raises TimeoutError. To be followed by `release`.
+        """Wait until a pass may be computed: no step is due, and the batch of a backward pass is not complete
+        yet. Raises TimeoutError. Call `release` afterwards.
         """
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[waiting] = (samples, is_backward)
@@ -128,11 +136,11 @@ class JointExpert:
         self._look()
 
     def counted(self) -> None:
-        """Record that backward passes were computed: the other replicas hear of it."""
+        """Record that backward passes were computed, and inform the other replicas."""
         self._to_tell += 1
 
     async def tell(self) -> None:
-        """Wait until the replicas that gather for the same step have heard what was counted so far."""
+        """Wait until the replicas that gather for the same step know the count so far."""
         wanted = self._to_tell
         async with self._telling:
             if self._told >= wanted:
@@ -143,8 +151,8 @@ class JointExpert:
         self._look()
 
     def hear(self, peer: PeerId, count: BatchCount) -> BatchCount:
-        """Take note of a replica's count, and return this one's. Counts of peers that declare no replica are
-        not used.
+        """Record a replica's count, and return this one's. Counts of peers that declare no replica are not
+        used.
         """
         if peer in self._declared:
             self._counts.note(peer, count, self._node.clock.monotonic_s())
@@ -160,8 +168,8 @@ class JointExpert:
 
     @property
     def _own(self) -> BatchCount:
-        """Return this replica's count. During a round it is that of before: another thread changes the
-        expert.
+        """Return this replica's count. During a round it is the count from before the round, because another
+        thread changes the expert.
         """
         if self._before is not None:
             return self._before
@@ -169,7 +177,7 @@ class JointExpert:
         return BatchCount(expert.version, expert.lineage.head or b"", expert.counted)
 
     def _admit(self) -> None:
-        """Let passes go on that may, in the order in which they came."""
+        """Let passes continue that may, in the order of their arrival."""
         for waiting, (samples, is_backward) in list(self._waiting.items()):
             if waiting.done() or not self._is_open(is_backward=is_backward):
                 continue
@@ -192,7 +200,7 @@ class JointExpert:
         return self._counts.is_behind(own, self._node.clock.monotonic_s())
 
     def _look(self) -> None:
-        """Look what there is to do now."""
+        """Start the action that is due now: a step, a download or none."""
         own, expert = self._own, self.expert
         apart = self._counts.apart(own, self._node.clock.monotonic_s())
         together = self._counts.together(own)
@@ -211,7 +219,7 @@ class JointExpert:
         self._admit()
 
     async def _tell(self, peers: Sequence[PeerId]) -> None:
-        """Tell replicas this one's count, and take note of theirs. One that does not answer is left out."""
+        """Send replicas this one's count, and record theirs. A replica that does not answer is left out."""
         own = self._own
         request = ExpertCount(
             uid=str(self._uid),
@@ -278,7 +286,7 @@ class JointExpert:
             self.expert.step_alone()
 
     async def _catch_up(self) -> None:
-        """Take over the state of a replica that has come further."""
+        """Take over the state of a replica that is further ahead."""
         try:
             own, self._before = self.expert.lineage, self._own
             replicas = [self._declared[peer] for peer in self._counts.peers if peer in self._declared]
@@ -379,7 +387,7 @@ class JointSteps:
         }
 
     async def run(self) -> None:
-        """Keep the lists of replicas, for as long as the server runs."""
+        """Keep the lists of replicas up to date, for as long as the server runs."""
         while True:
             try:
                 await self.refresh()

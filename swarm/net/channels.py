@@ -34,7 +34,7 @@ from swarm.net.dial import Connection, Routes, dial
 from swarm.net.membership import ADMIT, RunMembership
 from swarm.net.outgoing import CallerStream, MapErrors, closed_locally, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
-from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
 
 _STREAMS_END_S_MAX = 0.2
@@ -131,8 +131,7 @@ class Channels:
         deadline_s = loop.time() + timeout_s
         link, pooled = await self._enter(contact, 0, timeout_s, method.name)
         try:
-            if len(raw) > SMALL_BYTES:
-                await self._throttle.wait_to_send(len(raw))
+            await self._throttle.wait_to_send_call(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
                 pooled.takes_shared_calls
@@ -156,8 +155,7 @@ class Channels:
                 f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most "
                 f"{method.reply_bytes_max} are taken"
             )
-        if len(reply_raw) > SMALL_BYTES:
-            await self._throttle.wait_to_process(len(reply_raw))
+        await self._throttle.wait_to_process_call(len(reply_raw))
         reply = method.reply()
         try:
             reply.ParseFromString(reply_raw)

@@ -23,6 +23,7 @@ from swarm.net.callers import OpenCalls, RemoteCaller, set_caller_host
 from swarm.net.calls import ANSWER_S_MAX, CALLS_NAME, SHARED_REPLY_BYTES_MAX, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.connections import CONNECTIONS_MAX, Connections
+from swarm.net.listening import why_no_listening
 from swarm.net.membership import RunMembership
 from swarm.net.room import AnswerRoom, PeerRoom, RequestReads
 from swarm.net.rpc import (
@@ -36,14 +37,14 @@ from swarm.net.rpc import (
     check_outgoing,
 )
 from swarm.net.scope import Surroundings, endpoint_of
-from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.sockets import Endpoint
 
 _logger = logging.getLogger(__name__)
 
 _NOT_INVITED = grpc.StatusCode.PERMISSION_DENIED
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
-STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
+STREAMS_PER_PEER_MAX = 4  # streams of shared calls: one per connection
 _TOO_MANY = "busy: strangers in your network make too many connections"
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 # A caller pings every 20 s on an idle connection (`swarm.net.dial`). Half of that leaves room for pings that
@@ -146,9 +147,7 @@ class Server:
         except RuntimeError:  # its text adds nothing
             bound = 0
         if not bound:
-            raise UsageError(
-                f"cannot listen on {address}: is the port taken, or not an address of this machine?"
-            )
+            raise UsageError(why_no_listening(host, port))
         await server.start()
         self._server, self._port = server, bound
         return bound
@@ -240,7 +239,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 reply = handler.function_now(peer_id, _decoded(handler, raw))
                 if reply is None:
                     return min(handler.method.reply_bytes_max, SHARED_REPLY_BYTES_MAX)
-                return grpc.StatusCode.OK, "", _encoded(handler, reply)
+                encoded = _encoded(handler, reply)
+                self._server.throttle.count(len(encoded), len(raw))
+                return grpc.StatusCode.OK, "", encoded
             except (SwarmError, _Ended) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
@@ -426,11 +427,9 @@ class _HandlerStream:
 
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
-    if len(raw) > SMALL_BYTES:
-        await throttle.wait_to_process(len(raw))
+    await throttle.wait_to_process_call(len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
-    if len(reply) > SMALL_BYTES:
-        await throttle.wait_to_send(len(reply))
+    await throttle.wait_to_send_call(len(reply))
     return reply
 
 

@@ -41,10 +41,10 @@ class VolunteerThread:
         self.node, self.stop = node, threading.Event()
         self.events: list[events.Event] = []
         self._changed = threading.Condition()
-        self.paused = threading.Event()
+        self.asked = ""  # as `VolunteerConfig.asked_to_pause` returns it
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         self.directory = directory
-        config = {"device": "cpu", "asked_to_pause": self.paused.is_set, **config}
+        config = {"device": "cpu", "asked_to_pause": lambda: self.asked, **config}
         self.volunteer = Volunteer(node, signed, directory, VolunteerConfig(**config), self._emit, self.stop)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(new,), daemon=True)

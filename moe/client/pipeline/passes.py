@@ -28,7 +28,7 @@ from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmErro
 T = TypeVar("T")
 
 STAGES_MAX = 1024
-_RETRY_PAUSE_FIRST_S = 0.05  # before a stage that no peer completed is tried again; doubles
+_RETRY_PAUSE_FIRST_S = 0.05  # pause before a stage that no peer completed is tried again; doubles
 _RETRY_PAUSE_S_MAX = 1.0
 
 

@@ -9,11 +9,11 @@ from swarm.core.ids import PeerId
 
 # a replica whose parameters stay others' than ours this long is left out: it may be hostile, or lost
 _APART_S_MAX = 5.0
-# One replica counts for at most this many target batches in a step: an honest one takes no further passes once
-# the batch is complete, and goes beyond it by one request.
+# One replica counts for at most this many target batches in a step: an honest one takes no further passes
+# once the batch is complete, and goes beyond it by one request.
 TARGETS_PER_REPLICA_MAX = 2
-# A replica that announced samples and did not bring them is not counted for this long; four times as long each
-# further time, at most 64 times.
+# A replica that announced samples and did not bring them is not counted for this long; four times as long
+# each further time, at most 64 times.
 _DISTRUST_S = 10.0
 _DISTRUST_GROWTH = 4
 _DISTRUST_TIMES_MAX = 3
@@ -30,7 +30,7 @@ class BatchCount:
 
     @property
     def basis(self) -> tuple[int, bytes]:
-        """Return what replicas with equal parameters have in common."""
+        """Return the key that is equal on replicas with equal parameters."""
         return self.version, self.head
 
 
@@ -58,7 +58,7 @@ class JointCounts:
                 self._distrusted.pop(next(iter(self._distrusted)))
 
     def forget(self, peer: PeerId) -> None:
-        """Forget a replica: it is gone, or does not answer."""
+        """Forget a replica that has left or does not answer."""
         self._counts.pop(peer, None)
         self._apart_since_s.pop(peer, None)
 
@@ -72,8 +72,8 @@ class JointCounts:
         return [peer for peer, count in self._counts.items() if count.basis == own.basis]
 
     def samples(self, own: BatchCount, target: int) -> int:
-        """Return how many samples all replicas have gathered for this one's next step of `target` samples, each
-        of the others within its limit.
+        """Return how many samples all replicas have gathered for this one's next step of `target` samples,
+        each of the others within its limit.
         """
         others = [self._counts[peer].samples for peer in self.together(own)]
         return own.samples + sum(min(count, TARGETS_PER_REPLICA_MAX * target) for count in others)
@@ -83,8 +83,8 @@ class JointCounts:
         return {peer: self._counts[peer].samples for peer in self.together(own)}
 
     def apart(self, own: BatchCount, now_s: float) -> list[PeerId]:
-        """Return the replicas that have other parameters, and may soon have the same: one of them missed a
-        step, or has not heard of it yet.
+        """Return the replicas with other parameters that may soon have the same ones: one of the two missed a
+        step, or does not know of it yet.
         """
         apart = [peer for peer, count in self._counts.items() if count.basis != own.basis]
         self._apart_since_s = {peer: self._apart_since_s.get(peer, now_s) for peer in apart}
@@ -112,8 +112,8 @@ def judge(
     announced: Mapping[PeerId, int],
     target: int,
 ) -> RoundVerdict:
-    """Judge a round by what its certificate says. `counts` and `weights` are those of its members: samples that
-    count for the step, and samples whose gradients are in the mean. `announced`: what this replica had been
+    """Judge a round by what its certificate says. `counts` and `weights` are those of its members: samples
+    that count for the step, and samples whose gradients are in the mean. `announced`: what this replica had been
     told before.
     """
     most = TARGETS_PER_REPLICA_MAX * target
