@@ -172,6 +172,13 @@ class GradientPass:
     staleness_max: int | None = None
 
 
+def check_staleness_max(staleness_max: int | None) -> int | None:
+    """Return a user's `staleness_max`. Raises UsageError when it is neither None nor a number of versions."""
+    if staleness_max is not None and not 0 <= staleness_max < 2**32:
+        raise UsageError(f"staleness_max is a number of versions from 0 up, or None, not {staleness_max!r}")
+    return staleness_max
+
+
 class ExpertCalls:
     """The caller's end of expert calls. A node has one instance: `node.service(ExpertCalls.from_node)`."""
 

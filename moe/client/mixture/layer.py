@@ -45,8 +45,9 @@ class RemoteMixtureOfExperts(nn.Module):
     it returns the mixture of the experts that answered, zeros when none did.
 
     Gradients flow through the experts that answered. An expert lost in the backward pass drops its branch,
-    and NotEnoughPeers is raised only when a sample has fewer than `backward_k_min` branches left. `codecs`:
-    the encodings of activations and gradients on the network. Raises
+    and NotEnoughPeers is raised only when a sample has fewer than `backward_k_min` branches left. An expert
+    that changed between the two passes by more than `staleness_max` versions (None: any number) counts as
+    lost in the backward pass. `codecs`: the encodings of activations and gradients on the network. Raises
     UsageError for wrong arguments, or inputs that the experts do not take.
     """
 
@@ -64,6 +65,7 @@ class RemoteMixtureOfExperts(nn.Module):
         backward_timeout_s: float | None = None,
         allow_zero_outputs: bool = False,
         codecs: WireCodecs = UNCOMPRESSED,
+        staleness_max: int | None = None,
     ) -> None:
         super().__init__()
         self.grid, self.in_features = ExpertGrid.parse(grid), in_features
@@ -77,6 +79,7 @@ class RemoteMixtureOfExperts(nn.Module):
             gather_timeouts=GatherTimeouts(after_k_min_s=timeout_after_k_min_s),
             allow_zero_outputs=allow_zero_outputs,
             codecs=codecs,
+            staleness_max=staleness_max,
         )
         self.gate = ProductKeyGate(in_features, self.grid.shape)
         self._bridge, self._last_passes = NodeBridge(node), LastPasses()

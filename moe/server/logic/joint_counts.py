@@ -113,8 +113,8 @@ def judge(
     target: int,
 ) -> RoundVerdict:
     """Judge a round by what its certificate says. `counts` and `weights` are those of its members: samples
-    that count for the step, and samples whose gradients are in the mean. `announced`: what this replica had been
-    told before.
+    that count for the step, and samples whose gradients are in the mean. `announced`: what this replica had
+    been told before.
     """
     most = TARGETS_PER_REPLICA_MAX * target
     brought = {peer: one for peer, one in counts.items() if type(one) is int and one >= 0}
