@@ -34,7 +34,7 @@ class RemoteExpert(torch.nn.Module):
     A backward pass returns the gradients of the inputs, and makes the expert learn where it is hosted. When
     several servers host the expert, one is drawn by how quick they are, and another one is asked when that
     one fails or is slow. The backward pass goes to the server that answered forward, and is applied there
-    once. `codecs` are the codecs in which tensors are sent (None: uncompressed).
+    once. `codecs` are the codecs in which tensors are sent (None: those that the server names).
 
     The expert may have changed between the two passes, by steps of other callers or by a restart. The
     backward pass then counts all the same, unless the versions are more than `staleness_max` apart: it is not

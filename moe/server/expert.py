@@ -14,6 +14,7 @@ import torch
 
 from averaging.optim.state.snapshot import Blob
 from averaging.optim.state.view import StateView
+from moe.protocol.codecs import UNCOMPRESSED, WireCodecs
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
 from moe.server.activations import ActivationCache
 from moe.server.batches import concatenate, split
@@ -62,6 +63,9 @@ class Expert:
     and backward passes; None computes in the module's own dtypes. The schema does not depend on it: outputs
     are cast to the dtypes that they have without. Gradients are not scaled, so with float16 small ones may
     become zero.
+
+    `codecs`: in which callers send and get tensors unless they choose others. They belong to the schema, so
+    replicas have the same.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Expert:
         device: torch.device | str | None = None,
         keep_activations_bytes: int = 0,
         autocast: torch.dtype | None = None,
+        codecs: WireCodecs = UNCOMPRESSED,
     ) -> None:
         # a dictionary is one argument on the network
         self._by_keyword = isinstance(sample_inputs, dict)
@@ -94,7 +99,7 @@ class Expert:
         tree, tensors = flatten(tuple(sample_inputs))
         with using(self.device), torch.no_grad():
             outputs = self._call_module(unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
-        self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
+        self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs, codecs)
         self.clip_norm = clip_norm
         self._learner = ExpertLearner(self.module, optimizer, schedule, clip_norm)
         self.version = 0  # counts optimizer steps and averages with replicas
