@@ -52,7 +52,6 @@ class RemoteMixtureOfExperts(nn.Module):
         allow_zero_outputs: Return the mixture of the experts that answered, zeros when none did, where the
             call would raise NotEnoughPeers.
         codecs: Encodings of activations and gradients on the network.
-
         staleness_max: An expert that changed between the two passes by more than this many versions counts as
             lost in the backward pass. None: any number is taken.
 
