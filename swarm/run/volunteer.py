@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from averaging.optim.optimizer import Optimizer
     from swarm.node import Node
+    from swarm.run.ranks import LeadingRanks
     from swarm.run.task import TaskData
 
 _VALIDATION_SHARE = 0.05  # largest fraction of the time spent on validation
@@ -66,6 +67,7 @@ class VolunteerConfig:
     limits: VolunteerLimits = field(default_factory=VolunteerLimits)
     asked_to_pause: Callable[[], bool] = lambda: False  # called about twice a second
     checkpoints: CheckpointConfig | None = None  # None: no checkpoints
+    ranks: LeadingRanks | None = None  # further processes of this peer; None: there are none
 
 
 class Volunteer:
@@ -182,6 +184,8 @@ class Volunteer:
         inner = build_optimizer(model, self.specification.optimizer, self._task)
         started_s = time.monotonic()
         writer = self._writer = self._checkpoint_writer(model, inner)
+        if self._config.ranks is not None:
+            inner = self._config.ranks.start(self.signed, inner, device)
         training = self.training = self._make_training(model, data, self._join(inner), device)
         reason = ""
         try:
@@ -217,7 +221,12 @@ class Volunteer:
             stats=TrainingStats(),
             validation_schedule=ValidationSchedule(_VALIDATION_SHARE, _VALIDATION_S_MIN),
             micro_batches=MicroBatches(
-                model=model, data=data, device=device, emit=self._emit, samples_max=self._samples_max
+                model=model,
+                data=data,
+                device=device,
+                emit=self._emit,
+                samples_max=self._samples_max,
+                ranks=self._config.ranks,
             ),
             step_size=StepSize(emit=self._emit),
         )
