@@ -383,7 +383,7 @@ class Averager:
     def _member(self, weight: float, history: RoundLineage | None) -> Member:
         contact = self.node.contact
         bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
-        cap = self.node.config.bandwidth.min_bytes_per_s
+        cap = self.node.bandwidth.min_bytes_per_s
         is_set = self.config.bandwidth is not None or (cap is not None and cap <= bandwidth)
         bandwidth = min(bandwidth, cap or bandwidth)
         return Member(

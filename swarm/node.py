@@ -149,7 +149,7 @@ class Node:
 
     async def _start(self, bootstrap: list[Contact]) -> None:
         self.supervisor = Supervisor()
-        throttle = Throttle(self.config.bandwidth)
+        self._throttle = throttle = Throttle(self.config.bandwidth)
         surroundings = Surroundings(bootstrap, _WIDEST[self.config.preset])
         self._libp2p = Libp2p(
             self.identity, self.agent, self.clock, self.standing, surroundings, self.network.pool
@@ -211,7 +211,8 @@ class Node:
         self._joining = Joining(bootstrap, self.introductions, self.book, join, self.timings)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
         self.supervisor.spawn("addresses of this peer", self._announcing.run, restart=True)
-        self.supervisor.spawn("relays of this peer", self._reaching.run, restart=True)
+        seek = functools.partial(self._reaching.run, service.meet)
+        self.supervisor.spawn("relays of this peer", seek, restart=True)
         self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         self.supervisor.spawn("limits of connections", self._server.connections.run, restart=True)
         if bootstrap:
@@ -255,6 +256,20 @@ class Node:
         SwarmError when the peer cannot be reached, or refuses.
         """
         return self.network.run(throughput(self.channels, contact), _THROUGHPUT_S_MAX)
+
+    @property
+    def bandwidth(self) -> Bandwidth:
+        """Return the caps that hold now: those of the configuration until `set_bandwidth`."""
+        return self._throttle.bandwidth
+
+    def set_bandwidth(self, bandwidth: Bandwidth) -> None:
+        """Cap what passes from now on. Call it on any thread."""
+        self.network.loop.call_soon_threadsafe(self._throttle.set_bandwidth, bandwidth)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes of all messages sent and received so far, without the headers of the transport."""
+        return self._throttle.passed
 
     def tell_reach(self, listener: Callable[[str], None]) -> None:
         """Call `listener` on the network thread with a sentence that says how others reach this peer, as soon

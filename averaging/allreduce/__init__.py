@@ -1,1 +1,1 @@
-"""A round of all-reduce: streams, votes, and what is done about members that are lost."""
+"""A round of all-reduce: streams, votes, and repairs after the loss of members."""

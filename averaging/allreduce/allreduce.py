@@ -1,10 +1,10 @@
 """Butterfly all-reduce between the members of a group: one service per node, any number of rounds side by
 side.
 
-Each member cuts the vector alike, reduces the shard that its bandwidth earns it, and sends and receives the
-others'. A round is a pure machine (`averaging.allreduce.logic.machine`) and its driver. The result stays
-encoded, and is handed over once a certificate proves that more than half of the contributors hold the same
-bytes.
+All members divide the vector in the same way. Each reduces one shard, whose size follows from its bandwidth,
+and exchanges values and averages with the reducers of the other shards. A round is a pure machine
+(`averaging.allreduce.logic.machine`) and its driver. The result stays encoded, and is handed over once a
+certificate proves that more than half of the contributors hold the same bytes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AllReduce:
         handlers.unary(ENDORSE, self._serve_endorse)
 
     def close(self) -> None:
-        """Answer no more, and fail the rounds that run."""
+        """Stop answering calls, and fail the rounds that are running."""
         for method in _METHODS:
             self._handlers.remove(method.name)
         for driver in list(self._conducting):
@@ -121,12 +121,12 @@ class AllReduce:
 
     @property
     def speed(self) -> Speed:
-        """Return what this node's link was seen to do."""
+        """Return the measured speed of this node's link."""
         return self._network.speed
 
     @property
     def running(self) -> list[RoundDriver]:
-        """Return the rounds that have not ended here."""
+        """Return the rounds that have not ended on this node."""
         return self._rounds.running
 
     @property
@@ -135,7 +135,9 @@ class AllReduce:
         return self._rounds.waiting
 
     def serve_history(self, run: str, endorser: Endorser | None) -> None:
-        """Answer questions for this peer's vote as an elector of a run with `endorser`; None: no more."""
+        """Answer requests for this peer's vote as an elector of a run with `endorser`; None: stop answering
+        them.
+        """
         if endorser is None:
             self._endorsers.pop(run, None)
         elif run in self._endorsers:
@@ -269,7 +271,7 @@ class AllReduce:
         return driver
 
     async def _conclude(self, driver: RoundDriver, finish: Finish) -> RoundOutcome:
-        """Let error feedback move on, and the averages go to their devices, if the round is committed."""
+        """If the round is committed, advance the error feedback and copy the averages to their devices."""
         machine, kernels, setup = driver.machine, driver.kernels, driver.machine.setup
         ended_s = self._network.now_s
         exchanged_s = machine.voted_s if machine.voted_s is not None else ended_s
@@ -394,8 +396,8 @@ class AllReduce:
         return reduce_pb2.EndorseReply(refusal=answer)
 
     async def _find_repairable(self, group_id: bytes, caller: PeerId) -> KnownRound:
-        """Return the round of this name. Raises PeerError where reducers are audited: a member that took a
-        shard over could not be.
+        """Return the round of this name. Raises PeerError where reducers are audited: a member that takes
+        over a shard could not be audited.
         """
         found = await self._rounds.find(group_id, caller)
         if found.machine.setup.audited:
@@ -404,7 +406,7 @@ class AllReduce:
 
 
 async def _ended(driver: RoundDriver) -> Finish:
-    """Wait for the end of a round. A cancellation gives it up, unless it is committed already."""
+    """Wait for the end of a round. A cancellation ends the round, unless it is committed already."""
     try:
         await asyncio.wait({driver.ended})
     except asyncio.CancelledError:
@@ -419,7 +421,7 @@ async def _ended(driver: RoundDriver) -> Finish:
 
 
 async def uninterrupted(future: asyncio.Future[T]) -> T:
-    """Wait for `future` whether this task is cancelled or not: the cancellation comes too late."""
+    """Wait for `future` even if this task is cancelled: the cancellation comes too late."""
     while not future.done():
         try:
             await asyncio.wait({future})
@@ -456,7 +458,7 @@ def _keep_freed_memory() -> None:
 
 
 def _nothing(size_bytes: int) -> None:
-    """Ignore what comes on the stream of a member that contributes nothing."""
+    """Ignore messages on the stream of a member that contributes nothing."""
 
 
 def _place(found: RoundDriver | FinishedRound, caller: PeerId) -> int:

@@ -1,5 +1,5 @@
-"""The service around `averaging.reduction.audit`: signs and checks contributions, keeps what was reduced,
-accounts for it, and audits others.
+"""The service around `averaging.reduction.audit`: it signs and checks contributions, keeps those that were
+reduced, shows them on request, and audits other reducers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ANSWER_S = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why a round cannot count. `accused`: the place of who lied; None when an audit could not be made, which
-    proves nothing.
+    """The reason why a round must not count. `accused`: the place of the member that lied; None when an audit
+    could not be made, which proves nothing.
     """
 
     reason: str
@@ -44,7 +44,9 @@ def sign(identity: Signer, group_id: bytes, chunk: int, payload: bytes | memoryv
 
 
 class Auditor:
-    """One member's part in the audits of one round: gives account of its own shard, and looks at others'."""
+    """One member's part in the audits of one round: it shows what its own shard was reduced from, and audits
+    other reducers.
+    """
 
     def __init__(self, group: Group, kernels: ReductionKernels, notary: Notary, share: float) -> None:
         self.accused: dict[int, str] = {}  # who was found to have lied, by this member itself
@@ -59,8 +61,8 @@ class Auditor:
     # ---- as a sender and as a reducer
 
     def accept(self, place: int, chunk: int, payload: memoryview, signature: bytes) -> None:
-        """Accept a contribution that came. Raises PeerError unless its sender signed it: what cannot be shown
-        later cannot be averaged.
+        """Accept a contribution. Raises PeerError unless its sender signed it: a contribution that cannot be
+        shown later must not be averaged.
         """
         signed = statement(self._group.group_id, chunk, digest_payload(payload))
         if len(signature) != SIGNATURE_BYTES or not self._verify(place, signed, signature):
@@ -74,7 +76,7 @@ class Auditor:
         return self._kernels.encoded(chunk)
 
     def keep(self, chunk: int, contributions: Sequence[Contribution]) -> None:
-        """Keep what a chunk was reduced from."""
+        """Keep the contributions from which a chunk was reduced."""
         self._used[chunk] = {item.place: item for item in contributions}
 
     def answer(self, caller: int, request: AccountRequest) -> AccountReply:
@@ -102,11 +104,9 @@ class Auditor:
     # ---- as an auditor
 
     async def audit(self, channels: Caller, work: Work) -> Finding | None:
-        """Look at some chunks of others; what is wrong with the first that is not as it should be. `work`
-        runs tensor work.
-
-        To be called when every average is here, and before this member votes: until then all others have to
-        wait, and hold what is asked.
+        """Audit some chunks of other reducers. Return the finding about the first wrong chunk, or None.
+        `work` runs tensor work. Call this when every average has arrived and before this member votes: until
+        then all others must wait, and keep what is asked for.
         """
         for chunk in draw(
             self._kernels.plan, self._kernels.own, self._share, self._auditors, self._notary.rng

@@ -1,5 +1,5 @@
-"""The unary calls of one round: heartbeats, votes, and what repairs need. Each ends with an event, also when
-its member failed meanwhile.
+"""The unary calls of one round: heartbeats, votes, and the calls of repairs. Each ends with an event, even
+when its member failed meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RoundCalls:
         self._votes: dict[int, asyncio.Task[None]] = {}
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
-        """Perform calls in this group from now on."""
+        """Start performing calls to the members of this group."""
         self._tasks = tasks
 
     async def finish(self, timeout_s: float) -> None:
@@ -114,7 +114,7 @@ class RoundCalls:
             del self._votes[place]
 
     async def _guarded(self, work: Callable[[T], Awaitable[None]], effect: T) -> None:
-        """Do this work; when the node was closed under it, or has no memory, give the round up."""
+        """Run this work. End the round when the node was closed meanwhile, or has no memory left."""
         driver = self._driver
         name = driver.machine.setup.name(driver.machine.setup.own)
         try:

@@ -1,5 +1,5 @@
-"""The driver of one running round: it performs the effects of the round's machine, and feeds what comes of
-them back as events.
+"""The driver of one running round: it performs the effects of the round's machine, and feeds their results
+back as events.
 
 Tensor work goes to `ReductionKernels`, in a thread of the node's pool. Values and averages that are on their
 way through this member are kept here; the machine knows them by chunk.
@@ -159,7 +159,7 @@ class RoundDriver:
         return self.machine.finished is None
 
     def _drop_tensors(self) -> None:
-        """Keep nothing but averages that are still being given to slower members."""
+        """Release all tensors except averages that are still being sent to slower members."""
         self.work.drop()
         if not self._senders:
             self.averages = []
@@ -167,8 +167,8 @@ class RoundDriver:
     # ---- events and effects
 
     def feed(self, event: on.Event) -> None:
-        """Give the machine an event, and perform what it wants done. Raises PeerError for what a member must
-        not do.
+        """Feed an event to the machine, and perform the effects that it returns. Raises PeerError when a
+        member broke the protocol.
         """
         self._events.append(event)
         if self._stepping:
@@ -242,8 +242,8 @@ class RoundDriver:
             self._reducing.cancel()
 
     async def news(self) -> None:
-        """Wait until there is something to give to senders, or to take from them, at most `_LOOK_S`; look
-        again then. There is no await between a look and this, so no change is missed.
+        """Wait for a change that concerns senders, at most `_LOOK_S`. The caller does not await between its
+        last look and this call, so no change is missed.
         """
         self._news.clear()
         await self._news.wait()
@@ -265,7 +265,7 @@ class RoundDriver:
         self.feed(on.Audited(finding.reason if finding is not None else ""))
 
     async def keep_fetched(self, chunk: int, payload: memoryview, version: Version) -> bool:
-        """Check and keep an average that was fetched; return whether it is the version that was asked for."""
+        """Check and keep a fetched average; return whether it is the requested version."""
         if self._halted:
             await self.offload.finish()  # nothing else must write to the averages now
         arrived = Arrived(
@@ -295,7 +295,7 @@ class RoundDriver:
     # ---- for the streams
 
     def contact(self, place: int) -> Contact:
-        """Return how to reach a member."""
+        """Return a member's contact."""
         return self.machine.setup.group.members[place].contact
 
     async def send(self, stream: Stream, message: bytes) -> None:
@@ -304,21 +304,23 @@ class RoundDriver:
         await stream.send(message)
 
     def on_bytes(self, place: int, averages: bool, size_bytes: int) -> None:
-        """Something came on a stream; `averages`: on one that this member opened."""
+        """Record that bytes arrived on a stream. `averages`: it is one that this member opened."""
         self.feed(on.BytesArrived(place, size_bytes, averages))
 
     def on_sent(self, place: int) -> None:
-        """Something was sent on a stream."""
+        """Record that bytes were sent on a stream."""
         self.feed(on.BytesSent(place))
 
     def on_average(
         self, place: int, chunk: int, payload: memoryview, contributors: bytes, clipped: bytes
     ) -> None:
-        """A reducer's average came. Raises PeerError when it cannot be what it says."""
+        """Process an average that arrived from a reducer. Raises PeerError when it contradicts its header."""
         self.work.on_average(on.AverageArrived(place, chunk, contributors, clipped, len(payload)), payload)
 
     def on_contribution(self, place: int, chunk: int, payload: memoryview, signature: bytes) -> None:
-        """A member's values came. Raises PeerError when they are not signed where they must be."""
+        """Process values that arrived from a member. Raises PeerError when a required signature is
+        missing.
+        """
         if self.auditor is not None:
             self.auditor.accept(place, chunk, payload, signature)
         if chunk == self.machine.shard.expected(place):
@@ -326,18 +328,18 @@ class RoundDriver:
         self.feed(on.ContributionArrived(place, chunk, len(payload)))
 
     def give(self, message: bytes) -> None:
-        """Give another average of this member's shard to everybody that takes averages."""
+        """Announce a further average of this member's shard to all members that take averages."""
         self.averages.append(message)
         self._news.set()
 
     def given(self, nth: int) -> None:
-        """A member has been given the average number `nth`."""
+        """Record that average number `nth` was sent to a member."""
         self._takers[nth] -= 1
         if not self._takers[nth]:
             self.averages[nth] = b""  # frees memory that the next one uses
 
     def why_over(self) -> str:
-        """Return why a stream of another member was ended with the round."""
+        """Return the reason to send when another member's stream is ended with the round."""
         finish = self.machine.finished
         if finish is not None and finish.failure is not None:
             return f"the round failed: {finish.failure}"
@@ -371,7 +373,9 @@ class RoundDriver:
                 self._drop_tensors()
 
     async def _ask(self, event: Callable[[int], on.Event]) -> do.AnswerVotes | do.AnswerInventory:
-        """Give the machine a member's question, and wait for its answer. `event` makes it of a number."""
+        """Feed a member's question to the machine, and wait for its answer. `event` makes the event from the
+        number of the question.
+        """
         self._asked += 1
         number = self._asked
         reply: asyncio.Future[do.AnswerVotes | do.AnswerInventory]
@@ -384,13 +388,13 @@ class RoundDriver:
                 self.feed(on.CallEnded(number))
 
     async def answer_votes(self, place: int, statement: Statement) -> Statement:
-        """A member says what it knows of the votes, and asks what this one knows."""
+        """Answer a member that reports the votes that it knows and asks for those that this one knows."""
         answer = await self._ask(lambda number: on.VotesAsked(number, place, statement))
         assert isinstance(answer, do.AnswerVotes)
         return answer.statement
 
     async def answer_inventory(self, place: int, request: InventoryRequest) -> InventoryReply:
-        """A member asks what this member holds."""
+        """Answer a member that asks for this member's inventory."""
         setup = self.machine.setup
         question = wire.question_from_wire(request, len(setup.members))
         answer = await self._ask(lambda number: on.InventoryAsked(number, place, question))
@@ -401,7 +405,9 @@ class RoundDriver:
         return reply
 
     async def answer_fetch(self, request: FetchRequest) -> FetchReply:
-        """A member asks for an average, or for this member's values of a chunk that it takes over."""
+        """Answer a member that asks for an average, or for this member's values of a chunk that it takes
+        over.
+        """
         if request.digest:
             reply = FetchReply(payload=payload_of(self.machine, self.kernels.averages, request))
         else:
@@ -410,7 +416,7 @@ class RoundDriver:
         return reply
 
     def take_offer(self, place: int, chunk: int, payload: bytes, withdrawn: str) -> None:
-        """A member that cannot be dialed gives its values of a chunk that this member takes over."""
+        """Accept values of a chunk that this member takes over, from a member that cannot be dialed."""
         refusal = self.machine.repairs.refusal(place, chunk)
         if refusal:
             raise PeerError(refusal)
@@ -424,12 +430,12 @@ class RoundDriver:
         self.work.keep_value(place, chunk, payload)
 
     def give_up(self) -> None:
-        """End the round here, and tell the others."""
+        """End the round for this member, and tell the others."""
         own = self.machine.setup.own
         self.feed(on.GiveUp(f"{self.machine.setup.name(own)} gave the round up"))
 
     def close(self) -> None:
-        """Fail a round that runs, and tell nobody."""
+        """Fail the round if it is running, without telling the others."""
         if self.running:
             self.feed(on.GiveUp(f"{self.machine.setup.name(self.machine.setup.own)} was closed"))
         self._calls.close()

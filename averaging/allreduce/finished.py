@@ -1,5 +1,5 @@
-"""A round that has ended here, for members that ask late: how it ended, and its averages while they are in
-memory.
+"""A round that has ended on this node, for members that ask late: its outcome, and its averages while they
+are in memory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from swarm.wire.reduce_pb2 import (
 
 
 class FinishedRound:
-    """Keeps no tensors alive: only the averages' owner does."""
+    """The record of an ended round. It keeps no tensors alive; the owner of the averages does."""
 
     def __init__(self, machine: RoundMachine, averages: Averages) -> None:
         self.machine = machine
         self._averages = weakref.ref(averages)
 
     async def answer_votes(self, place: int, statement: Statement) -> Statement:
-        """A member says what it knows of the votes, and asks what this one knows."""
+        """Answer a member that reports the votes that it knows and asks for those that this one knows."""
         machine = self.machine
         for effect in machine.step(on.VotesAsked(0, place, statement), machine.setup.deadline_s):
             if isinstance(effect, do.AnswerVotes):
@@ -41,7 +41,9 @@ class FinishedRound:
         raise AssertionError("a finished round answers at once")
 
     async def answer_inventory(self, place: int, request: InventoryRequest) -> InventoryReply:
-        """A member asks what this member holds. Raises PeerError when it is not in memory any more."""
+        """Answer a member that asks for this member's inventory. Raises PeerError when the averages are no
+        longer in memory.
+        """
         self._alive()
         wire.question_from_wire(request, len(self.machine.setup.members))
         reply = wire.inventory_to_wire(request, self.machine.setup.plan, self.machine.assembly.held)
@@ -49,15 +51,15 @@ class FinishedRound:
         return reply
 
     async def answer_fetch(self, request: FetchRequest) -> FetchReply:
-        """A member asks for an average."""
+        """Answer a member that asks for an average."""
         if not request.digest:
             raise PeerError("the round is over")
         return FetchReply(payload=payload_of(self.machine, self._alive(), request))
 
     async def give_averages(self, place: int, stream: Stream) -> None:
-        """Give the averages of this member's shard to a member that opens its stream late. Nobody waits for
-        one without weight, so that it may find a committed round. Raise PeerError for a member that
-        contributes, which was left out, and when there is nothing to give.
+        """Send the averages of this member's shard to a member that opens its stream late. Nobody waits for a
+        member without weight, so such a member may find a committed round. Raise PeerError for a contributor,
+        which was left out, and when there are no averages.
         """
         machine = self.machine
         self._alive()
@@ -81,7 +83,7 @@ class FinishedRound:
 
 
 def payload_of(machine: RoundMachine, averages: Averages, request: FetchRequest) -> bytes:
-    """Return the bytes of an average. Raises PeerError when it is not held, or not this one."""
+    """Return the bytes of an average. Raises PeerError when this version of it is not held."""
     version = machine.assembly.held.get(request.chunk)
     if version is None or version.digest != request.digest:
         raise PeerError(

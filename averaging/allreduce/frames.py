@@ -1,7 +1,7 @@
-"""Large messages in frames, where a link is slow or nobody knows how fast it is.
+"""Large messages in frames, for links that are slow or were not measured yet.
 
-A message shows at its receiver when its last byte is there. A megabyte over a slow link takes many seconds in
-which its sender looks idle; cut into small messages, it is seen to move.
+A receiver sees a message only when its last byte has arrived. A megabyte takes many seconds on a slow link,
+during which its sender looks idle. Cut into frames, the transfer is visible.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class FrameSize:
 
 
 class FramedStream:
-    """Cuts what is large, and joins what comes in frames. Satisfies `Stream`. `came` is called with the size
-    of everything that comes, `went` whenever something was sent; `speed` learns how long that took.
+    """Cuts large messages into frames, and joins received frames. Satisfies `Stream`. `came` is called with
+    the size of everything received, `went` whenever something was sent; `speed` learns how long sending took.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class FramedStream:
         self._first = b""  # a message that came with the opening
 
     def begin(self, opening: ExchangeHeader) -> None:
-        """Begin with this header: in one message with the first one that is sent, if that is small."""
+        """Set the header. It is sent in one message with the first one, if that is small."""
         self._opening = opening
 
     def resume(self, first: memoryview) -> None:
-        """Receive this message before others; empty: none came with the opening."""
+        """Make this message the first one to be received; empty: none came with the opening."""
         self._first = bytes(first)
 
     @property
@@ -109,8 +109,8 @@ class FramedStream:
         self._went()
 
     async def receive(self) -> bytes | None:
-        """Receive a message as `Stream.receive` does. A stream that ends within a message has ended: what was
-        there of it is dropped. Raises PeerError when the frames are not the message that was announced.
+        """Receive a message as `Stream.receive` does. When the stream ends within a message, its part is
+        dropped, and the stream has ended. Raises PeerError when the frames do not make the announced message.
         """
         message: bytes | None = self._first
         if message:

@@ -1,9 +1,9 @@
-"""The tensor work of a round, in batches of chunks, on a thread of the node's pool: encode what is sent,
-average what came, keep results.
+"""The tensor work of a round, in batches of chunks, on a thread of the node's pool: encode values, average
+contributions, keep results.
 
 One hop to the pool per batch, none per operation: a hop costs as much as a hundred kilobytes of work. Within
-a chunk, everything is done to one block before the next is begun, so that it stays in the cache. What these
-functions are given is not touched by anybody else meanwhile.
+a chunk, everything is done to one block before the next is begun, so that it stays in the cache. No other
+code may touch the arguments of these functions while they run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Averaged:
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """A chunk that could not be reduced, and whose values are to blame; nobody's: the sum itself
+    """A chunk that could not be reduced, and the members whose values are the cause; none when the sum itself
     overflows.
     """
 
@@ -70,7 +70,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """A chunk, and what its average should be made of."""
+    """A chunk, and the contributions that its average should be made of."""
 
     chunk: Chunk
     contributions: Sequence[Contribution]
@@ -130,8 +130,8 @@ class ReductionKernels:
 
     @property
     def queues(self) -> Queues:
-        """Return the queues of the devices on which this member has its vector, or will have its averages;
-        none: all of it is on the host.
+        """Return the queues of the devices that hold this member's vector or will hold its averages; none
+        when everything is on the host.
         """
         return self.vector.queues or self.averages.result_buffer.queues
 
@@ -188,8 +188,8 @@ class ReductionKernels:
         return done
 
     def settle(self, arrived: Sequence[Arrived]) -> list[bytes | None]:
-        """Keep averages that came: the digest of each, None where its values are no numbers, or not those
-        that were asked for.
+        """Keep averages that arrived. Return the digest of each; None where its values are not finite, or
+        where it is not the requested version.
         """
         started_s = time.perf_counter()
         digests = [self._settle_one(average) for average in arrived]
@@ -235,7 +235,7 @@ class ReductionKernels:
         return found or "together they are too large"
 
     def encoded(self, chunk: Chunk) -> bytes:
-        """Return this member's values of a chunk as they would travel."""
+        """Return this member's values of a chunk as they would be sent."""
         with self._borrowed() as scratch, self._fetching([chunk], self._launch) as launched:
             return bytes(self._payload(chunk, scratch, launched.get(chunk.index))[1])
 
@@ -331,18 +331,17 @@ class ReductionKernels:
         return values
 
     def conclude(self, held: Mapping[int, Version]) -> None:
-        """Take the versions of the chunks with which the round is committed: averages go to their devices,
-        and error feedback moves on.
-
-        What went into no average is still to be sent. The vector's owner may write to it afterwards.
+        """Apply the versions of the chunks with which the round was committed: copy averages to their
+        devices, and advance the error feedback. Values that are in no average remain in the residual. The
+        vector's owner may write to it afterwards.
         """
         if self.vector.queues:
             self.averages.upload(self.vector)
         self.conclude_feedback(held)
 
     def conclude_feedback(self, held: Mapping[int, Version]) -> None:
-        """Mark what went into these versions as delivered: the members committed the round with them, also
-        when this member cannot have the averages.
+        """Mark the values in these versions as delivered: the members committed the round with them, even if
+        this member cannot get the averages.
         """
         feedback = self.feedback
         if feedback is None or not feedback.open:
@@ -380,7 +379,9 @@ class ReductionKernels:
         scratch: _Scratch,
         feedback: FeedbackRound | None,
     ) -> tuple[list[memoryview], bytes, bytes] | Spoiled:
-        """Return the encoded average in pieces, which lie in `scratch`, their digest, and who was clipped."""
+        """Return the encoded average in pieces, which lie in `scratch`, their digest, and the members that
+        were clipped.
+        """
         codec, cut = self.codec, blocks(chunk, self.codec)
         prepared = prepare(
             self.aggregation, contributions, codec, cut, scratch.total[: chunk.numel], scratch.rows
@@ -435,8 +436,8 @@ class ReductionKernels:
         pieces: Sequence[memoryview],
         scratch: _Scratch,
     ) -> None:
-        """Keep what the codec lost of an average that this member made instead of a lost reducer, as far as
-        it goes into the sum of the next round: the lost reducer's own memory of it is gone.
+        """Keep the codec's error of an average that this member made in place of a lost reducer, so that it
+        enters the next round: the lost reducer's own residual is gone.
         """
         ours = [item.weight for item in contributions if item.place == self.own]
         if not ours:
@@ -464,8 +465,8 @@ class ReductionKernels:
 
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[_Scratch]:
-        """Scratch space for one chunk; threads work side by side, each with its own. It comes back whatever
-        happens.
+        """Borrow scratch space for one chunk. Each thread has its own; it is returned even after an
+        exception.
         """
         try:
             scratch = self._free.pop()

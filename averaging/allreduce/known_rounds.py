@@ -1,4 +1,4 @@
-"""The rounds that this process runs, those that have just ended, and calls that wait for one to begin."""
+"""The rounds that this process runs, those that ended recently, and calls that wait for a round to begin."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KnownRounds:
         self._begun.notify()
 
     def finish(self, group_id: bytes, finished: FinishedRound) -> None:
-        """Replace a round by what is remembered of it."""
+        """Replace a round by its record (`FinishedRound`)."""
         self._rounds[group_id] = finished
 
     async def find(self, group_id: bytes, caller: PeerId) -> KnownRound:

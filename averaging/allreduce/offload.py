@@ -6,24 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from averaging.reduction.devices import NO_QUEUES, Queues, describe_out_of_memory
-from swarm.core.device import is_out_of_memory
+from swarm.core.device import is_out_of_memory, usable_cores
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 # with fewer, handing work to another thread costs more than it saves: 8 % of a round's processor time on two
 INLINE_BELOW_CORES = 4
-
-
-def cores() -> int:
-    """Return how many processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class OutOfMemory(Exception):
@@ -45,7 +39,7 @@ class ComputeOffload:
         """`queues`: of the devices that are worked on. Such work may wait for a device, and is never done on
         the event loop; nor is `heavy` work, of which one piece takes long.
         """
-        self.inline = cores() < INLINE_BELOW_CORES and not queues and not heavy
+        self.inline = usable_cores() < INLINE_BELOW_CORES and not queues and not heavy
         self.out_of_memory = ""  # where memory ran out; "": nowhere
         self._pool = pool
         self._queues = queues

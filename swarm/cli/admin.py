@@ -37,20 +37,22 @@ class RunAddress:
 
 @click.command(context_settings=options.CONTEXT)
 @click.argument("run", metavar="[RUN]", required=False)
+@click.option("--free-memory", "free", is_flag=True, help="Free the memory at once, with a file on the disk.")
 @options.as_json
-def pause(run: str | None, as_json: bool) -> int:
+def pause(run: str | None, free: bool, as_json: bool) -> int:
     """Pause the volunteers of this user on this machine: all, or those of RUN (a name, an id, a PeerID or a
     process id).
 
-    A volunteer that pauses leaves the run's rounds at once, so that no peer waits for it, and keeps the model
-    in memory.
+    A volunteer that pauses leaves the run's rounds at once, so that no peer waits for it, frees the memory of
+    the GPU, and after a minute that of the machine, too.
 
     \b
     Examples:
       swarm pause
       swarm pause bytelm
+      swarm pause --free-memory
     """
-    return _set_paused(run, paused=True, as_json=as_json)
+    return _set_paused(run, paused=True, free=free, as_json=as_json)
 
 
 @click.command(context_settings=options.CONTEXT)
@@ -67,14 +69,14 @@ def resume(run: str | None, as_json: bool) -> int:
     return _set_paused(run, paused=False, as_json=as_json)
 
 
-def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
+def _set_paused(run: str | None, *, paused: bool, free: bool = False, as_json: bool) -> int:
     control = Control(control_folder())
     found = [one for one in control.running() if one.matches(run)]
     if not found:
         who = f"no volunteer of {run!r}" if run else "nothing"
         raise SwarmError(f"{who} trains on this machine, or it was started with another SWARM_HOME")
     for one in found:
-        control.set_paused(one, paused)
+        control.set_paused(one, paused, free=free)
         print_result(
             "pause" if paused else "resume",
             {"pid": one.pid, "run": one.full_name},

@@ -17,6 +17,7 @@ from swarm.cli.options import CONTEXT
 COMMANDS = {
     "bootstrap": ("bootstrap", "Run a long-lived entry point that trains nothing."),
     "change": ("admin", "Change a run that you own while others train it."),
+    "config": ("preferences", "Show or change what volunteers may do on this machine."),
     "demo": ("demo", "Watch several peers train a model on this machine."),
     "doctor": ("doctor", "Find out whether this machine can volunteer."),
     "experts": ("experts", "List the experts of a swarm."),
@@ -29,7 +30,9 @@ COMMANDS = {
     "pause": ("admin", "Pause volunteers on this machine."),
     "recover": ("recover", "Give a run whose owner's key was stolen a new owner."),
     "resume": ("admin", "Let paused volunteers train again."),
+    "runs": ("runs", "List the runs of a swarm, or those that this machine knows."),
     "serve": ("serve", "Host experts for others to call."),
+    "service": ("service", "Let the system start a volunteer."),
     "start": ("train", "Create a run and train as its first volunteer."),
 }
 

@@ -4,7 +4,7 @@ They use files in a folder, which works on every system.
 
 A command that trains writes `<process id>.json` while it runs, with its run and the addresses of its node.
 `swarm pause` creates `<process id>.pause` beside it, which the trainer checks twice a second, and
-`swarm resume` deletes it.
+`swarm resume` deletes it. The file holds "free" when the pause shall free the memory at once.
 """
 
 from __future__ import annotations
@@ -85,9 +85,14 @@ class Control:
         finally:
             self._remove(one.pid)
 
-    def asked_to_pause(self) -> bool:
-        """Return whether this process was asked to pause."""
-        return self._flag(os.getpid()).exists()
+    def asked_to_pause(self) -> str:
+        """Return "pause" if this process was asked to pause, "free" if it shall free its memory at once,
+        too, and "" if neither.
+        """
+        try:
+            return "free" if self._flag(os.getpid()).read_text(encoding="utf-8") == "free" else "pause"
+        except (OSError, ValueError):
+            return ""
 
     def running(self) -> list[Running]:
         """Return the commands that train now, and delete the files of dead ones."""
@@ -100,11 +105,17 @@ class Control:
                 self._remove(int(file.stem))
         return found
 
-    def set_paused(self, one: Running, paused: bool) -> None:
-        """Ask a command to pause or to go on. Raise SwarmError if the folder cannot be written to."""
+    def processes(self) -> list[int]:
+        """Return the ids of the processes that train now."""
+        return [one.pid for one in self.running()]
+
+    def set_paused(self, one: Running, paused: bool, *, free: bool = False) -> None:
+        """Ask a command to pause, and to free its memory at once, or to go on. Raise SwarmError if the folder
+        cannot be written to.
+        """
         try:
             if paused:
-                self._flag(one.pid).touch()
+                self._flag(one.pid).write_text("free" if free else "", encoding="utf-8")
             else:
                 self._flag(one.pid).unlink(missing_ok=True)
         except OSError as error:

@@ -42,6 +42,16 @@ def checkpoints_folder() -> Path:
     return home() / "checkpoints"
 
 
+def preferences_file() -> Path:
+    """Return the file of what volunteers of this user may do on this machine."""
+    return home() / "preferences.toml"
+
+
+def contributions_file() -> Path:
+    """Return the database of what volunteers of this user have given."""
+    return home() / "contributions.sqlite"
+
+
 def control_folder() -> Path:
     """Return the folder through which `swarm pause` reaches running commands."""
     return home() / "live"

@@ -16,7 +16,15 @@ from swarm.cli import options
 from swarm.cli.control import Control
 from swarm.cli.identity import open_entry_identity, open_identity
 from swarm.cli.invite import contacts_of, starting_invite
-from swarm.cli.paths import checkpoints_folder, control_folder, default_identity, specifications_folder
+from swarm.cli.paths import (
+    checkpoints_folder,
+    contributions_file,
+    control_folder,
+    default_identity,
+    preferences_file,
+    specifications_folder,
+)
+from swarm.cli.preferences import given_preferences, preference_options
 from swarm.cli.render import Output, make_output
 from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.cli.shutdown import Shutdown
@@ -25,59 +33,28 @@ from swarm.core.errors import UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.core.presets import Preset
-from swarm.metrics.record import NAME_CHARACTERS_MAX
+from swarm.run.contributions import ContributionLog
 from swarm.run.entering import find_run, refusal, unanswered, wait_for_answer
 from swarm.run.events import Event, Finished, Listening, Notice
-from swarm.run.hours import Hours
-from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
+from swarm.run.limits import VolunteerLimits, parse_duration_s
+from swarm.run.preferences import LivePreferences, Preferences, PreferencesFile
+from swarm.run.ranks import LeadingRanks, follow, following_place, leading
 from swarm.runtime.collector import keep_present_objects
 
 if TYPE_CHECKING:
     from swarm.cli.finding import RunEntry
-    from swarm.net.throttle import Bandwidth
     from swarm.node import Node
     from swarm.run.checkpoints import CheckpointConfig
     from swarm.run.signed import SignedSpecification
     from swarm.run.specification import RunSpecification
 
-_BYTES_PER_MBIT = 125_000.0
 _CREATE_S_MAX = 60.0  # to read and to publish a specification, tries included
 
-_upload = click.option(
-    "--upload",
-    metavar="MBIT",
-    type=options.BoundedNumber(min=0.1),
-    default=None,
-    help="Send at most this many Mbit/s.",
-)
-_download = click.option(
-    "--download",
-    metavar="MBIT",
-    type=options.BoundedNumber(min=0.1),
-    default=None,
-    help="Receive at most this many Mbit/s.",
-)
-_hours = click.option(
-    "--hours",
-    metavar="FROM-TO",
-    multiple=True,
-    help="Train in these hours only (local time): 22-7. Repeatable.",
-)
-_memory = click.option(
-    "--memory",
-    metavar="SIZE",
-    default=None,
-    help="Use at most this much memory, for instance 4G; leave the run before using more.",
-)
 _from_scratch = click.option(
     "--from-scratch",
     is_flag=True,
     help="If no peer has a state, begin from the initial parameters, not from this machine's checkpoint.",
 )
-_name = click.option(
-    "--name", default="", help="A name of this machine for `swarm monitor`; at most 40 characters."
-)
-
 _no_lan = click.option(
     "--no-lan",
     is_flag=True,
@@ -99,17 +76,13 @@ def _training_options(
     shared = (
         checkpoints,
         _from_scratch,
-        _upload,
-        _download,
-        _hours,
-        _memory,
+        preference_options,
         options.listen,
         options.announce,
         options.relay_mbit(0.0),
         options.preset,
         options.device,
         options.data,
-        _name,
         _no_lan,
         options.libp2p_bootstrap,
         options.as_json,
@@ -160,6 +133,8 @@ def start(file: Path, recovery_key: str | None, **given: Any) -> int:
       swarm start examples/bytelm.toml --recovery-key 12D3KooW...
       swarm start RUN.toml --bootstrap /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
     """
+    if (place := following_place()) is not None:
+        return follow(place)
     from swarm.run.machine import choose_device
     from swarm.run.recovery import recovery_key_of
     from swarm.run.specification import RunSpecification
@@ -228,7 +203,10 @@ def join(addresses: tuple[str, ...], run: str | None, **given: Any) -> int:
       swarm join ADDRESS --run bytelm --yes
       swarm join ADDRESS --device cuda:1 --data ~/texts
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
+      swarm join ADDRESS --when-idle --daily 5G
     """
+    if (place := following_place()) is not None:
+        return follow(place)
     from swarm.cli.finding import given_entry, nearby_entry, nearby_runs
 
     choices = TrainChoices.of(bootstrap=(), **given)
@@ -285,41 +263,23 @@ class TrainChoices:
     exit_with_parent: bool
     checkpoint_every: str
     from_scratch: bool
-    upload: float | None  # Mbit/s
-    download: float | None
-    hours: tuple[str, ...]
-    memory: str | None
+    preferences: Preferences
     yes: bool = True
     no_lan: bool = False
     libp2p_bootstrap: tuple[str, ...] = ()  # multiaddrs
-    name: str = ""
     preset: Preset = "wan"
 
     @classmethod
     def of(cls, **options: Any) -> TrainChoices:
         """Return the options as click parsed them. Raise UsageError for all that can be checked at once."""
-        choices = cls(**options)
+        choices = cls(preferences=given_preferences(options), **options)
         choices.listen_at()
         choices.rendezvous()
-        choices.limits()
+        PreferencesFile(preferences_file()).read()
         parse_duration_s(choices.checkpoint_every)
-        if len(choices.name) > NAME_CHARACTERS_MAX:
-            raise UsageError(f"--name has at most {NAME_CHARACTERS_MAX} characters")
         if choices.data is not None and not choices.data.expanduser().is_dir():
             raise UsageError(f"--data {choices.data}: there is no such folder")
         return choices
-
-    def bandwidth(self) -> Bandwidth:
-        """Return the limits of the node's bandwidth in each direction."""
-        from swarm.net.throttle import Bandwidth
-
-        up, down = (None if mbit is None else mbit * _BYTES_PER_MBIT for mbit in (self.upload, self.download))
-        return Bandwidth(up_bytes_per_s=up, down_bytes_per_s=down)
-
-    def limits(self) -> VolunteerLimits:
-        """Return the limits of the volunteer. The node limits its bandwidth itself."""
-        memory_bytes_max = parse_size(self.memory) if self.memory is not None else None
-        return VolunteerLimits(hours=Hours.parse(self.hours), memory_bytes_max=memory_bytes_max)
 
     def checkpoints(self, run_id: str) -> CheckpointConfig:
         """Return where checkpoints are read and written, and how often they are written."""
@@ -370,19 +330,41 @@ class _Session:
             self.shutdown.begin_cleanup()
 
     def train(self, signed: SignedSpecification, *, created: bool) -> None:
-        """Describe the run, ask the user, and train until the end."""
+        """Describe the run, ask the user, and train until the end, with the other processes of this peer if
+        torchrun has started some.
+        """
+        with leading(self.choices.data) as ranks:
+            self._train(signed, ranks, created=created)
+
+    def _train(self, signed: SignedSpecification, ranks: LeadingRanks | None, *, created: bool) -> None:
         from swarm.cli.finding import announce_by_name, announce_nearby
+        from swarm.run.machine_use import MachineProbes
         from swarm.run.membership import check_invited, save_capability
-        from swarm.run.volunteer import Volunteer, VolunteerConfig
+        from swarm.run.volunteer import Volunteer
+        from swarm.run.volunteer_config import VolunteerConfig
 
         check_invited(signed, self.node.membership)
         control = Control(control_folder())
+        preferences = LivePreferences(
+            PreferencesFile(preferences_file()), signed.name, self.choices.preferences
+        )
+        self.node.set_bandwidth(preferences.now.bandwidth())
+
+        def limits() -> VolunteerLimits:
+            if changes := preferences.changed():
+                self.node.set_bandwidth(preferences.now.bandwidth())
+                self.emit(Notice(text=f"preferences changed: {changes}"))
+            return preferences.now.limits()
+
         config = VolunteerConfig(
             device=self.choices.device,
             data=self.choices.data,
-            limits=self.choices.limits(),
+            limits=limits,
             asked_to_pause=control.asked_to_pause,
             checkpoints=self.choices.checkpoints(signed.run_id),
+            probes=lambda device: MachineProbes(device, control.processes),
+            log=ContributionLog(contributions_file()),
+            ranks=ranks,
         )
         volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.shutdown.requested)
         self.emit(volunteer.describe_run(created=created))
@@ -425,10 +407,12 @@ def _session(
         try:
             from swarm.node import Node, NodeConfig
 
+            file = PreferencesFile(preferences_file())
+            preferences = choices.preferences.over(file.read()[0])
             config = NodeConfig(
                 preset=choices.preset,
-                name=choices.name,
-                bandwidth=choices.bandwidth(),
+                name=preferences.name or "",
+                bandwidth=preferences.bandwidth(),
                 announce=choices.announce,
                 relay_mbit=choices.relay_mbit,
             )

@@ -7,6 +7,7 @@ torch at all.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -65,6 +66,11 @@ def check_device_present(name: str) -> None:
     """
     if check_device_name(name) not in ("auto", "cpu"):
         resolve_device(name)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def missing_cuda() -> str:

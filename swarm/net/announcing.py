@@ -71,7 +71,7 @@ class Announcing:
         surroundings.widen(address.host for address in own.given)
         presumed: list[Address] = []
         if not self._is_unresolved and surroundings.own < Scope.INTERNET:
-            # Nobody in the internet was named, and so nobody there can be asked yet.
+            # No peer in the internet was named, so none can be asked yet.
             surroundings.widen(address.host for address in self._of_machine)
             presumed = self._public()
         host = own.listening[0] if own.listening is not None else ""
@@ -144,8 +144,8 @@ class Announcing:
         return self._own.listening
 
     def on_relays(self, relays: Sequence[Contact], *, is_searching: bool) -> None:
-        """Take through which relays this peer can be called now, and whether it still looks for some: then it
-        does not say yet that nobody can call it.
+        """Set the relays through which this peer can be called now, and whether it still looks for some:
+        until then it does not say that nobody can call it.
         """
         self._relays, self._is_searching = tuple(relays), is_searching
         self._update()
@@ -157,8 +157,8 @@ class Announcing:
             listener(self._told)
 
     def on_introduced(self, introduction: Introduction) -> None:
-        """Take a peer's answer to a Hello: a peer in the internet can be asked, and knows where this peer
-        calls from.
+        """Process a peer's answer to a Hello. A peer in the internet can be asked for a call, and knows the
+        address from which this peer calls.
         """
         self._is_unresolved = False
         peer, observed = introduction.contact.peer_id, introduction.observed
@@ -173,7 +173,9 @@ class Announcing:
         self._changed.notify()
 
     async def run(self) -> None:
-        """Ask others whenever that is due, and follow the machine's addresses, until cancelled."""
+        """Ask other peers for calls whenever that is due, and follow the machine's addresses, until
+        cancelled.
+        """
         loop = asyncio.get_running_loop()
         if self._asks() and not self._is_unresolved and self._is_behind_router():
             self._mapping.begin()
@@ -230,7 +232,7 @@ class Announcing:
         return bool(reply.reached)
 
     async def close(self) -> None:
-        """Give back what a router has lent."""
+        """Give a forwarded port back to the router."""
         async with asyncio.TaskGroup() as group:
             for one in (self._mapping, self._relay_mapping):
                 if one is not None:
@@ -294,8 +296,9 @@ class Announcing:
                 follower()
 
     def _candidates(self) -> list[Contact]:
-        """Return the peers that can be asked, members of this node's runs first, then those that its user
-        named, then those seen last. Of each only addresses that may be in the internet are left.
+        """Return the peers that can be asked: members of this node's runs first, then those that its user
+        named, then the others, the one seen last first. Their contacts have only addresses that may be in the
+        internet.
         """
         found: dict[PeerId, Contact] = {}
         known = [peer.contact for peer in self._book.known()[:_CANDIDATES_MAX]]
@@ -326,8 +329,8 @@ class Announcing:
         self._machine.on_answers(answers, len(candidates), now_s())
 
     async def _ask(self, contact: Contact) -> tuple[DialedBack, str] | None:
-        """Return a peer's answer, and the IP address that it called from; None when there is no answer, or it
-        says that it has called, and did not.
+        """Return a peer's answer, and the IP address from which it called. Return None when there is no
+        answer, or when it claims a call that did not arrive.
         """
         request = peer_pb2.DialBackRequest(port=self._machine.port)
         with self._surroundings.awaiting(contact.peer_id) as source:

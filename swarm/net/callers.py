@@ -1,9 +1,9 @@
-"""How many calls, or streams of calls, callers may have open: each peer, the strangers behind one address
-prefix, all strangers, and everybody.
+"""Limits on the calls, or streams of calls, that callers have open: those of each peer, of the strangers
+behind one address prefix, of all strangers, and of everybody.
 
-Identities are free and addresses are not: strangers with addresses of one prefix (/24 of IPv4, /48 of IPv6)
-together get half of what strangers get. Members are not counted with them: a university whose machines have
-one public address has room for all that take part.
+Identities are free and addresses are not: the strangers of one address prefix (/24 of IPv4, /48 of IPv6)
+together get half of what all strangers get. Members are not counted with them, so that the members at a
+university that share one public address do not exclude one another.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RemoteCaller(NamedTuple):
 
 
 class OpenCalls:
-    """Counts of what callers have open here."""
+    """Counts of the calls, or streams, that callers have open at this peer."""
 
     def __init__(self, standing: PeerStanding, what: str, open_max: int, per_peer_max: int) -> None:
-        """`what` is counted, as it is called in a refusal: "calls"."""
+        """Set the limits. `what`: the plural noun for the counted things in a refusal, such as "calls"."""
         self._standing = standing
         self._what = what
         self._open_max, self._per_peer_max = open_max, per_peer_max
@@ -52,11 +52,11 @@ class OpenCalls:
 
     @property
     def by_peer(self) -> dict[PeerId, int]:
-        """Return the number of each caller that has any."""
+        """Return the number of open calls of each caller that has any."""
         return dict(self._by_peer)
 
     def enter(self, caller: RemoteCaller) -> str | None:
-        """Count one in. Return the reason to refuse it when there are too many, else None."""
+        """Count one more. Return the reason to refuse it when there are too many, else None."""
         refusal = self._refusal(caller)
         if refusal is None:
             self.total += 1
@@ -66,7 +66,7 @@ class OpenCalls:
         return refusal
 
     def leave(self, caller: RemoteCaller) -> None:
-        """Count one out."""
+        """Count one less."""
         self.total -= 1
         _count_out(self._by_peer, caller.peer_id)
         _count_out(self._by_prefix, caller.prefix)
@@ -77,7 +77,8 @@ class OpenCalls:
             return f"you have {self._per_peer_max} {self._what} open here already"
         if self.total >= self._open_max:
             return f"busy: {self._open_max} {self._what} open already"
-        # A member is looked for, and strangers are counted, only when it matters: this runs for every call.
+        # Whether the caller is a member, and the number of strangers, are determined only when needed: this
+        # runs for every call.
         in_prefix = self._by_prefix.get(caller.prefix, 0)
         if in_prefix < self._open_max // 4 and self.total < self._open_max // 2:
             return None
@@ -92,7 +93,7 @@ class OpenCalls:
         return None
 
     def _strangers(self, prefix: str | None = None) -> int:
-        """Return how many strangers have open, all of them or those with this address prefix."""
+        """Return how many calls strangers have open: all strangers, or those with this address prefix."""
         return sum(
             count
             for one, count in self._by_caller.items()

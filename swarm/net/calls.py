@@ -319,7 +319,7 @@ class ServedCalls:
         self._put(call.number, outcome, counted=True)
 
     def _performed(self, number: int, task: asyncio.Task[None]) -> None:
-        """Count a call out whose task was cancelled before it began, because no line of its coroutine ran."""
+        """Count a call as ended when its task was cancelled before it began: no line of its coroutine ran."""
         del self._open[number]
         if task.cancelled():
             self._leave()
@@ -357,7 +357,7 @@ class ServedCalls:
 
 
 def _answer_bytes(outcome: Outcome) -> int:
-    """Return the bytes of an answer that wait to be sent."""
+    """Return the size of an answer in the queue, in bytes."""
     return len(outcome[1]) + len(outcome[2])
 
 

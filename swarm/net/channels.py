@@ -34,7 +34,7 @@ from swarm.net.dial import Connection, Routes, dial
 from swarm.net.membership import ADMIT, RunMembership
 from swarm.net.outgoing import CallerStream, MapErrors, closed_locally, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
-from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
 
 _STREAMS_END_S_MAX = 0.2
@@ -42,7 +42,8 @@ _STREAMS_END_S_MAX = 0.2
 _KNOCK = "/swarm.Node/Hello"
 
 
-# 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
+# 150 kB each; the one unused for the longest time is closed for a new one. Too small: peers are dialed again
+# and again.
 CONNECTIONS_MAX = 512
 IDLE_S = 120.0  # an unused connection is closed after this time: the peers of a round meet again within it
 
@@ -103,7 +104,7 @@ class Channels:
         self._certificate = client_certificate(identity)
         self._on_connected = on_connected
         self._throttle = throttle or Throttle(Bandwidth())
-        self._membership = membership  # of this process in an invited run: shown to every peer that is dialed
+        self._membership = membership  # of this process in an invited run; shown to every dialed peer
         self._routes = routes or Routes()
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
@@ -130,8 +131,7 @@ class Channels:
         deadline_s = loop.time() + timeout_s
         link, pooled = await self._enter(contact, 0, timeout_s, method.name)
         try:
-            if len(raw) > SMALL_BYTES:
-                await self._throttle.wait_to_send(len(raw))
+            await self._throttle.wait_to_send_call(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
                 pooled.takes_shared_calls
@@ -155,8 +155,7 @@ class Channels:
                 f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most "
                 f"{method.reply_bytes_max} are taken"
             )
-        if len(reply_raw) > SMALL_BYTES:
-            await self._throttle.wait_to_process(len(reply_raw))
+        await self._throttle.wait_to_process_call(len(reply_raw))
         reply = method.reply()
         try:
             reply.ParseFromString(reply_raw)
@@ -200,9 +199,9 @@ class Channels:
             await self._leave(link, pooled)
 
     async def reaches(self, contact: Contact, timeout_s: float) -> bool:
-        """Return whether a new connection to these addresses, made for this alone, reaches the peer. A call
-        on it, whatever its answer, shows the peer who has come. The addresses are IP addresses at which the
-        peer was met.
+        """Return whether a new connection to these addresses, opened only for this test, reaches the peer. A
+        call on it identifies this process to the peer, whatever the answer is. The addresses are IP addresses
+        at which the peer was met.
         """
         for address in contact.addresses:
             self.on_dialed(address)
@@ -230,11 +229,11 @@ class Channels:
             await self._close(self._links.pop(key))
 
     async def retire(self, peer_id: PeerId) -> None:
-        """Let new calls to a peer that is called through a tunnel dial again: there is a better way for it.
-        Those in progress end as they have begun.
+        """Make new calls to a peer that was reached through a tunnel dial again, because a better route
+        exists. Calls in progress end on the old connection.
         """
         for link in [link for key, link in self._links.items() if key[0] == peer_id]:
-            async with link.lock:  # what is being dialed takes the old way
+            async with link.lock:  # a dial in progress takes the old route
                 connection = link.connection
                 if connection is not None and connection.address is None:
                     link.connection = None
@@ -309,8 +308,8 @@ class Channels:
     async def _enter(
         self, contact: Contact, number: int, timeout_s: float | None, method: str
     ) -> tuple[_Link, _PooledConnection]:
-        """Return a connection and count a call on it. A connection without calls may be closed. Raises
-        NotInvited for a peer that may not be called, or not for this method.
+        """Return a connection and count a call on it, since a connection without calls may be closed. Raises
+        NotInvited for a peer that may not be called, or not with this method.
         """
         if self._membership is not None:
             self._membership.check_callee(contact.peer_id)

@@ -1,4 +1,5 @@
-"""How many connections callers may hold open, and how many strangers may make: the surplus is closed.
+"""Limits on the connections that callers hold open, and on the new ones that strangers make. The surplus is
+closed.
 
 A connection costs memory before its caller is known. gRPC counts connections, but not whose they are, so the
 sockets of the server are listed once a second. A caller that has made no call yet is not known, and honest
@@ -86,8 +87,8 @@ def surplus(held: Iterable[Held], standing: PeerStanding, now_s: float) -> list[
 
 
 def _beyond(connections: list[Held], per_prefix_max: int, total_max: int) -> list[Held]:
-    """Return what is beyond the limits, of an order in which the first ones are kept. Below the limit of all,
-    every prefix keeps its share.
+    """Return the connections beyond the limits. The first ones in the given order are kept, and every prefix
+    keeps its share of the common limit.
     """
     counts = Counter(one.prefix for one in connections)
     share = min(per_prefix_max, _fair_share(counts.values(), total_max))
@@ -101,7 +102,9 @@ def _beyond(connections: list[Held], per_prefix_max: int, total_max: int) -> lis
 
 
 def _fair_share(counts: Iterable[int], total_max: int) -> int:
-    """Return the largest limit for each under which all together are within `total_max`; at least one."""
+    """Return the largest limit per prefix, at least 1, under which all prefixes together stay within
+    `total_max`.
+    """
     left, share = total_max, total_max
     ascending = sorted(counts)
     for place, count in enumerate(ascending):
@@ -114,7 +117,7 @@ def _fair_share(counts: Iterable[int], total_max: int) -> int:
 
 @dataclass(slots=True)
 class _Bucket:
-    """The rest of an allowance that grows by `per_s` in a second, up to `most`."""
+    """A token bucket: its contents grow by `per_s` in a second, up to `most`."""
 
     most: float
     per_s: float
@@ -122,7 +125,7 @@ class _Bucket:
     at_s: float
 
     def fill(self, now_s: float) -> float:
-        """Return what is left at this time."""
+        """Return the tokens that are left at this time."""
         self.left = min(self.left + max(now_s - self.at_s, 0.0) * self.per_s, self.most)
         self.at_s = now_s
         return self.left
@@ -133,19 +136,20 @@ def _full(most: float, per_s: float, now_s: float) -> _Bucket:
 
 
 class Arrivals:
-    """Which new connections of strangers are answered: token buckets for each address prefix, and for all
-    strangers. Pure.
+    """Decide which new connections of strangers are answered: a token bucket for each address prefix, and one
+    for all strangers. Pure.
     """
 
     def __init__(self) -> None:
-        # by prefix, the one that was used longest ago first: what is left, and what of the few
+        # prefix -> tokens, and those for prefixes with few connections; the prefix used longest ago comes
+        # first
         self._left: OrderedDict[str, tuple[_Bucket, _Bucket]] = OrderedDict()
         self._of_all: _Bucket | None = None
         self._refused: dict[str, None] = {}  # since the last `turn`
         self._away_until_s: dict[str, float] = {}
 
     def enter(self, prefix: str, now_s: float) -> bool:
-        """Count one in, and return whether it is answered."""
+        """Count a new connection, and return whether it is answered."""
         of_all = self._of_all = self._of_all or _full(ALL_ARRIVALS_MAX, ALL_ARRIVALS_PER_S, now_s)
         if prefix not in self._left:
             of_prefix = _full(ARRIVALS_MAX, ARRIVALS_PER_S, now_s), _full(FEW_MAX, FEW_PER_S, now_s)
@@ -213,7 +217,7 @@ class Connections:
         return endpoint in self._refused
 
     def on_called(self, peer_id: PeerId, endpoint: Endpoint, now_s: float) -> bool:
-        """Record who calls from an endpoint, and return whether it is answered."""
+        """Record the caller at an endpoint, and return whether its calls are answered."""
         if self._callers.get(endpoint) == peer_id:
             return endpoint not in self._refused
         is_member = self._standing.is_member(peer_id)
@@ -235,14 +239,14 @@ class Connections:
         return is_answered
 
     async def run(self) -> None:
-        """Close the surplus once a second, and turn away whence it came, until cancelled."""
+        """Close the surplus once a second, and turn away the prefixes that it came from, until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             await self.close_surplus(asyncio.get_running_loop().time())
 
     async def close_surplus(self, now_s: float) -> int:
-        """Close what is beyond the limits at this time, and return how many connections that were. Other
-        tasks get their turn in between: a flood is hundreds at once.
+        """Close the connections beyond the limits, and return their number. Other tasks run in between,
+        because a flood brings hundreds at once.
         """
         port = self._port()
         if port is None:
@@ -257,7 +261,7 @@ class Connections:
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)
         self._since_s = {endpoint: self._since_s.get(endpoint, now_s) for endpoint in open_now}
-        for endpoint in callers:  # not those that have come meanwhile
+        for endpoint in callers:  # without those that were opened meanwhile
             if endpoint not in open_now:
                 del self._callers[endpoint]
                 self._refused.discard(endpoint)

@@ -62,7 +62,7 @@ class Routes:
     dialed: deque[Endpoint] = field(default_factory=lambda: deque(maxlen=_DIALED_MAX))
 
     def permitted(self, peer_id: PeerId, address: Address, endpoints: list[Endpoint]) -> list[Endpoint]:
-        """Return where a peer may be dialed, of what an address was resolved to, and remember it."""
+        """Return the resolved addresses at which the peer may be dialed, and remember them."""
         hosts = self.surroundings.dialable(peer_id, address, [host for host, _ in endpoints])
         found = [one for one in endpoints if one[0] in hosts]
         self.dialed.extend(found)
@@ -94,8 +94,8 @@ async def dial(
     routes: Routes | None = None,
 ) -> Connection:
     """Connect to the peer at any of its addresses; `first` is tried before the others, and a tunnel through
-    its relays after them. `options` are gRPC options that add to the usual ones or replace them. `routes`
-    say where the peer may be dialed; None: at all its addresses.
+    its relays after them. `options` are gRPC options that add to the usual ones or replace them. `routes` say
+    at which addresses the peer may be dialed; None: at all of them.
 
     Raises NetworkError that names the peer, each address and why it failed, or DeadlineExceeded when some
     address did not answer at all in `timeout_s`.
@@ -198,7 +198,7 @@ class _Race:
         )
 
     async def _endpoints(self, address: Address) -> list[Endpoint]:
-        """Return where to connect to for this address; nothing, and the reason noted, when it is nowhere."""
+        """Return the endpoints of this address. Without any, note the reason and return an empty list."""
         try:
             resolved = await _resolve(address)
         except OSError as error:
@@ -210,7 +210,9 @@ class _Race:
         return resolved
 
     async def _tunnel(self) -> list[Endpoint]:
-        """Return the end of a tunnel to the peer; nothing, and the reason noted, when there is none."""
+        """Return the local end of a tunnel to the peer. Without one, note the reason and return an empty
+        list.
+        """
         assert self._routes.tunnels is not None
         try:
             end = await self._routes.tunnels.endpoint(self._contact)

@@ -1,7 +1,7 @@
-"""Calling peers back that want to know whether they can be called (`/swarm.Node/DialBack`).
+"""Call peers back that want to know whether they can be called (`/swarm.Node/DialBack`).
 
 The peer that is asked connects only to the IP address that the question came from, so that nobody can make it
-connect to a third party, and checks the PeerID in the TLS handshake. It says whether that worked and no more:
+connect to a third party, and checks the PeerID in the TLS handshake. The answer is only whether that worked:
 the reason would tell strangers which ports are open there.
 """
 
@@ -38,7 +38,7 @@ class DialBacks:
 
     def __init__(self, channels: Channels, standing: PeerStanding) -> None:
         self._channels = channels
-        # one for each kind, so that a relay need not wait to ask for its second port
+        # a budget for each kind of question, so that a relay can ask about both of its ports at once
         self._budgets = [RequestBudget(standing, _CALLS_MAX, "called back") for _ in range(2)]
 
     def register(self, handlers: Handlers) -> None:
@@ -64,8 +64,8 @@ class DialBacks:
 
 
 async def _speaks_libp2p(address: Address) -> bool:
-    """Return whether somebody answers there as a libp2p host does before it proves its PeerID. That needs no
-    libp2p here.
+    """Return whether a libp2p host answers there. It is recognised by its first bytes, which need no libp2p
+    at this end and prove no PeerID.
     """
     writer = None
     try:

@@ -21,9 +21,9 @@ from swarm.wire import peer_pb2
 _AGENT_CHARACTERS_MAX = 100
 _INTERVAL_S = 600.0
 _MET_MAX = 4096
-# When a peer of the same site that was dialed is greeted, in seconds from then. The DHT has told its
-# addresses, and of newcomers that come at once each pair would exchange two Hellos when they have most to
-# do. At random, so that one of the two does it.
+# When a peer of the same site that was dialed is greeted, in seconds from then. The DHT has announced its
+# addresses already, and each pair of newcomers that arrive together would exchange two Hellos at their
+# busiest moment. The delay is random, so that only one of the two sends one.
 NEAR_HELLO_S = (20.0, 60.0)
 HELLO = Method(
     name="/swarm.Node/Hello",
@@ -67,13 +67,13 @@ class Introductions:
         handlers.unary(HELLO, self._answer)
 
     def is_due(self, peer_id: PeerId) -> bool:
-        """Return whether this peer should be asked: neither has asked the other lately."""
+        """Return whether a Hello to this peer is due: neither of the two has sent the other one recently."""
         met_s = self._met_s.get(peer_id)
         return met_s is None or asyncio.get_running_loop().time() - met_s > _INTERVAL_S
 
     async def introduce_once(self, contact: Contact, *, timeout_s: float) -> Introduction | None:
-        """Send a Hello to a peer that there is a connection to, unless one of the two has sent the other one
-        lately. Raises as `introduce` does.
+        """Send a Hello over an open connection, unless one of the two has sent one to the other recently.
+        Raises as `introduce` does.
         """
         if not self.is_due(contact.peer_id):
             return None
@@ -125,7 +125,7 @@ class Introductions:
             self._met_s.popitem(last=False)
 
     async def _answer(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
-        self._note(peer_id)  # a question of our own would bring the same
+        self._note(peer_id)  # a Hello of our own would bring the same answer
         self._book.record_seen(sender_from_wire(request.contact, peer_id), agent=_readable(request.agent))
         return self._message(observed=caller_host())
 

@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 BROWSE_S = 3.0
 _INTERFACES_S = 15.0  # between two looks at the machine's addresses
 _PEERS_MAX = RUNS_MAX * PEERS_MAX  # that are looked at
-_NAME_BYTES = 20  # of the random name of an announcement, which says nothing about the peer
+_NAME_BYTES = 20  # bytes of the random name of an announcement, which reveals nothing about the peer
 
 
 def private_interfaces(host: str = "0.0.0.0") -> list[IPv4Interface]:
@@ -85,11 +85,11 @@ async def browse(seconds: float = BROWSE_S) -> list[NearbyRun]:
 
 
 class LanPresence:
-    """Announces on local networks what this peer trains. It belongs to the network thread."""
+    """Announces on local networks the run that this peer trains. It belongs to the network thread."""
 
     def __init__(self, peer: NearbyPeer, server: Address) -> None:
-        """`peer`: what is announced; its addresses are those of this machine. `server`: where the gRPC server
-        listens, maybe a wildcard.
+        """Announce `peer`; its addresses are replaced by those of this machine. `server`: where the gRPC
+        server listens, maybe a wildcard.
         """
         self._peer, self._server = peer, server
         self._mdns: AsyncZeroconf | None = None
@@ -107,7 +107,7 @@ class LanPresence:
             await asyncio.sleep(_INTERFACES_S)
 
     async def close(self) -> None:
-        """Say goodbye, if anything was said."""
+        """Withdraw the announcements, if there are any."""
         mdns, self._mdns = self._mdns, None
         if mdns is not None:
             await mdns.async_close()
@@ -148,7 +148,7 @@ def _records(mdns: AsyncZeroconf, interfaces: Sequence[IPv4Interface]) -> dict[s
                     continue
                 try:
                     found[name] = decode(text, interfaces)
-                except PeerError as error:  # mostly another program of libp2p
+                except PeerError as error:  # usually of another program that uses libp2p
                     _logger.debug("mDNS record %.80s is left out: %s", name, error)
 
     mdns.zeroconf.async_add_listener(Listener(), None)

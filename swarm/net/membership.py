@@ -48,9 +48,9 @@ class RunMembership:
         self.own = own
         self.capability = invite.capability_of(own, now_s())
         self.admission = Admission(invite.run)
-        # without those that turn out to be members: what these may do follows from their capability alone
+        # without entry points that turn out to be members: their capability alone decides what they may do
         self._entry_points = set(entry_points)
-        # what peers without a capability may do here, beyond entry points: set by a server of a grid
+        # methods for peers without a capability that are no entry points; a server of a grid sets them
         self.guests: GuestRights = "none"
         self._now_s = now_s
         # peers that turned out to be no members: when, and why
@@ -61,7 +61,7 @@ class RunMembership:
         return self.admission.run_id
 
     def problem(self) -> str:
-        """Return why this process itself is not a member any more; empty if it is."""
+        """Return why this process is no longer a member; empty if it is one."""
         return self.admission.problem(self.own, self.capability, self._now_s())
 
     def refusal(self, caller: PeerId, method: str) -> str:
@@ -97,13 +97,13 @@ class RunMembership:
             del self._refused[peer_id]
 
     def check_role(self, peer_id: PeerId, method: str) -> None:
-        """Raise NotInvited when a peer that was dialed has no role for what it is called for."""
+        """Raise NotInvited when the dialed peer's roles do not include this method."""
         refusal = self.admission.callee_refusal(peer_id, method, self._now_s())
         if refusal:
             raise NotInvited(refusal)
 
     def request(self) -> run_pb2.AdmitRequest:
-        """Return what this process shows to a peer that it dialed."""
+        """Return the request with which this process shows its capability to a peer that it dialed."""
         return run_pb2.AdmitRequest(
             run=self.run_id, capability=encode(self.capability), handover=self._handover()
         )
@@ -140,7 +140,7 @@ class RunMembership:
         return packed
 
     def _hear(self, raw: bytes) -> None:
-        """Take the handover that a peer shows. Raises PeerError when it is none of this run."""
+        """Apply the handover that a peer shows. Raises PeerError when it does not belong to this run."""
         if not raw or raw == self._handover():
             return
         run = self.invite.run

@@ -29,8 +29,8 @@ _ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
     """An entry of the book. `last_seen_s` is Unix time; `round_trip_s` is a running mean, None when never
-    measured. `reached`: where this process has connected to the peer, which so has proven its PeerID there;
-    its other addresses are its own claim.
+    measured. `reached`: the address at which this process has connected to the peer, which proved its PeerID
+    there; its other addresses are its own claim.
     """
 
     contact: Contact
@@ -63,10 +63,10 @@ class PeerBook:
             read_json_copy(path, "peer book", _FILE_BYTES_MAX, self._take)
 
     def keep_at(self, path: Path) -> None:
-        """Keep another copy on disk from now on, for what this process takes part in, and take over the
-        entries that it has from earlier processes. Blocks.
+        """Keep another copy on disk from now on, for the run of this process, and add its entries from
+        earlier processes. Blocks.
         """
-        with contextlib.suppress(OSError):  # saving says it
+        with contextlib.suppress(OSError):  # saving logs it
             path.parent.mkdir(parents=True, exist_ok=True)
         read_json_copy(path, "peer book", _FILE_BYTES_MAX, self._take)
         with self._lock:
@@ -154,7 +154,7 @@ class PeerBook:
                 del self._peers[min(others, key=_last_seen).peer_id]
 
     def _take(self, document: Any) -> None:
-        """Take over the entries of a copy on disk, as far as there is room, and nothing newer is known."""
+        """Add the entries of a copy on disk, unless the book is full or has newer ones."""
         peers = [_from_json(item) for item in _checked(document)]
         with self._lock:
             for peer in peers[: self._entries_max]:

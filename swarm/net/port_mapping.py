@@ -1,4 +1,4 @@
-"""A port of the router that passes connections on to this machine, opened with UPnP.
+"""Port forwarding by the router to this machine, requested with UPnP.
 
 The router of a home lets nobody in, but many forward a port for a program that asks (the protocol of Internet
 Gateway Devices). The router lends the
@@ -18,15 +18,14 @@ from typing import Any, Final
 _logger = logging.getLogger(__name__)
 
 LEASE_S: Final = 1800  # a check of the verdict, every 600 s at most, renews it
-_PORTS_MAX = 4  # that are tried, where other machines have the first ones
+_PORTS_MAX = 4  # ports that are tried when other machines use the first ones
 # For routers to answer, of each of the four kinds that the library asks for one after another. It is the
 # least time that a search takes, and an answer that comes later is read while the next kind is asked for.
 _DISCOVER_MS = 500
-# from the begin of a search until a node waits for it no longer; where no router forwards ports, a search
-# takes two seconds
+# a node waits this long for a search; where no router forwards ports, a search takes two seconds
 _FOUND_S = 1.2
 _CALL_S = 4.0
-_CLOSE_S = 0.5  # a node closes in under two seconds
+_CLOSE_S = 0.5  # a node must close in under two seconds
 _SEARCH_S = 600.0  # between two searches for a router
 
 
@@ -61,45 +60,45 @@ class PortMapping:
         self._router: Any = None
         self._searched_s: float | None = None
         self._searching: asyncio.Future[Any] | None = None
-        self._outer: int | None = None  # the router's port, from the moment when it is asked for it
+        self._outer: int | None = None  # the router's port, set when it is requested
         self._is_open = self._is_closed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="asks-the-router")
 
     @property
     def is_open(self) -> bool:
-        """Return whether the router has said that it forwards a port."""
+        """Return whether the router forwards a port, by its own answer."""
         return self._is_open
 
     @property
     def is_searching(self) -> bool:
-        """Return whether a router is still searched, or was found and asked for nothing yet."""
+        """Return whether the search for a router is in progress, or found one that was not asked yet."""
         return self._searching is not None
 
     @property
     def has_found_late(self) -> bool:
-        """Return whether there is a router that no `open` has asked yet, because it had stopped waiting."""
+        """Return whether the search found a router after `open` had stopped waiting for it."""
         searching = self._searching
         return searching is not None and searching.done() and not _refusal(searching)
 
     @property
     def port(self) -> int:
-        """Return the router's port that it forwards here; 0: none, as far as it has said."""
+        """Return the router's port that is forwarded here; 0 when none is known."""
         return self._outer or 0 if self._is_open else 0
 
     def on_moved(self) -> None:
-        """Note that the addresses of this machine have changed: the next `open` searches the router again,
-        since it may be another one, and forwards to the old address.
+        """Note that the addresses of this machine have changed. The next `open` searches again: the router
+        may be another one, or forward to the old address.
         """
         self._router = self._searched_s = self._searching = None
 
     def begin(self) -> None:
-        """Begin to search the router, so that `open` need not wait for all of the search."""
+        """Start the search for a router, so that `open` need not wait for all of it."""
         if self._router is None:
             self._begin_search()
 
     async def open(self) -> int:
-        """Open the port of the router, or renew that. Return the port at which others may get through: this
-        node's own if the router does not forward one.
+        """Request the forwarding, or renew it. Return the port at which others may reach this node: its own
+        one if the router does not forward any.
         """
         before = self._outer if self._is_open else None
         if self._router is None:
@@ -143,7 +142,7 @@ class PortMapping:
         return None if _refusal(searching) else searching.result()
 
     def _begin_search(self) -> asyncio.Future[Any] | None:
-        """Return the search that is going on, or begins now; None where the last one was not long ago."""
+        """Return the search in progress, or start one; None when the last search was recent."""
         loop = asyncio.get_running_loop()
         if self._searching is None:
             recently = self._searched_s is not None and loop.time() - self._searched_s < _SEARCH_S
@@ -158,18 +157,20 @@ class PortMapping:
             self._on_found()
 
     async def _forward(self, router: Any, outer: int) -> bool:
-        """Return whether the router forwards this port here now. It takes no other machine's port away."""
+        """Ask the router to forward this port, and return whether it does. A port of another machine is left
+        alone.
+        """
         here = (router.lanaddr, self._port)
         taken = await self._ask(_CALL_S, router.getspecificportmapping, outer, "TCP")
         if taken and tuple(taken[:2]) != here:
-            self._outer = None  # not to be deleted: it is another machine's
+            self._outer = None  # it is another machine's: do not delete it later
             return False
         self._outer = outer
-        for lease_s in (LEASE_S, 0):  # some routers lend for ever only
+        for lease_s in (LEASE_S, 0):  # some routers accept only mappings without an end
             arguments = (outer, "TCP", *here, "swarm", "", lease_s)
             if await self._ask(_CALL_S, router.addportmapping, *arguments):
                 return True
-        return bool(taken)  # some refuse to renew what they forward already
+        return bool(taken)  # some refuse to renew a mapping that exists
 
     async def _ask(self, timeout_s: float, call: Callable[..., Any], *arguments: object) -> Any:
         """Return the result of a call to the router; None when it refuses, or does not answer in time."""
@@ -185,7 +186,7 @@ class PortMapping:
 
 
 def _refusal(asked: asyncio.Future[Any]) -> bool:
-    """Return whether a call to the router has failed."""
+    """Return whether the router refused the call, and log it."""
     if asked.cancelled():
         return True
     error = asked.exception()

@@ -16,14 +16,14 @@ from swarm.core.standing import PeerStanding
 ANSWER_BYTES_PER_PEER_MAX = 8 << 20
 ANSWER_BYTES_MAX = 32 << 20  # half of it for strangers
 READS_MAX = 32  # half of them for strangers; each holds at most one message
-READ_S_MAX = 30.0  # for one request; too small: slow uplinks cannot send a megabyte
-# after this long a request that has not arrived makes place for one that waits
+READ_S_MAX = 30.0  # time for one request to arrive; too small: slow uplinks cannot send a megabyte
+# when others wait, a request that has not arrived after this time loses its place
 READ_S_WHEN_OTHERS_WAIT = 2.0
 
 
 @dataclass(slots=True)
 class _Held:
-    is_stranger: bool  # when its first answer was counted in
+    is_stranger: bool  # when its first answer was counted
     size_bytes: int = 0
 
 
@@ -43,7 +43,7 @@ class AnswerRoom:
         if held is not None and held.size_bytes + size_bytes > ANSWER_BYTES_PER_PEER_MAX:
             return False
         if self.size_bytes + size_bytes <= ANSWER_BYTES_MAX // 2:
-            return True  # also for a stranger; every call of each peer asks this
+            return True  # a fast path that holds for strangers, too: every call of each peer asks this
         if held.is_stranger if held is not None else not self._standing.is_member(peer):
             return self._strangers_bytes + size_bytes <= ANSWER_BYTES_MAX // 2
         return self.size_bytes + size_bytes <= ANSWER_BYTES_MAX
@@ -60,7 +60,7 @@ class AnswerRoom:
             del self._by_peer[peer]
 
     def release(self, peer: PeerId, size_bytes: int) -> None:
-        """Count bytes out, and wake the calls for which there is room now."""
+        """Count bytes as sent, and wake the calls for which there is room now."""
         if size_bytes:
             self.take(peer, -size_bytes)
         for waiter, (other, wanted_bytes) in list(self._waiting.items()):
@@ -95,8 +95,8 @@ class RequestReads:
 
     @asynccontextmanager
     async def place(self, peer: PeerId) -> AsyncIterator[None]:
-        """Hold a place while a request arrives. Raises TimeoutError when there is none or the request takes
-        too long; when others wait, too long is much shorter.
+        """Hold a place while a request arrives. Raises TimeoutError when there is none, or when the request
+        takes too long. The time is much shorter while others wait.
         """
         places = self._places[not self._standing.is_member(peer)]
         async with asyncio.timeout(READ_S_MAX) as limit:
@@ -130,8 +130,8 @@ class _Places:
         limit.reschedule(now_s + (READ_S_WHEN_OTHERS_WAIT if self._waiting else READ_S_MAX))
 
     def leave(self, peer: PeerId, limit: asyncio.Timeout | None = None) -> None:
-        """Give up a place: to the request that waits longest, of those whose senders have the fewest.
-        `limit`: of the request that had it.
+        """Release a place. It goes to the longest-waiting request among those whose senders hold the fewest
+        places. `limit`: the time limit of the request that had it.
         """
         if limit is not None:
             del self._reads[limit]

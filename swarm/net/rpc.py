@@ -2,8 +2,8 @@
 server `swarm.net.server`.
 
 There are two kinds of methods. A `Method` is unary, with protobuf messages in both directions. A
-`StreamMethod` carries raw byte messages in both directions for as long as both ends like: tensors, about 1
-MiB per message. Every handler gets the caller's authenticated PeerId (`swarm.net.certificate`).
+`StreamMethod` carries raw byte messages in both directions until either end closes it: tensors, about 1 MiB
+per message. Every handler gets the caller's authenticated PeerId (`swarm.net.certificate`).
 
 A handler refuses by raising PeerError or UsageError: the caller gets PeerError with that text. Any other
 exception is logged here, and the caller gets "internal error". A message that is too large or cannot be

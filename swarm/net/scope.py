@@ -43,7 +43,7 @@ def ip_of(host: str) -> IPAddress | None:
 
 @functools.lru_cache(maxsize=4096)
 def scope_of(host: str) -> Scope | None:
-    """Return how far a host's address reaches; None for a name, which must be resolved first."""
+    """Return the scope of a host's address; None for a name, which must be resolved first."""
     address = ip_of(host)
     if address is None:
         return None
@@ -52,17 +52,17 @@ def scope_of(host: str) -> Scope | None:
     return Scope.INTERNET if address.is_global and not address.is_multicast else Scope.SITE
 
 
-@functools.lru_cache(maxsize=4096)  # each call asks for that of its caller
+@functools.lru_cache(maxsize=4096)  # needed for the caller of every call
 def prefix_of(host: str) -> str:
-    """Return the network that one person may have all addresses of: /24 of IPv4, /48 of IPv6. A host that is
-    no IP address stands for itself.
+    """Return the network whose addresses may all belong to one person: /24 of IPv4, /48 of IPv6. A host that
+    is no IP address is returned unchanged.
     """
     return _network(host, _IPV4_PREFIX, _IPV6_PREFIX)
 
 
 def network_of(host: str) -> str:
     """Return the network that one provider is likely to run: /16 of IPv4, /32 of IPv6. A host that is no IP
-    address stands for itself.
+    address is returned unchanged.
     """
     return _network(host, _IPV4_NETWORK, _IPV6_NETWORK)
 
@@ -100,8 +100,8 @@ class Surroundings:
     """
 
     def __init__(self, named: Iterable[Contact] = (), widest: Scope = Scope.INTERNET) -> None:
-        """`named` are the contacts that the user, or an invite, gave. `widest` limits what the node takes
-        itself to be in, for a user who says that all peers are near.
+        """`named` are the contacts that the user, or an invite, gave. `widest` is the widest scope that the
+        node assumes for itself, for a user who says that all peers are near.
         """
         self._widest = widest
         self._own = Scope.MACHINE
@@ -114,7 +114,7 @@ class Surroundings:
 
     @property
     def is_open(self) -> bool:
-        """Return whether this node may be in the internet, by what its user says."""
+        """Return whether the user's settings allow that this node is in the internet."""
         return self._widest is Scope.INTERNET
 
     @property
@@ -123,9 +123,7 @@ class Surroundings:
         return self._own
 
     def widen(self, hosts: Iterable[str]) -> None:
-        """Take in hosts that the user named, or under which this node is announced. Names count as soon as
-        they are resolved.
-        """
+        """Add hosts that the user named, or that this node announces. Names count once they are resolved."""
         scopes = [scope for host in hosts if (scope := scope_of(host)) is not None]
         self._own = min(max([self._own, *scopes]), self._widest)
 
@@ -152,8 +150,8 @@ class Surroundings:
             del self._awaited[peer]
 
     def announceable(self, addresses: Iterable[Address]) -> tuple[Address, ...]:
-        """Return those of this node's addresses that reach as far as the network that it is in, so that no
-        peer in the internet is told a private one.
+        """Return this node's addresses whose scope is at least that of the network it is in, so that peers in
+        the internet receive no private ones.
         """
         scopes = [(one, scope_of(one.host)) for one in addresses]
         return tuple(one for one, scope in scopes if scope is None or scope >= self._own)

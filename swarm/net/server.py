@@ -36,7 +36,7 @@ from swarm.net.rpc import (
     check_outgoing,
 )
 from swarm.net.scope import Surroundings, endpoint_of
-from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
+from swarm.net.throttle import Bandwidth, Throttle
 from swarm.runtime.sockets import Endpoint
 
 _logger = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether a log record of gRPC's is more than that a caller went away before its answer was sent,
-    for which gRPC logs an error with a stack trace.
+    """Return whether to keep a log record of gRPC. It logs an error with a stack trace whenever a caller
+    leaves before its answer was sent; these records are dropped.
     """
     error = record.exc_info[1] if record.exc_info else None
     return type(error).__name__ != "ExecuteBatchError"
@@ -78,7 +78,8 @@ class CallLimits:
 
     calls_max: int = 1024
     calls_per_peer_max: int = 256
-    ping_interval_s_min: float = _PING_INTERVAL_S_MIN  # who pings an idle connection more often loses it
+    # a caller that pings an idle connection more often loses it
+    ping_interval_s_min: float = _PING_INTERVAL_S_MIN
 
 
 class Server:
@@ -174,8 +175,8 @@ class Server:
             self.call_streams.leave(caller)
 
     def called(self, peer_id: PeerId, peer: str) -> RemoteCaller:
-        """Return the caller of a connection whose other end gRPC names `peer`, in the task that serves it.
-        Raises _Busy for a stranger of an address prefix that makes too many connections.
+        """Return the caller of a connection. `peer`: gRPC's name of the other end. Called in the task that
+        serves it. Raises _Busy for a stranger whose address prefix makes too many connections.
         """
         endpoint = endpoint_of(peer)
         if not self.connections.on_called(peer_id, endpoint, asyncio.get_running_loop().time()):
@@ -239,7 +240,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 reply = handler.function_now(peer_id, _decoded(handler, raw))
                 if reply is None:
                     return min(handler.method.reply_bytes_max, SHARED_REPLY_BYTES_MAX)
-                return grpc.StatusCode.OK, "", _encoded(handler, reply)
+                encoded = _encoded(handler, reply)
+                self._server.throttle.count(len(encoded), len(raw))
+                return grpc.StatusCode.OK, "", encoded
             except (SwarmError, _Ended) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
@@ -409,7 +412,8 @@ class _HandlerStream:
         if reads is None:
             return await self._context.read()
         try:
-            async with reads.place(self.peer_id):  # the handler knows its caller by the first message
+            # the first message shows that the handler accepted its caller
+            async with reads.place(self.peer_id):
                 return await self._context.read()
         except TimeoutError:
             raise PeerError("the first message did not arrive in time") from None
@@ -424,11 +428,9 @@ class _HandlerStream:
 
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
-    if len(raw) > SMALL_BYTES:
-        await throttle.wait_to_process(len(raw))
+    await throttle.wait_to_process_call(len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
-    if len(reply) > SMALL_BYTES:
-        await throttle.wait_to_send(len(reply))
+    await throttle.wait_to_send_call(len(reply))
     return reply
 
 

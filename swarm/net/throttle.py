@@ -1,4 +1,5 @@
-"""A node's bandwidth caps for both directions: streams and large calls wait their turn; small calls never do.
+"""A node's bandwidth caps for both directions, and the bytes that passed: streams and large calls wait their
+turn; small calls are counted and never wait.
 
 Received messages count when they are taken from their stream: unread messages of a slow reader are held back
 at the sender by flow control, after a window per stream. gRPC grows these windows on fast and long links even
@@ -15,7 +16,7 @@ from swarm.net.bucket import Bucket
 from swarm.net.rpc import Stream
 
 WIRE_PER_BYTE = 1.04  # overhead: headers of TCP and IP in packets of 1,500 bytes, TLS, HTTP/2
-SMALL_BYTES = 64 << 10  # calls up to this size are neither delayed nor counted
+SMALL_BYTES = 64 << 10  # calls up to this size are not delayed
 _SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10))
 
 
@@ -40,42 +41,79 @@ class Bandwidth:
 
 
 class Throttle:
-    """Both directions of one node, on its event loop."""
+    """Both directions of one node, on its event loop. Any thread may read `passed`."""
 
     def __init__(self, bandwidth: Bandwidth) -> None:
-        self._up = (
-            None if bandwidth.up_bytes_per_s is None else Bucket(bandwidth.up_bytes_per_s / WIRE_PER_BYTE)
-        )
-        self._down = (
-            None if bandwidth.down_bytes_per_s is None else Bucket(bandwidth.down_bytes_per_s / WIRE_PER_BYTE)
-        )
+        self.bandwidth = bandwidth
+        self._small_windows = bandwidth.down_bytes_per_s is not None
+        self._up = _bucket(bandwidth.up_bytes_per_s)
+        self._down = _bucket(bandwidth.down_bytes_per_s)
+        self._sent_bytes = self._received_bytes = 0
 
     @property
     def options(self) -> tuple[tuple[str, int], ...]:
         """Return gRPC options for every connection of this node."""
-        return () if self._down is None else _SMALL_WINDOWS
+        return _SMALL_WINDOWS if self._small_windows else ()
+
+    @property
+    def passed(self) -> tuple[int, int]:
+        """Return the bytes of messages sent and received so far, without headers."""
+        return self._sent_bytes, self._received_bytes
+
+    def set_bandwidth(self, bandwidth: Bandwidth) -> None:
+        """Cap what passes from now on. Connections that are open keep the window that they have."""
+        self.bandwidth = bandwidth
+        self._small_windows = bandwidth.down_bytes_per_s is not None
+        self._up, self._down = _bucket(bandwidth.up_bytes_per_s), _bucket(bandwidth.down_bytes_per_s)
+
+    def count(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count small messages, which pass at once."""
+        self._sent_bytes += sent_bytes
+        self._received_bytes += received_bytes
 
     async def wait_to_send(self, size_bytes: int) -> None:
-        """Return when a message of this size may be sent."""
-        await _passed(self._up, size_bytes)
+        """Count a message of this size, and return when it may be sent."""
+        self._sent_bytes += size_bytes
+        if self._up is not None:
+            await _passed(self._up, size_bytes)
 
     async def wait_to_process(self, size_bytes: int) -> None:
-        """Return when a received message of this size may be processed."""
-        await _passed(self._down, size_bytes)
+        """Count a received message of this size, and return when it may be processed."""
+        self._received_bytes += size_bytes
+        if self._down is not None:
+            await _passed(self._down, size_bytes)
+
+    async def wait_to_send_call(self, size_bytes: int) -> None:
+        """Do the same for the message of a call, which passes at once if it is small."""
+        if size_bytes > SMALL_BYTES:
+            await self.wait_to_send(size_bytes)
+        else:
+            self._sent_bytes += size_bytes
+
+    async def wait_to_process_call(self, size_bytes: int) -> None:
+        """Do the same for a received message of a call."""
+        if size_bytes > SMALL_BYTES:
+            await self.wait_to_process(size_bytes)
+        else:
+            self._received_bytes += size_bytes
 
     def stream(self, stream: Stream) -> Stream:
         """Return the stream with the caps applied."""
-        return stream if self._up is None and self._down is None else ThrottledStream(stream, self)
+        return ThrottledStream(stream, self)
 
 
-async def _passed(bucket: Bucket | None, size_bytes: int) -> None:
-    wait_s = 0.0 if bucket is None else bucket.pass_s(size_bytes, asyncio.get_running_loop().time())
+def _bucket(bytes_per_s: float | None) -> Bucket | None:
+    return None if bytes_per_s is None else Bucket(bytes_per_s / WIRE_PER_BYTE)
+
+
+async def _passed(bucket: Bucket, size_bytes: int) -> None:
+    wait_s = bucket.pass_s(size_bytes, asyncio.get_running_loop().time())
     if wait_s > 0.0:
         await asyncio.sleep(wait_s)
 
 
 class ThrottledStream:
-    """A stream with caps; implements `Stream`."""
+    """A stream with caps, whose messages are counted; implements `Stream`."""
 
     def __init__(self, stream: Stream, throttle: Throttle) -> None:
         self._stream, self._throttle = stream, throttle

@@ -1,8 +1,8 @@
-"""Measure how fast bytes go to a peer and come from it (`/swarm.Node/Throughput`), for `swarm doctor`.
+"""Measure the throughput to a peer and from it (`/swarm.Node/Throughput`), for `swarm doctor`.
 
 The caller sends up to 1 MiB, for 4 s at most, and the peer that is asked then sends as much. A slow link is
-so measured with what it carries in that time. Each side counts what has arrived, so that neither buffers of
-its own nor the other's claims count.
+measured by the bytes that arrive in that time. Each side counts what it receives, so that neither its own
+buffers nor the other side's claims distort the result.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def throughput(caller: StreamCaller, contact: Contact) -> Throughput:
 
 
 async def _send(stream: Stream) -> int:
-    """Send as much as is due, and return how many bytes that are."""
+    """Send for the set size or time, and return the number of bytes."""
     piece, until_s, sent = bytes(_PIECE_BYTES), time.monotonic() + _SEND_S, 0
     while sent < _BYTES_MAX and time.monotonic() < until_s:
         await stream.send(piece)

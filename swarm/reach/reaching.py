@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from swarm.core.backoff import backoff_s
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.core.notify import ChangeEvent
@@ -20,7 +21,7 @@ from swarm.net.channels import Channels
 from swarm.net.hello import Introduction, Introductions
 from swarm.net.listening import machine_addresses
 from swarm.net.logic.nat import NatKind, nat_kind
-from swarm.net.logic.relay_search import KNOWN_MIN, RelaySearch
+from swarm.net.logic.relay_search import RELAYS_WANTED, RelaySearch
 from swarm.net.peerbook import PeerBook
 from swarm.reach.on_demand import Libp2p
 
@@ -32,8 +33,9 @@ _INTERVAL_S = 15.0  # between two looks at what may have changed unseen
 # until this peer says that nobody can call it: while no relay is known, and while known ones are being asked
 _SEARCH_S, _RESERVE_S = 6.0, 30.0
 _SETTLED_S = 0.5  # for a second reservation to follow the first, before both are announced
-# to the next question whether others reach the relay's port: after no answer, and after a "no"
-_CHECK_S, _CLOSED_S = 12.0, 120.0
+# to the next question whether others reach the relay's port: one "no" may be due to a lost packet
+_CHECK_S, _CHECK_S_MAX = 12.0, 120.0
+_LOOKUP_S = 5.0
 _KNOWN_MAX = 32
 _BYTES_PER_MBIT = 125_000.0
 
@@ -81,16 +83,25 @@ class Reaching:
         self._search = RelaySearch()
         self._hidden_since_s: float | None = None
         self._check_s = -math.inf  # when others are asked again whether they reach the relay's port
+        self._unreached = 0  # how often in a row they did not
+        self._held_before = 0  # reservations, when that was last looked at
         self._takes_calls = False
         self._has_failed = False
-        self._changed = ChangeEvent()
+        self._changed, self._sought = ChangeEvent(), ChangeEvent()
         introductions.on_introduced.append(self._on_introduced)
-        libp2p.on_change.append(self._changed.notify)
-        announcing.on_verdict.append(self._changed.notify)
+        for followers in (libp2p.on_change, announcing.on_verdict):
+            followers.append(self._changed.notify)
         announcing.on_relays((), is_searching=True)
 
-    async def run(self) -> None:
-        """Follow the verdict about this node, until cancelled."""
+    async def run(self, meet: Callable[[], Awaitable[None]]) -> None:
+        """Follow the verdict about this node, and look for relays while it needs some, until cancelled.
+        `meet` looks for peers of the swarm that this node has not met.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow())
+            group.create_task(self._seek(meet))
+
+    async def _follow(self) -> None:
         while True:
             self._changed.clear()
             wait_s = _INTERVAL_S
@@ -141,26 +152,37 @@ class Reaching:
         loop = asyncio.get_running_loop()
         if self._introductions.relay_port:
             self._introductions.relay_port = 0
+        held = self._libp2p.held
+        is_new = self._hidden_since_s is None
         if self._hidden_since_s is None:
             self._hidden_since_s = loop.time()
+        if is_new or len(held) < self._held_before:
             self._search.restart()
-        held = self._libp2p.held
+            self._sought.notify()
+        self._held_before = len(held)
         if len(held) == 1 and not self._announcing.contact.relays and len(self._relays) > 1:
             await asyncio.sleep(_SETTLED_S)
             held = self._libp2p.held
         until_s = self._hidden_since_s + (_RESERVE_S if self._relays else _SEARCH_S)
         is_searching = not held and loop.time() < until_s
         self._announcing.on_relays(held, is_searching=is_searching)
-        if len(self._relays) < KNOWN_MIN:
-            await self._ask(loop.time())
         if self._relays:
             await self._reserve()
-        wait_s = (
-            self._search.next_s(loop.time()) - loop.time() if len(self._relays) < KNOWN_MIN else _INTERVAL_S
-        )
-        if is_searching:
-            wait_s = min(wait_s, until_s - loop.time())
-        return min(max(wait_s, 0.05), _INTERVAL_S)
+        return min(max(until_s - loop.time(), 0.05), _INTERVAL_S) if is_searching else _INTERVAL_S
+
+    async def _seek(self, meet: Callable[[], Awaitable[None]]) -> None:
+        """Ask peers whether they relay while this node has too few relays: among those that it knows, and
+        others that it meets for that.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            self._sought.clear()
+            wait_s = _INTERVAL_S
+            if self._announcing.is_hidden and len(self._libp2p.held) < RELAYS_WANTED:
+                if self._search.wait_s(loop.time()) == 0.0:
+                    await self._ask(loop.time(), meet)
+                wait_s = min(max(self._search.wait_s(loop.time()), 0.05), _INTERVAL_S)
+            await self._sought.wait(wait_s)
 
     async def _reserve(self) -> None:
         stack = await self._libp2p.stack()
@@ -173,11 +195,14 @@ class Reaching:
     def _round_trip_s(self, peer_id: PeerId) -> float:
         return self._relays[peer_id][1]
 
-    async def _ask(self, now_s: float) -> None:
-        """Greet peers that may relay, so that they say whether they do."""
+    async def _ask(self, now_s: float, meet: Callable[[], Awaitable[None]]) -> None:
+        """Greet peers that may relay, so that they say whether they do, and meet others: these introduce
+        themselves.
+        """
         known = [peer.contact for peer in self._book.known()]
         candidates = [one for one in known if one.addresses and one.peer_id not in self._relays]
         async with asyncio.TaskGroup() as group:
+            group.create_task(_look_around(meet))
             for contact in self._search.due(candidates, now_s):
                 group.create_task(self._greet(contact))
 
@@ -199,9 +224,11 @@ class Reaching:
         contact = Contact(peer_id, (Address(host, introduction.relay_port),))
         if not self._libp2p.dialable([contact]):
             return
-        if peer_id not in self._relays and len(self._relays) >= _KNOWN_MAX:
-            return
+        self._relays.pop(peer_id, None)  # the order is that of their last answers
         self._relays[peer_id] = contact, introduction.round_trip_s
+        if len(self._relays) > _KNOWN_MAX:
+            in_use = {one.peer_id for one in self._libp2p.held}
+            del self._relays[next(one for one in self._relays if one not in in_use)]
         self._changed.notify()
 
     async def _offer(self) -> None:
@@ -223,11 +250,21 @@ class Reaching:
             return
         reached = await self._announcing.relay_reached(port)
         if not reached:
-            self._check_s = now_s + (_CHECK_S if reached is None else _CLOSED_S)
-            if reached is not None:
+            self._unreached += reached is not None
+            self._check_s = now_s + (backoff_s(self._unreached, _CHECK_S, _CHECK_S_MAX) or _CHECK_S)
+            if reached is not None and self._unreached == 1:
                 _logger.warning(
                     "this machine does not relay: others do not reach its TCP port %d; open it, too", port
                 )
             return
+        self._unreached = 0
         self._introductions.relay_port = self._announcing.relay_port(port)
         _logger.info("relaying for others on TCP port %d, at most %g Mbit/s", port, rate)
+
+
+async def _look_around(meet: Callable[[], Awaitable[None]]) -> None:
+    try:
+        async with asyncio.timeout(_LOOKUP_S):
+            await meet()
+    except TimeoutError:
+        pass  # who has answered by then is known

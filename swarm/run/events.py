@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from swarm.net.logic.reachability import NodeReach
+from swarm.run.contributions import Given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,22 +206,31 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionSums(Event):
+    """The sums of what this user has given so far, about every ten seconds."""
+
+    kind: ClassVar[str] = "contribution"
+    today: Given  # to all runs, on this machine
+    altogether: Given  # to this run, on this machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
     """Summary of a volunteer at its end."""
 
     kind: ClassVar[str] = "finished"
     reason: str
-    epoch: int
-    samples: int
-    rounds: int
-    failed_rounds: int
-    loss_first: float | None
-    loss_last: float | None
-    validation_loss: float | None
-    seconds: float
-    sent_bytes: int
-    digest: str | None  # of the last averaged vector
-    digest_epoch: int | None
+    epoch: int = 0
+    samples: int = 0
+    rounds: int = 0
+    failed_rounds: int = 0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    validation_loss: float | None = None
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    digest: str | None = None  # of the last averaged vector
+    digest_epoch: int | None = None
     # Estimates from before joining and measured peaks. Those of the device are 0 without a CUDA device.
     memory_bytes: int = 0  # estimated host memory of the process
     memory_peak_bytes: int = 0

@@ -11,6 +11,11 @@ from enum import Enum
 from swarm.core.errors import SwarmError, UsageError
 from swarm.run.hours import ALWAYS, Hours
 
+CALM_S = 30.0  # without a disturbance, before a volunteer goes on
+LOAD_MAX = 0.25  # part of all cores that other programs may use while a volunteer trains only when idle
+COOLER_C = 5.0  # by how much it must cool down below the limit, before training heats it again
+IDLE_S = 300.0  # of `--when-idle` without a time
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d|)")
 
@@ -21,6 +26,14 @@ class VolunteerLimits:
 
     hours: Hours = ALWAYS  # local time; the volunteer trains only in these hours
     memory_bytes_max: int | None = None  # of this process; None: no limit
+    idle_s: float = 0.0  # train only while nobody has used it for this time; 0: always
+    yields_gpu: bool = True  # pause while another program computes on the device
+    on_battery: bool = False  # train on battery, too
+    on_metered: bool = False  # train over a metered connection, too
+    temperature_c_max: float | None = None  # of the device or the processor; None: no limit
+    processor_share: float = 1.0  # of all cores, above 0 and at most 1
+    daily_bytes_max: int | None = None  # sent and received by this user's volunteers; None: no limit
+    monthly_bytes_max: int | None = None
 
     def check(self, needed_bytes: int, run: str) -> None:
         """Raise SwarmError if the run is expected to need more memory than allowed."""
@@ -36,8 +49,20 @@ class Decision(Enum):
 
     TRAIN = "train"
     REST = "rest"  # stay a member without training, because the owner has paused the run
-    PAUSE = "pause"  # leave the run for a while and keep the model in memory
+    PAUSE = "pause"  # leave the run for a while, and free the memory of an accelerator
     LEAVE = "leave"  # end the command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineUse:
+    """The other uses of this machine. None: it is not known here, which never pauses a volunteer."""
+
+    idle_s: float | None = None  # since a person last used keyboard, mouse or terminal
+    other_load: float | None = None  # part of all cores that other programs use, 0 to 1
+    device_users: tuple[str, ...] = ()  # other programs that compute on the device
+    on_battery: bool | None = None
+    metered: bool | None = None
+    temperature_c: float | None = None  # the highest of device and processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +75,9 @@ class MachineStatus:
     run_paused: bool = False  # the owner has paused the run
     banned: bool = False  # the owner has banned this peer
     not_invited: str = ""  # why this peer may not take part any more; empty if it may
+    disturbance: str = ""  # as `Calm.disturbance` returns it
+    bytes_today: int = 0  # sent and received by this user's volunteers since midnight
+    bytes_this_month: int = 0
 
 
 def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, str]:
@@ -70,9 +98,60 @@ def decide(limits: VolunteerLimits, status: MachineStatus) -> tuple[Decision, st
     if not limits.hours.open_at(status.second_of_day):
         wait_s = limits.hours.opens_in_s(status.second_of_day)
         return Decision.PAUSE, f"outside of the hours {limits.hours}; going on in {wait_s / 3600:.1f} h"
+    for spent, budget, span, end in (
+        (status.bytes_this_month, limits.monthly_bytes_max, "month", "on the first"),
+        (status.bytes_today, limits.daily_bytes_max, "day", "at midnight"),
+    ):
+        if budget is not None and spent >= budget:
+            return Decision.PAUSE, f"this {span}'s {_size(budget)} of traffic are used up; going on {end}"
+    if status.disturbance:
+        return Decision.PAUSE, status.disturbance
     if status.run_paused:
         return Decision.REST, "the owner of this run has paused it"
     return Decision.TRAIN, ""
+
+
+class Calm:
+    """Decides whether what else happens on the machine disturbs, so that a volunteer does not come and go:
+    after the last disturbance it waits until the machine has been calm for `CALM_S`.
+    """
+
+    def __init__(self) -> None:
+        self._reason = ""
+        self._disturbed_s = float("-inf")
+
+    def disturbance(self, limits: VolunteerLimits, use: MachineUse, now_s: float) -> str:
+        """Return why to pause now, as a sentence for the user; empty if the volunteer may train. `now_s` is
+        any clock that runs evenly.
+        """
+        reason = _disturbance(limits, use, paused=bool(self._reason))
+        if reason:
+            self._reason, self._disturbed_s = reason, now_s
+        elif self._reason and now_s - self._disturbed_s >= CALM_S:
+            self._reason = ""
+        return self._reason
+
+
+def _disturbance(limits: VolunteerLimits, use: MachineUse, *, paused: bool) -> str:
+    if limits.yields_gpu and use.device_users:
+        return f"{', '.join(use.device_users)} computes on the device; going on when it is free"
+    if not limits.on_battery and use.on_battery:
+        return "this machine runs on battery; going on when it is plugged in"
+    if not limits.on_metered and use.metered:
+        return "the connection is metered; going on with another one"
+    limit_c, hottest_c = limits.temperature_c_max, use.temperature_c
+    if limit_c is not None and hottest_c is not None and hottest_c > limit_c - (COOLER_C if paused else 0.0):
+        return f"at {hottest_c:.0f} °C, of at most {limit_c:g} °C; going on when it is cooler"
+    if limits.idle_s > 0.0:
+        if use.idle_s is not None and use.idle_s < limits.idle_s:
+            return f"somebody uses this machine; going on when nobody has for {limits.idle_s / 60:.0f} min"
+        if use.other_load is not None and use.other_load > LOAD_MAX:
+            return f"other programs use {use.other_load:.0%} of the processor; going on when they are quiet"
+    return ""
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:g} GB" if count >= 1e9 else f"{count / 1e6:g} MB"
 
 
 def parse_size(text: str) -> int:

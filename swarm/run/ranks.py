@@ -1,7 +1,7 @@
 """Volunteering with several processes that `torchrun` has started: one peer, one process per GPU.
 
-Rank 0 is the volunteer. The other ranks build the same model, take batches of their own when rank 0 orders it,
-and average their gradients with its. They end when rank 0 says so, or when it ends.
+Rank 0 is the volunteer. The other ranks build the same model, take batches of their own when rank 0 orders
+it, and average their gradients with its. They end when rank 0 says so, or when it ends.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def average_gradients(channel: RankChannel, parameters: Sequence[torch.Tensor]) 
 
 
 def draw_of_rank(draw: Draw, rank: int, size: int) -> Draw:
-    """Return the draw of one rank of a peer: rank 0 has that of the peer, the others have one of their own."""
+    """Return the draw of one rank of a peer: rank 0 has that of the peer, each other one has its own."""
     names = [draw.peer_id, *(_name_of_rank(draw.peer_id, one) for one in range(1, size))]
     others = (*draw.others, *(name for place, name in enumerate(names) if place != rank))
     return Draw(draw.run_id, draw.epoch, names[rank], others)
@@ -150,6 +150,12 @@ def leading(data: Path | None) -> Iterator[LeadingRanks | None]:
         return
     with LeadingRanks(place, data) as ranks:
         yield ranks
+
+
+def following_place() -> RankPlace | None:
+    """Return the place of this process if it is to follow rank 0; None for rank 0 and for a process alone."""
+    place = RankPlace.of_environment()
+    return place if place is not None and place.rank > 0 else None
 
 
 def follow(place: RankPlace) -> int:

@@ -79,7 +79,9 @@ class Training:
         if self.optimizer.epoch != self.drawn_epoch:
             self.drawn_epoch = self.optimizer.epoch
             others = tuple(peer for peer in view.peers if peer != self.own_peer_id)
-            self.micro_batches.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id, others))
+            self.micro_batches.start_epoch(
+                Draw(self.signed.run_id, self.drawn_epoch, self.own_peer_id, others)
+            )
         self.stats.epoch.add(self.micro_batches.backward(each, self.optimizer.zero_grad))
         report = self._optimizer_step(samples)
         if report is None or _ran_out_of_memory(report):

@@ -8,17 +8,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.core.device import current_device, explained_failures, is_device_failure
+from swarm.core.device import current_device, explained_failures, is_device_failure, usable_cores
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
 from swarm.core.standing import Founding
 from swarm.run import machine
 from swarm.run.changes import CHANGE, FANOUT, RunFollower, differences, restart_needed
-from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
+from swarm.run.checkpoints import CheckpointWriter
 from swarm.run.directory import RunDirectory
 from swarm.run.estimate import RunEstimate, bytes_per_hour, estimate_run, round_bytes
 from swarm.run.events import (
@@ -26,21 +25,22 @@ from swarm.run.events import (
     Finished,
     Joined,
     Notice,
-    Paused,
-    Resumed,
     RunChanged,
     RunFound,
     StateDownloaded,
 )
-from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide
+from swarm.run.giving import Giving
+from swarm.run.limits import Decision
 from swarm.run.membership import check_invited, excluded_peers
 from swarm.run.memory import MemoryEstimate, device_peak, estimate_memory, peak_bytes
 from swarm.run.microbatches import MicroBatches, StepSize
+from swarm.run.pausing import DECIDE_S, Pauses, ProcessorShare, Requests
 from swarm.run.signed import SignedSpecification
 from swarm.run.specification import RunSpecification
 from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import make_task
 from swarm.run.training import STATE_TIMEOUT_S, Training
+from swarm.run.volunteer_config import VolunteerConfig
 from swarm.runtime.thread import TURN_S_MAX
 
 if TYPE_CHECKING:
@@ -48,26 +48,12 @@ if TYPE_CHECKING:
 
     from averaging.optim.optimizer import Optimizer
     from swarm.node import Node
-    from swarm.run.ranks import LeadingRanks
     from swarm.run.task import TaskData
 
 _VALIDATION_SHARE = 0.05  # largest fraction of the time spent on validation
 _VALIDATION_S_MIN = 2.0  # smallest pause between two validations
-_DECIDE_S = 0.5  # how often limits and requests to pause are checked
+_ASKED = "it was asked to stop"
 _OTHER_PEERS_MAX = 32  # peers that may be members, to which new versions are forwarded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolunteerConfig:
-    """The choices of a volunteer, made on the command line. Those of the run are in its specification."""
-
-    # a name that `swarm.core.device.resolve_device` accepts: auto, cpu, cuda, cuda:N or mps
-    device: str = "auto"
-    data: Path | None = None  # a folder to train on instead of the task's default data
-    limits: VolunteerLimits = field(default_factory=VolunteerLimits)
-    asked_to_pause: Callable[[], bool] = lambda: False  # called about twice a second
-    checkpoints: CheckpointConfig | None = None  # None: no checkpoints
-    ranks: LeadingRanks | None = None  # further processes of this peer; None: there are none
 
 
 class Volunteer:
@@ -153,7 +139,7 @@ class Volunteer:
             self._description = self._task.describe(samples)
             needed = self._estimate(on_cuda=on_cuda)
         machine.check_memory(needed.host_bytes, machine.free_bytes(), self.signed.name)
-        self._config.limits.check(needed.host_bytes, self.signed.name)
+        self._config.limits().check(needed.host_bytes, self.signed.name)
         if device.type == "cuda":
             machine.check_memory(needed.device_bytes, free, self.signed.name, str(device))
             text = (
@@ -173,10 +159,33 @@ class Volunteer:
         peer has left the run properly and has written no checkpoint since.
         """
         # A task may use the device without naming it (pinned memory, streams, "cuda").
-        with explained_failures(device), current_device(device):
-            return self._train(device, new=new, why=why)
+        probes = self._config.probes(device) if self._config.probes is not None else None
+        giving = Giving(
+            self._config.log,
+            self.signed.full_name,
+            traffic=lambda: self._node.traffic,
+            joules=probes.joules if probes is not None else lambda: None,
+            emit=self._emit,
+        )
+        pauses = Pauses(
+            limits=self._config.limits,
+            spent=giving.bytes_spent,
+            requests=self._requests,
+            probes=probes,
+            emit=self._emit,
+            stop=self._stop,
+        )
+        with explained_failures(device), current_device(device), pauses.watching():
+            reason = pauses.wait_to_begin()
+            if reason or self._stop.is_set():
+                finished = Finished(reason=reason or why() or _ASKED)
+                self._emit(finished)
+                return finished
+            return self._train(device, pauses, giving, new=new, why=why)
 
-    def _train(self, device: torch.device, *, new: bool, why: Callable[[], str]) -> Finished:
+    def _train(
+        self, device: torch.device, pauses: Pauses, giving: Giving, *, new: bool, why: Callable[[], str]
+    ) -> Finished:
         from swarm.run.inner_optimizer import build_optimizer
 
         model = self._task.build_model(self.specification.seed).to(device)
@@ -193,13 +202,13 @@ class Volunteer:
             try:
                 self._load_first_state(training, writer, new=new)
                 self._emit_joined(device, data.summary)
-                reason = self._loop(training, writer)
+                giving.start(training.stats)
+                reason = self._loop(training, writer, pauses, giving)
             except KeyboardInterrupt:
                 if not self._stop.is_set():
                     raise
-            finished = self._emit_finished(
-                training, reason or why() or "it was asked to stop", time.monotonic() - started_s
-            )
+            finished = self._emit_finished(training, reason or why() or _ASKED, time.monotonic() - started_s)
+            giving.stop()
             if writer is not None:
                 writer.close(training.optimizer)
             return finished
@@ -325,80 +334,49 @@ class Volunteer:
             if writer is not None:
                 writer.start_over()
 
-    def _loop(self, training: Training, writer: CheckpointWriter | None) -> str:
+    def _loop(
+        self, training: Training, writer: CheckpointWriter | None, pauses: Pauses, giving: Giving
+    ) -> str:
         """Train until there is a reason to end, and return it; empty if `stop` was set.
 
         Whether the run has ended is checked between epochs, so that all members end at the same epoch.
         """
-        reason = training.end_reason()
-        decided_s = float("-inf")
+        share = ProcessorShare(usable_cores())
+        folder = self._config.checkpoints.folder if self._config.checkpoints is not None else None
+        reason, decided_s = training.end_reason(), float("-inf")
         while not reason and not self._stop.is_set():
-            if time.monotonic() - decided_s >= _DECIDE_S:
-                decision, why = self._decide()
+            if time.monotonic() - decided_s >= DECIDE_S:
+                decision, why = pauses.decide()
                 if decision is Decision.LEAVE:
                     return why
                 if decision is not Decision.TRAIN:
-                    reason = self._pause(training, decision, why)
+                    giving.stop()
+                    reason = pauses.pause(training, decision, why, self._join, folder)
+                    giving.start(training.stats)
                     continue
+                share.apply(pauses.limits.processor_share)
+                giving.record()
                 decided_s = time.monotonic()
-            if training.step():
+            began_s = time.monotonic()
+            stepped = training.step()
+            if stepped:
                 reason = training.end_reason()
                 if writer is not None:
                     writer.after_epoch(training.optimizer)
             elif self.specification.ended:
                 reason = training.end_reason()
+            self._stop.wait(share.rest_s(time.monotonic() - began_s))
         return reason
 
-    def _decide(self) -> tuple[Decision, str]:
-        """Decide by the volunteer's limits and the settings of the run's owner."""
-        limits = self._config.limits
-        status = MachineStatus(
-            second_of_day=machine.second_of_day(),
-            memory_bytes=machine.used_bytes() if limits.memory_bytes_max is not None else 0,
-            asked_to_pause=self._config.asked_to_pause(),
-            run_paused=self.specification.paused,
+    def _requests(self) -> Requests:
+        membership = self._node.membership
+        return Requests(
+            asked=self._config.asked_to_pause(),
+            paused=self.specification.paused,
+            ended=self.specification.ended,
             banned=self._node.peer_id in self.specification.banned_peers,
-            not_invited=self._node.membership.problem() if self._node.membership is not None else "",
+            not_invited=membership.problem() if membership is not None else "",
         )
-        return decide(limits, status)
-
-    def _pause(self, training: Training, decision: Decision, why: str) -> str:
-        """Wait until training goes on. If the run ends first, return the reason.
-
-        A volunteer that rests stays a member. A volunteer that pauses leaves the run, so that no peer waits
-        for it, and keeps the model in memory; when it joins again it downloads the current state.
-        """
-        began_s, member = time.monotonic(), decision is Decision.REST
-        self._emit(Paused(reason=why, member=member))
-        saved_state = None
-        if member:
-            training.optimizer.pause(True)
-        else:
-            saved_state = training.optimizer.state_dict()
-            training.optimizer.close()
-        end_reason = training.end_reason()
-        while not end_reason and not self._stop.wait(0.0 if member else _DECIDE_S):
-            report = training.optimizer.join_started_round(_DECIDE_S) if member else None
-            if report is not None:  # others were at the end of an epoch when the pause reached them
-                training.record(report)
-            now, _ = self._decide()
-            if (
-                now is Decision.TRAIN
-                or now is Decision.LEAVE
-                or (member and now is Decision.PAUSE)
-                or (not member and now is Decision.REST)
-            ):
-                break
-            end_reason = training.end_reason()
-        if end_reason or self._stop.is_set():
-            return end_reason
-        if saved_state is None:
-            training.optimizer.pause(False)
-        else:
-            training.optimizer = self._join(training.optimizer.inner)
-            training.optimizer.load_state_dict(saved_state)
-        self._emit(Resumed(seconds=time.monotonic() - began_s))
-        return ""
 
     def _load_state(self, optimizer: Optimizer) -> int | None:
         """Download the swarm's current state and return its epoch; 0 is that of the initial parameters.

@@ -70,3 +70,8 @@ def test_a_relay_names_its_port_only_where_others_reach_it(internet: Internet) -
             "port", lambda event, of=reached[0]: event["event"] == "port" and event["peer"] == of
         )
         assert answer["port"] == port
+    internet.forward("half", 4001)  # it asks again soon: that they failed once may be a lost packet
+    said = outcomes["open"]
+    relays["half"].wait(
+        "relay", lambda event: event["event"] == "log" and said in event["text"], timeout_s=60.0
+    )

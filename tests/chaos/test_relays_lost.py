@@ -19,6 +19,7 @@ pytestmark = [
 
 # Twice the design's aims for a quiet machine (1 s and 5 s): the tests share their processors with others.
 KILLED_S_MAX, FROZEN_S_MAX = 2.0, 10.0
+FOUND_S_MAX = 90.0  # the longest pause of a search, and the relay's own start
 
 
 @pytest.fixture
@@ -60,6 +61,28 @@ def test_calls_go_through_the_other_relay_when_one_is_lost(
     break_(relays[0])
     assert until_answered(caller, contact) < seconds_max
     assert len(contact_of(callee, ways=1)) == 2
+
+
+def test_a_peer_finds_relays_that_come_later_than_it_does(internet: Internet) -> None:
+    first, address = entry_point(internet, "r")
+    callee = peer(internet, "b", "symmetric", address)
+    contact_of(callee, ways=1)
+
+    def find(name: str, entry: str) -> str:
+        """Start another relay, wait until the callee has a reservation there, and return its address."""
+        relay, _ = entry_point(internet, name, entry)
+        mine = relay.wait("address", lambda event: "others enter with" in event.get("text", ""))["text"]
+        peer_id = mine.rpartition("/")[2]
+        callee.wait(
+            f"relay {name}",
+            lambda event: any(f"/p2p/{peer_id}/p2p-circuit" in one for one in event.get("contact", ())),
+            timeout_s=FOUND_S_MAX,
+        )
+        return str(mine.rpartition(" ")[2])
+
+    other = find("s", address)
+    first.kill()
+    find("t", other)
 
 
 def test_a_peer_that_was_frozen_is_called_again_once_it_goes_on(internet: Internet) -> None:

@@ -31,22 +31,25 @@ def run_file(tmp_path: Path) -> Path:
 
 
 COMMANDS = (
+    "bootstrap",
+    "change",
+    "config",
     "demo",
     "doctor",
     "experts",
-    "start",
-    "join",
-    "serve",
-    "monitor",
-    "pause",
-    "resume",
-    "change",
     "export",
-    "bootstrap",
     "identity",
     "invite",
+    "join",
+    "monitor",
     "new-task",
+    "pause",
     "recover",
+    "resume",
+    "runs",
+    "serve",
+    "service",
+    "start",
 )
 
 

@@ -95,5 +95,28 @@ def test_a_direction_without_a_cap_is_not_delayed() -> None:
         return asyncio.get_running_loop().time() - began_s
 
     assert run_virtual(main()) == 0.0
-    plain = Unlimited(1)
-    assert Throttle(Bandwidth()).stream(plain) is plain
+
+
+def test_what_passes_is_counted_with_and_without_caps_and_caps_can_change() -> None:
+    async def main() -> tuple[float, float]:
+        loop, throttle = asyncio.get_running_loop(), Throttle(Bandwidth())
+        stream = throttle.stream(Unlimited(1000))
+        await stream.send(bytes(300))
+        await stream.receive()
+        throttle.count(20, 3)
+        assert throttle.passed == (320, 1003)
+        assert not throttle.options
+        began_s = loop.time()
+        throttle.set_bandwidth(Bandwidth(up_bytes_per_s=WIRE_PER_BYTE * 1e6, down_bytes_per_s=1e9))
+        assert throttle.options
+        for _ in range(10):
+            await stream.send(bytes(10**6))
+        capped_s = loop.time() - began_s
+        throttle.set_bandwidth(Bandwidth())
+        await stream.send(bytes(10**8))
+        assert throttle.passed[0] == 320 + 110 * 10**6
+        return capped_s, loop.time() - began_s
+
+    capped_s, all_s = run_virtual(main())
+    assert capped_s == pytest.approx(10.0, abs=0.1)
+    assert all_s == capped_s

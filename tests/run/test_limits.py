@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.core.errors import SwarmError, UsageError
 from swarm.run.hours import DAY_S, Hours
-from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide, parse_duration_s, parse_size
+from swarm.run.limits import (
+    CALM_S,
+    Calm,
+    Decision,
+    MachineStatus,
+    MachineUse,
+    VolunteerLimits,
+    decide,
+    parse_duration_s,
+    parse_size,
+)
 
 HOUR = 3600.0
 
 
-def status(second_of_day: float = 12 * HOUR, memory_bytes: int = 0, **changes: bool) -> MachineStatus:
+def status(second_of_day: float = 12 * HOUR, memory_bytes: int = 0, **changes: Any) -> MachineStatus:
     return MachineStatus(second_of_day=second_of_day, memory_bytes=memory_bytes, **changes)
 
 
@@ -108,3 +120,97 @@ def test_sizes_and_durations_with_units_are_parsed() -> None:
             parse_size(wrong)
     with pytest.raises(UsageError):
         parse_duration_s("soon")
+
+
+@pytest.mark.parametrize(
+    ("limits", "use", "said"),
+    [
+        (VolunteerLimits(), MachineUse(device_users=("blender",)), "blender computes on the device"),
+        (VolunteerLimits(yields_gpu=False), MachineUse(device_users=("blender",)), ""),
+        (VolunteerLimits(), MachineUse(on_battery=True), "on battery"),
+        (VolunteerLimits(on_battery=True), MachineUse(on_battery=True), ""),
+        (VolunteerLimits(), MachineUse(metered=True), "metered"),
+        (VolunteerLimits(on_metered=True), MachineUse(metered=True), ""),
+        (
+            VolunteerLimits(temperature_c_max=80.0),
+            MachineUse(temperature_c=81.0),
+            "at 81 °C, of at most 80 °C",
+        ),
+        (VolunteerLimits(temperature_c_max=80.0), MachineUse(temperature_c=80.0), ""),
+        (VolunteerLimits(), MachineUse(temperature_c=200.0, idle_s=0.0, other_load=1.0), ""),
+        (VolunteerLimits(idle_s=300.0), MachineUse(idle_s=299.0), "somebody uses this machine"),
+        (VolunteerLimits(idle_s=300.0), MachineUse(idle_s=301.0, other_load=0.2), ""),
+        (
+            VolunteerLimits(idle_s=300.0),
+            MachineUse(other_load=0.3),
+            "other programs use 30% of the processor",
+        ),
+        (VolunteerLimits(idle_s=300.0, temperature_c_max=80.0), MachineUse(), ""),
+    ],
+)
+def test_what_disturbs_is_what_the_limits_say_and_nothing_that_is_not_known(
+    limits: VolunteerLimits, use: MachineUse, said: str
+) -> None:
+    found = Calm().disturbance(limits, use, 0.0)
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_a_volunteer_pauses_at_once_and_goes_on_when_the_machine_has_been_calm() -> None:
+    calm, limits = Calm(), VolunteerLimits(temperature_c_max=80.0)
+
+    def hot(temperature_c: float, now_s: float) -> bool:
+        return bool(calm.disturbance(limits, MachineUse(temperature_c=temperature_c), now_s))
+
+    assert [hot(79.0, 0.0), hot(80.5, 0.5), hot(78.0, 10.0)] == [False, True, True], "78 is not cooler yet"
+    assert [hot(75.0, 20.0), hot(75.0, 9.9 + CALM_S), hot(75.0, 10.0 + CALM_S)] == [True, True, False]
+    assert not hot(79.0, 11.0 + CALM_S)
+
+
+def test_a_week_of_preferences_and_budgets_trains_when_it_may_and_never_beyond() -> None:
+    """Simulate a week in steps of a minute: nights only, 2 GB a day and 9 GB a month, a person at the machine
+    until one in the night, and a game on the GPU every third night from two to three.
+    """
+    limits = VolunteerLimits(
+        hours=Hours.parse(["22-7"]), idle_s=600.0, daily_bytes_max=2 * 10**9, monthly_bytes_max=9 * 10**9
+    )
+    calm, trained, spent_month = Calm(), [0] * 7, 0
+    reasons: set[str] = set()
+    used_s = 0.0
+    for day in range(7):
+        spent_today = 0
+        for minute in range(24 * 60):
+            hour, now_s = minute / 60, (day * 24 * 60 + minute) * 60.0
+            if hour < 1 or 8 <= hour < 23:
+                used_s = now_s
+            users = ("game",) if day % 3 == 0 and 2 <= hour < 3 else ()
+            use = MachineUse(idle_s=now_s - used_s, device_users=users)
+            decision, why = decide(
+                limits,
+                status(
+                    minute * 60.0,
+                    disturbance=calm.disturbance(limits, use, now_s),
+                    bytes_today=spent_today,
+                    bytes_this_month=spent_month,
+                ),
+            )
+            if decision is Decision.TRAIN:
+                assert hour < 7 or hour >= 22
+                assert now_s - used_s >= 600
+                assert not users
+                assert spent_today < 2 * 10**9
+                assert spent_month < 9 * 10**9
+                trained[day] += 1
+                spent_today += 10 * 10**6
+                spent_month += 10 * 10**6
+            else:
+                assert decision is Decision.PAUSE
+                reasons.add(why.partition(";")[0].partition(" of ")[0])
+    assert trained == [200, 200, 200, 200, 100, 0, 0], "the day's budget, then the month's"
+    assert reasons >= {
+        "outside",
+        "somebody uses this machine",
+        "game computes on the device",
+        "this day's 2 GB",
+        "this month's 9 GB",
+    }

@@ -1,4 +1,4 @@
-"""What all simulated scenarios share."""
+"""Fixtures of all simulated scenarios."""
 
 from __future__ import annotations
 

@@ -311,5 +311,5 @@ def test_a_member_without_memory_between_the_all_reduces_fails_alone(
         assert not any(outcome.failed for outcome in await party.round())
         await party.close()
 
-    monkeypatch.setattr("averaging.allreduce.offload.cores", lambda: 2 if inline else 8)
+    monkeypatch.setattr("averaging.allreduce.offload.usable_cores", lambda: 2 if inline else 8)
     run_virtual(scenario())

@@ -33,7 +33,7 @@ from tests.wire.round_peers import (
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
 def test_all_members_hold_the_exact_average(codec: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On few cores tensor work is done on the event loop, otherwise in the pool."""
-    monkeypatch.setattr("averaging.allreduce.offload.cores", lambda: cores)
+    monkeypatch.setattr("averaging.allreduce.offload.usable_cores", lambda: cores)
 
     async def main() -> None:
         async with peers(4) as members:

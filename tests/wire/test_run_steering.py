@@ -110,11 +110,11 @@ def test_a_paused_volunteer_holds_up_nobody_and_catches_up(texts: Path) -> None:
         one.wait(events.Contributed)
         two = VolunteerThread(other, signed, new=False, data=texts)
         two.wait(events.Contributed)
-        two.paused.set()
+        two.asked = "pause"
         paused = two.wait(events.Paused, lambda event: not event.member)
         seen = one.wait(events.EpochDone, lambda event: event.peers == 1, since=len(one.events))
         one.wait(events.EpochDone, lambda event: event.peers == 1, since=seen + 1)
-        two.paused.clear()
+        two.asked = ""
         place = two.wait(events.Resumed, since=paused)
         place = two.wait(events.Resynchronised, lambda event: event.loaded, since=place)
         two.wait(events.EpochDone, lambda event: event.peers == 2, since=place)

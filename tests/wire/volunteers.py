@@ -19,7 +19,8 @@ from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
 from swarm.run.signed import SignedSpecification
 from swarm.run.specification import RunSpecification
-from swarm.run.volunteer import Volunteer, VolunteerConfig
+from swarm.run.volunteer import Volunteer
+from swarm.run.volunteer_config import VolunteerConfig
 
 HERE = "127.0.0.1:0"
 
@@ -41,10 +42,10 @@ class VolunteerThread:
         self.node, self.stop = node, threading.Event()
         self.events: list[events.Event] = []
         self._changed = threading.Condition()
-        self.paused = threading.Event()
+        self.asked = ""  # as `VolunteerConfig.asked_to_pause` returns it
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         self.directory = directory
-        config = {"device": "cpu", "asked_to_pause": self.paused.is_set, **config}
+        config = {"device": "cpu", "asked_to_pause": lambda: self.asked, **config}
         self.volunteer = Volunteer(node, signed, directory, VolunteerConfig(**config), self._emit, self.stop)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(new,), daemon=True)

@@ -6,26 +6,31 @@ import time
 from typing import TYPE_CHECKING
 
 from swarm.cli.render.output import Presentation
-from swarm.cli.render.text import size, sparkline
+from swarm.cli.render.text import duration, size, sparkline
 from swarm.dht.logic.blobs import version_text
 from swarm.run import events
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from swarm.run.contributions import Given
+
 _EPOCH_LINE_S = 1.0  # shortest interval between the lines of two epochs in a log
+_CONTRIBUTION_LINE_S = 600.0  # the same for what was given
 _HISTORY_MAX = 10_000  # epochs in the line of losses
 _BAR = 30  # columns
+_FOOTER = "Ctrl-C leaves; the others go on."
 
 
 class VolunteerPresentation(Presentation):
     """Sentences for all events of a volunteer, and a table of its progress."""
 
-    picture_events = (events.TrainingProgress, events.EpochDone)
+    picture_events = (events.TrainingProgress, events.EpochDone, events.ContributionSums)
     final_events = (events.Finished,)
 
     def __init__(self) -> None:
         self._next_epoch_s = float("-inf")
+        self._next_contribution_s = time.monotonic() + _CONTRIBUTION_LINE_S
         self._shown = False
         self._losses: list[float] = []
         self._validation: float | None = None
@@ -33,12 +38,18 @@ class VolunteerPresentation(Presentation):
         self._now: events.TrainingProgress | None = None
         self._target = 0
         self._sent = 0
+        self._given: events.ContributionSums | None = None
+        self._paused = ""
 
     def is_due(self, event: events.Event) -> bool:
         if isinstance(event, events.EpochDone):
             if time.monotonic() < self._next_epoch_s:
                 return False
             self._next_epoch_s = time.monotonic() + _EPOCH_LINE_S
+        if isinstance(event, events.ContributionSums):
+            if time.monotonic() < self._next_contribution_s:
+                return False
+            self._next_contribution_s = time.monotonic() + _CONTRIBUTION_LINE_S
         return True
 
     def sentence(self, event: events.Event) -> str:
@@ -73,6 +84,9 @@ class VolunteerPresentation(Presentation):
                 return f"contributing since {event.start_s:.1f} s after the start (epoch {event.epoch})"
             case events.EpochDone():
                 return _epoch(event)
+            case events.ContributionSums():
+                today, altogether = given(event.today), given(event.altogether)
+                return f"this machine gave {today} today, and {altogether} to this run altogether"
             case events.TextSample():
                 return f"epoch {event.epoch} writes: {event.text}"
             case events.RoundFailed():
@@ -99,6 +113,12 @@ class VolunteerPresentation(Presentation):
                     event.validation_loss if event.validation_loss is not None else self._validation
                 )
                 self._sent += event.sent_bytes
+            case events.ContributionSums():
+                self._given = event
+            case events.Paused():
+                self._paused = event.reason
+            case events.Resumed():
+                self._paused = ""
             case events.Finished():
                 self._shown = False
         return self._picture() if self._shown else None
@@ -110,6 +130,8 @@ class VolunteerPresentation(Presentation):
         from rich.text import Text
 
         last, now = self._last, self._now
+        if self._paused:
+            return Group(Text(f"paused: {self._paused}", style="yellow"), Text(_FOOTER, style="dim"))
         if last is None and now is None:
             return Group(Text("waiting for the first epoch"))
         table = Table.grid(padding=(0, 2))
@@ -131,7 +153,10 @@ class VolunteerPresentation(Presentation):
         table.add_row(
             "sent", size(self._sent), f"last round {last.round_s:.2f} s" if last is not None else ""
         )
-        return Group(table, Text("Ctrl-C leaves; the others go on.", style="dim"))
+        if self._given is not None:
+            table.add_row("given", "today", given(self._given.today))
+            table.add_row("", "altogether", given(self._given.altogether))
+        return Group(table, Text(_FOOTER, style="dim"))
 
 
 _MEMBERS = {
@@ -173,6 +198,13 @@ def _run_description(event: events.RunFound) -> str:
             f"  swarm     {people}",
         )
     )
+
+
+def given(sums: Given) -> str:
+    """Return what a machine gave, and what it cost."""
+    energy = f", {sums.joules / 3.6e6:.2f} kWh" if sums.joules >= 3.6e4 else ""
+    traffic = f"{size(sums.sent_bytes)} sent, {size(sums.received_bytes)} received"
+    return f"{sums.samples:,} samples in {duration(sums.seconds)} ({traffic}{energy})"
 
 
 def _epoch(event: events.EpochDone) -> str:

@@ -36,6 +36,7 @@ from swarm.dht.logic.records import (
     record_of_blob,
     signed,
 )
+from swarm.dht.logic.routing import ID_BITS
 from swarm.dht.logic.rules import NamespaceRules
 from swarm.dht.logic.storage import PRODUCTION_QUOTAS, Quotas, Storage
 from swarm.dht.service.bulk import ManyReads, ManyWrites
@@ -53,6 +54,7 @@ __all__ = ["DhtService", "Entry", "ManyAnswers", "NamespaceRules", "StoreItem", 
 
 _SIGNED_AT_ONCE = 16
 _FIRST_CONTACT_S_MAX = 3.0
+_MET_WANTED = 4  # peers around an id, as in a refresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,10 @@ class DhtService:
     async def announce(self) -> None:
         """Let this peer's neighbours know its addresses, after these have changed."""
         await self.upkeep.find(self.overlay.own_id_number)
+
+    async def meet(self) -> None:
+        """Look for peers around a random id, and so meet some that have come since this peer did."""
+        await self.upkeep.find(self.rng.getrandbits(ID_BITS), _MET_WANTED)
 
     async def ping(self, contact: Contact) -> bool:
         """Return whether the peer answers now."""

@@ -1,9 +1,9 @@
-"""Announcements of runs on a local network: how they are written, and which are believed. Pure; times are
+"""Announcements of runs on a local network: their format, and which of them are believed. Pure; times are
 seconds, passed in.
 
 An announcement is the TXT record of libp2p's mDNS discovery (`dnsaddr=` with a multiaddr each), so that other
-implementations see these peers, too; `swarm-…` fields name the run, and others ignore them. Anybody on the
-network can say anything. So nothing is believed that comes from elsewhere, or names an address elsewhere;
+implementations see these peers, too; `swarm-…` fields name the run, and others ignore them. Announcements are
+not authenticated. Those that come from another network, or name an address in one, are therefore ignored;
 everything is bounded, and the PeerID is proven when the peer is dialed.
 """
 
@@ -64,7 +64,7 @@ def is_private(address: IPv4Address) -> bool:
 
 
 def encode(peer: NearbyPeer) -> bytes:
-    """Return the TXT record of a peer."""
+    """Return the TXT record that announces a peer."""
     fields = [f"{_ADDRESS}={one}" for one in peer.contact.multiaddrs[:_ADDRESSES_MAX]]
     fields += [
         f"{_RUN}={peer.run_id}",
@@ -123,10 +123,10 @@ def grouped(peers: Iterable[NearbyPeer]) -> list[NearbyRun]:
 
 
 class Doorkeeper:
-    """Which datagrams are read: short ones, from this machine's own local networks, and not too many."""
+    """Decides which datagrams are read: short ones from this machine's local networks, at a limited rate."""
 
     def __init__(self, networks: Sequence[IPv4Interface], *, takes_answers: bool) -> None:
-        """`takes_answers`: read what others say about themselves, and not questions alone."""
+        """Set the limits. `takes_answers`: read announcements of other peers, and not only questions."""
         self._networks = networks
         self._takes_answers = takes_answers
         self._all = _Allowance(_ALL_PER_S, _ALL_BURST)
@@ -171,7 +171,7 @@ def _is_near(host: str, networks: Iterable[IPv4Interface]) -> bool:
 
 
 def _contact(multiaddr: str) -> Contact | None:
-    """Return what a multiaddr of a gRPC port names; None for libp2p's other addresses."""
+    """Return the contact that a multiaddr of a gRPC port names; None for libp2p's other addresses."""
     try:
         return Contact.parse(multiaddr)
     except UsageError:
@@ -179,7 +179,7 @@ def _contact(multiaddr: str) -> Contact | None:
 
 
 def _cleaned(who: str) -> str:
-    """Return a name without what a terminal obeys or does not show."""
+    """Return a name without control characters and characters that a terminal does not show."""
     return "".join(one for one in who[:WHO_CHARACTERS_MAX] if one.isprintable()).strip()
 
 

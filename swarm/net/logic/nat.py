@@ -1,4 +1,6 @@
-"""Tell what a router does with the port of connections that go out, by what relays see. Pure."""
+"""Determine how a router translates the ports of outgoing connections, from the addresses that relays see.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ NatKind = Literal["none", "preserving", "cone", "symmetric", "unknown"]
 
 
 def nat_kind(port: int, own_hosts: Collection[str], seen: Sequence[Address]) -> NatKind:
-    """Return the kind of NAT in front of this machine. `port`: from which it has dialed relays. `own_hosts`:
-    the IP addresses of its interfaces. `seen`: where each of these relays saw it call from.
+    """Return the kind of NAT in front of this machine. `port`: the local port from which it has dialed
+    relays. `own_hosts`: the IP addresses of its interfaces. `seen`: for each relay, the address from which it
+    saw this machine call.
     """
     ports = [one.port for one in seen if one.host not in own_hosts]  # by relays beyond the router
     if not ports:

@@ -1,4 +1,4 @@
-"""The verdict whether other peers can call this one: it follows from what they say after they have tried.
+"""The verdict whether other peers can call this one. It follows from their answers after they have tried.
 
 A peer behind a router has addresses that work in its own network only. If it announced them, everybody would
 dial in vain, and rounds would wait for averages of its shard. In the internet a peer therefore announces
@@ -65,7 +65,7 @@ class Reachability:
         """
         self.port = port  # where others are asked to call: this peer's own, or one that a router forwards
         self.reach = Reach("direct" if presumed else "unknown", now_s, tuple(presumed))
-        self.due_s = now_s  # of the next check
+        self.due_s = now_s  # time of the next check
         if is_closed:
             self.reach, self.due_s = Reach("hidden", now_s), math.inf
         self._checked_s = now_s - RETRY_S
@@ -89,9 +89,10 @@ class Reachability:
         return found
 
     def on_answers(self, answers: Iterable[DialedBack], askable: int, now_s: float) -> None:
-        """Take the answers of one check. `askable`: how many peers could have been asked; where there are
-        fewer than three, all of them count instead. Where they saw this peer at different addresses, those
-        that saw it at the most frequent one count: one liar cannot make it announce a third party's address.
+        """Process the answers of one check. `askable`: how many peers could have been asked; with fewer than
+        three, the answers of all of them decide. When the peers saw this one at different addresses, only the
+        answers with the most frequent address count, so that one liar cannot make it announce a third party's
+        address.
         """
         self._checked_s = now_s
         counted = _in_agreement([one for one in answers if scope_of(one.observed) is Scope.INTERNET])
@@ -116,15 +117,15 @@ class Reachability:
         self.due_s = now_s + (CHECK_S if is_certain else RETRY_S)
 
     def on_candidate(self, now_s: float) -> None:
-        """Note that a peer can be asked. It is asked at once when nobody has answered yet, for instance
-        because the line came up after this peer did.
+        """Note that a peer can be asked. The next check is now if nobody has answered yet, for instance
+        because the network came up after this peer.
         """
         if self.reach.verdict == "unknown" and not self._was_answered:
             self.due_s = min(self.due_s, now_s)
 
     def on_interfaces(self, public: Sequence[Address], gone: Iterable[str], now_s: float) -> None:
         """Note that the addresses of this machine have changed: `public` are those of the internet, `gone`
-        the hosts that it no longer has. What others saw and tried before is no evidence any more.
+        the hosts that it no longer has. Earlier answers are no longer evidence.
         """
         lost = set(gone)
         kept = tuple(one for one in self.reach.addresses if one.host not in lost)
@@ -138,13 +139,13 @@ class Reachability:
         self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
 
     def on_router(self, now_s: float) -> None:
-        """Note that a router may forward the port, so that others may get through where they have failed."""
+        """Note that a router may now forward the port, so that calls which failed before may succeed."""
         if self.reach.verdict != "direct":
             self.due_s = min(self.due_s, max(now_s, self._checked_s + RETRY_S))
 
     def on_observed(self, peer: PeerId, host: str, now_s: float) -> None:
-        """Take the address from which a peer sees this one call. Another one than before is a reason to
-        check, and seen by two peers the end of a verdict.
+        """Process the address at which a peer sees this one. A new address is a reason to check; once two
+        peers have seen it, the verdict no longer holds.
         """
         if self.reach.verdict != "direct" or scope_of(host) is not Scope.INTERNET:
             return
@@ -173,8 +174,8 @@ class Reachability:
 
 
 def _in_agreement(answers: Sequence[DialedBack]) -> list[DialedBack]:
-    """Return the answers that saw this peer where most did, of each IP version; of equally frequent addresses
-    the first one's.
+    """Return, for each IP version, the answers with the most frequent address of this peer; the first address
+    wins a tie.
     """
     frequent: dict[int, str] = {}
     for version in (4, 6):

@@ -1,4 +1,4 @@
-"""The counts that a relay tells about its work."""
+"""The counts that a relay reports about its work."""
 
 from __future__ import annotations
 

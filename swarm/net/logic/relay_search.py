@@ -1,7 +1,7 @@
-"""The search for relays, by a peer that nobody can call: which peers it asks. Pure; times are seconds, passed
-in.
+"""The search for relays by a peer that cannot be called: it decides which peers to ask. Pure; times are
+seconds, passed in.
 
-It learns from the answers to its Hellos which peers relay. While it knows fewer relays than it wants, it
+It learns from the answers to its Hellos which peers relay. While it has fewer relays than it wants, it
 greets peers that have an address again: some take up relaying only when others have called them.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
-KNOWN_MIN = 2  # relays, before no more are looked for: as many as this peer has reservations at
+RELAYS_WANTED = 2  # before no more are looked for: as many as this peer has reservations at
 ASKED_MAX = 4  # peers in one round
-_ASKED_AGAIN_S = 60.0  # until the same peer is asked again
+_ASKED_AGAIN_S = 5.0  # pause before the same peer is asked again: it may have started a moment ago itself
 _ROUND_FIRST_S, _ROUND_S_MAX = 2.0, 60.0
 _REMEMBERED_MAX = 256
 
@@ -29,8 +29,8 @@ class RelaySearch:
         self._next_s = -math.inf
 
     def due(self, candidates: Iterable[Contact], now_s: float) -> list[Contact]:
-        """Return the peers to ask now, of these, which stand in the order of preference: those that were
-        asked longest ago, or never. Another round is due later; each pause is longer than the last one.
+        """Return which of these peers, given in order of preference, to ask now: those that were asked
+        longest ago, or never. The next round is due after a pause that grows from round to round.
         """
         if now_s < self._next_s:
             return []
@@ -47,9 +47,9 @@ class RelaySearch:
         self._next_s = now_s + backoff_s(self._rounds, _ROUND_FIRST_S, _ROUND_S_MAX)
         return chosen
 
-    def next_s(self, now_s: float) -> float:
-        """Return when the next round is due."""
-        return max(self._next_s, now_s)
+    def wait_s(self, now_s: float) -> float:
+        """Return how long it is until the next round is due."""
+        return max(self._next_s - now_s, 0.0)
 
     def restart(self) -> None:
         """Note that relays are wanted again: the first rounds follow one another quickly."""

@@ -1,5 +1,5 @@
-"""How often this node does something costly for peers that ask: each peer, all of them, and strangers last.
-Pure; times are seconds.
+"""A limit on how often this node does something costly on request: for each peer, for all strangers, and for
+all peers. Pure; times are seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _CALLERS_MAX = 4096
 
 
 class RequestBudget:
-    """Counts the peers for which it was done in the last minute."""
+    """Counts the requests that were granted in the last minute."""
 
     def __init__(self, standing: PeerStanding, calls_max: int, done: str) -> None:
-        """`calls_max` in one minute; half of them for strangers, where members are known. `done` is what was
-        done to a peer, in refusals: "called back".
+        """Allow `calls_max` requests in one minute, half of them for strangers where members are known.
+        `done`: the past participle for refusals, such as "called back".
         """
         self._standing, self._calls_max, self._done = standing, calls_max, done
         self._done_s: OrderedDict[PeerId, float] = OrderedDict()
@@ -28,7 +28,7 @@ class RequestBudget:
         self._strangers_s: deque[float] = deque()
 
     def enter(self, caller: PeerId, now_s: float) -> str:
-        """Count one for this peer, and return ""; or return why it is not done now."""
+        """Count a request of this peer and return ""; or return why it is refused now."""
         if now_s - self._done_s.get(caller, -PER_CALLER_S) < PER_CALLER_S:
             return f"you were {self._done} less than {PER_CALLER_S:g} s ago"
         for times_s in (self._members_s, self._strangers_s):

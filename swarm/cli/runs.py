@@ -1,0 +1,215 @@
+"""`swarm runs`: list runs with what they ask for: those of a swarm, or those that this machine remembers and
+the local network announces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from swarm.cli import options
+from swarm.cli.control import Control
+from swarm.cli.identity import open_entry_identity
+from swarm.cli.paths import contributions_file, control_folder, specifications_folder
+from swarm.cli.render import Output, make_output
+from swarm.cli.render.output import Presentation, Result
+from swarm.cli.render.volunteer import given
+from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.run.contributions import ContributionLog, Given
+from swarm.run.events import Notice
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+    from swarm.run.directory import RunDirectory, RunListing
+    from swarm.run.estimate import RunEstimate
+    from swarm.run.signed import SignedSpecification
+
+RUNS_MAX = 100  # that are read; the names of more are listed
+_READ_S = 15.0
+_AT_ONCE = 8
+
+
+@click.command(context_settings=options.CONTEXT)
+@options.entries(required=False)
+@click.option(
+    "--search",
+    metavar="TEXT",
+    default="",
+    help="Only runs with this text in their name, task or description.",
+)
+@click.option("--no-lan", is_flag=True, help="Do not look on the local network.")
+@options.as_json
+def runs(addresses: tuple[str, ...], search: str, no_lan: bool, as_json: bool) -> int:
+    """List the runs of the swarm at ADDRESS: task, size, volunteers, pace, and who may join.
+
+    Without ADDRESS, the command lists the runs in which this machine took part, with what it gave to them,
+    and the runs that others on the local network train.
+
+    \b
+    Examples:
+      swarm runs
+      swarm runs /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm runs ADDRESS --search language --json
+    """
+    with make_output(Presentation(), as_json=as_json) as output:
+        if addresses:
+            _list_swarm(output, addresses, search)
+        else:
+            _list_remembered(output, search)
+            if not no_lan:
+                from swarm.cli.finding import nearby_runs
+
+                nearby_runs(output, search or None)
+    return 0
+
+
+def _list_remembered(output: Output, search: str) -> None:
+    """Show the runs whose specification this machine keeps, and what it gave to them."""
+    from swarm.run.specification_store import SpecificationStore
+
+    live = {one.run_id: one.pid for one in Control(control_folder()).running()}
+    try:
+        gave = ContributionLog(contributions_file()).by_run()
+    except OSError as error:
+        output.emit(Notice(text=f"contributions cannot be read: {error}"))
+        gave = {}
+    kept = {
+        one.full_name: one for one in SpecificationStore(specifications_folder()).all() if not one.is_grid
+    }
+    shown = 0
+    for name in [*gave, *(name for name in sorted(kept) if name not in gave)]:
+        signed, sums = kept.get(name), gave.get(name, Given())
+        summary = _summary(signed) if signed is not None else ""
+        if not _fits(search, name, summary):
+            continue
+        shown += 1
+        run, _, run_id = name.partition("@")
+        pid = live.get(run_id)
+        text = f"{name}: {summary}" if summary else name
+        if pid is not None:
+            text += f"\n  trains now, in process {pid}"
+        text += f"\n  gave {given(sums)}" if sums.samples else ""
+        fields = {"run": run, "id": run_id, "summary": summary, "pid": pid, "given": asdict(sums)}
+        output.emit(Result(name="remembered", fields=fields, text=text))
+    if not shown:
+        output.emit(
+            Notice(text="this machine remembers no run" + (f" that fits {search!r}" if search else ""))
+        )
+
+
+def _list_swarm(output: Output, addresses: tuple[str, ...], search: str) -> None:
+    """Show the runs that the swarm at these addresses lists."""
+    from swarm.node import Node
+    from swarm.run.directory import RunDirectory
+    from swarm.run.entering import enter
+
+    with (
+        contextlib.closing(open_entry_identity(None, addresses)) as own,
+        Node(bootstrap=addresses, listen=None, identity=own) as node,
+    ):
+        enter(node, addresses)
+        directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        found = node.network.run(_read(node, directory), RUNS_MAX * _READ_S)
+    fitting = [
+        one
+        for one in found
+        if _fits(search, one.listing.full_name, _summary(one.signed) if one.signed else "")
+    ]
+    for one in sorted(fitting, key=_FoundRun.rank):
+        output.emit(Result(name="run", fields=one.fields(), text=one.text()))
+    if not fitting:
+        output.emit(Notice(text="this swarm lists no run" + (f" that fits {search!r}" if search else "")))
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundRun:
+    """A run that a swarm lists. Without `signed`, `problem` says why its specification could not be read."""
+
+    listing: RunListing
+    signed: SignedSpecification | None
+    estimate: RunEstimate | None
+    problem: str = ""
+
+    def rank(self) -> tuple[int, str]:
+        """Return its place: runs with most volunteers first."""
+        return (-(self.estimate.peers if self.estimate is not None else 0), self.listing.full_name)
+
+    def fields(self) -> dict[str, Any]:
+        signed, estimate = self.signed, self.estimate
+        return {
+            "run": self.listing.name,
+            "id": self.listing.run_id,
+            "kind": "grid" if self.listing.is_grid else "run",
+            "summary": _summary(signed) if signed is not None else "",
+            "task": signed.training.task.name if signed is not None and not signed.is_grid else None,
+            "members": signed.specification.members if signed is not None else None,
+            "ended": signed.training.ended if signed is not None and not signed.is_grid else None,
+            "paused": signed.training.paused if signed is not None and not signed.is_grid else None,
+            "peers": estimate.peers if estimate is not None else None,
+            "samples_per_s": estimate.samples_per_s if estimate is not None else None,
+            "epoch": estimate.epoch if estimate is not None else None,
+            "problem": self.problem,
+        }
+
+    def text(self) -> str:
+        signed, estimate = self.signed, self.estimate
+        if signed is None:
+            return f"{self.listing.full_name}: {self.problem}"
+        lines = [f"{self.listing.full_name}: {_summary(signed)}"]
+        if signed.is_grid:
+            return lines[0]
+        training = signed.training
+        needs = ", CUDA devices only" if training.requirements.device == "cuda" else ""
+        lines.append(f"  task {training.task.name}, {signed.specification.members}{needs}")
+        if training.ended or training.paused:
+            lines.append("  ended" if training.ended else "  paused by its owner")
+        elif estimate is not None and estimate.peers:
+            people = f"{estimate.peers} volunteer{'s' if estimate.peers > 1 else ''}"
+            lines.append(f"  {people} at {estimate.samples_per_s:,.0f} samples/s, epoch {estimate.epoch:,}")
+        else:
+            lines.append("  nobody trains it at the moment")
+        return "\n".join(lines)
+
+
+async def _read(node: Node, directory: RunDirectory) -> list[_FoundRun]:
+    """Read the specifications and the progress of the listed runs, some at a time."""
+    from swarm.run.estimate import estimate_run
+
+    listings = await directory.listings()
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def read(listing: RunListing) -> _FoundRun:
+        async with places:
+            try:
+                async with asyncio.timeout(_READ_S):
+                    signed = await directory.specification(listing.run_id, from_disk=False)
+                    estimate = None
+                    if not signed.is_grid:
+                        estimate = await estimate_run(
+                            node.dht.service, listing.run_id, node.peer_id, node.clock
+                        )
+                    return _FoundRun(listing, signed, estimate)
+            except (NetworkError, PeerError, SwarmError, TimeoutError) as error:
+                return _FoundRun(listing, None, None, str(error) or "no answer in time")
+
+    async with asyncio.TaskGroup() as group:
+        reading = [group.create_task(read(one)) for one in listings[:RUNS_MAX]]
+    return [
+        *(task.result() for task in reading),
+        *(_FoundRun(one, None, None, "not read: too many") for one in listings[RUNS_MAX:]),
+    ]
+
+
+def _summary(signed: SignedSpecification) -> str:
+    """Return what the owner says about the run, else its task."""
+    if signed.specification.description:
+        return signed.specification.description
+    return "a grid of experts" if signed.is_grid else f"the task {signed.training.task.name}"
+
+
+def _fits(search: str, *texts: str) -> bool:
+    return search.casefold() in " ".join(texts).casefold()

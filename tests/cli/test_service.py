@@ -1,0 +1,108 @@
+"""`swarm service`: the files that it writes are what systemd and launchd take, and mistakes are told."""
+
+from __future__ import annotations
+
+import plistlib
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from swarm.cli.commands import swarm
+from swarm.cli.service import agent, unit
+from swarm.core.identity import Identity
+from swarm.membership.invite import RunIdentity, Terms, make_invite
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("SWARM_HOME", raising=False)
+    monkeypatch.setattr("swarm.cli.service._program", lambda: "/opt/my swarm/bin/swarm")
+    return tmp_path
+
+
+def service(*arguments: str) -> Result:
+    return CliRunner().invoke(swarm, ["service", *arguments])
+
+
+def an_invite() -> str:
+    owner = Identity.generate()
+    terms = Terms(roles=("train",), uses=1, lifetime_s=3600.0)
+    return make_invite(RunIdentity(owner.peer_id, "bytelm", None), owner, (), terms, now_s=time.time()).text()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="units of systemd are for Linux")
+def test_a_service_is_named_after_the_run_of_its_invite_which_only_its_user_can_read(home: Path) -> None:
+    invite = an_invite()
+    result = service("install", invite, "--when-idle", "--no-start")
+    assert result.exit_code == 0, result.output
+    file = home / ".config" / "systemd" / "user" / "swarm-bytelm.service"
+    assert file.stat().st_mode & 0o777 == 0o600
+    command = f'ExecStart="/opt/my swarm/bin/swarm" "join" "{invite}" "--when-idle" "--yes"'
+    assert command in file.read_text().splitlines()
+    assert "replaced" in service("install", invite, "--no-start", "--as", "bytelm").output
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+@pytest.mark.parametrize("word", ["plain", 'a "b" %h $HOME \\n \u00e9', "new\nline"])
+def test_systemd_accepts_the_unit_with_any_words(tmp_path: Path, word: str) -> None:
+    file = tmp_path / "swarm-test.service"
+    file.write_text(unit("bytelm", ["/bin/echo", word]), encoding="utf-8")
+    verified = subprocess.run(
+        ["systemd-analyze", "--user", "verify", str(file)],
+        env={"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (verified.returncode, verified.stderr) == (0, "")
+
+
+def test_an_agent_of_launchd_is_a_property_list_with_the_command(home: Path) -> None:
+    table = plistlib.loads(agent("net.swarm-train.bytelm", ["/bin/swarm", "join", "a & <b>"]))
+    assert table["ProgramArguments"] == ["/bin/swarm", "join", "a & <b>"]
+    assert table["StandardOutPath"] == str(home / "Library" / "Logs" / "swarm-bytelm.log")
+    assert table["KeepAlive"] == {"SuccessfulExit": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["install", "bytelm", "--bogus"], "--bogus"),
+        (["install", "bytelm", "--daily", "x"], "a size is written like 4G"),
+        (["install", "/ip4/127.0.0.1/tcp/1/tls/http/p2p/12D3"], "an address does not say which run it is"),
+        (["install", "bytelm", "--as", "a/b", "--no-start"], "letters, digits, dots"),
+        (["remove"], "no service is installed"),
+        (["logs", "--as", "other"], "there is no service 'other'"),
+    ],
+)
+def test_a_mistake_is_told_and_nothing_is_written(home: Path, arguments: list[str], said: str) -> None:
+    result = service(*arguments)
+    assert result.exit_code != 0
+    assert said in (str(result.exception) + result.output)
+    assert not list(home.rglob("*.service"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="units of systemd are for Linux")
+def test_one_of_several_services_is_chosen_by_its_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], *, check: bool = True) -> str:
+        asked.append(command)
+        return "active"
+
+    monkeypatch.setattr("swarm.cli.service._run", run)
+    assert service("install", "bytelm").exit_code == 0
+    assert service("install", "bytelm", "--as", "second").exit_code == 0
+    assert ["systemctl", "--user", "restart", "swarm-second.service"] in asked
+    assert service("status").output.split() == ["active", "active"]
+    assert "--as bytelm or --as second" in str(service("remove").exception)
+    assert service("remove", "--as", "second").exit_code == 0
+    assert [file.name for file in home.rglob("*.service")] == ["swarm-bytelm.service"]
