@@ -137,8 +137,8 @@ def main() -> None:
         print(json.dumps(measure(folder, model.resolve(), chosen.method, chosen.codec, chosen.epochs)))
 
 
-def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> dict[str, Any]:
-    """Return losses, traffic and time of three volunteers and of one machine."""
+def write_run(folder: Path, model: Path, method: str, codec: str, epochs: int) -> dict[str, Any]:
+    """Write the file of the run, and return the settings of its task."""
     from swarm.core.errors import UsageError
     from swarm.run.tasks.causal_lm import CausalLanguageModel
 
@@ -168,9 +168,17 @@ def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> 
         + "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
         + f'[optimizer]\nname = "adamw"\nlearning_rate = {rate}\n'
     )
+    return settings
+
+
+def measure(folder: Path, model: Path, method: str, codec: str, epochs: int) -> dict[str, Any]:
+    """Return losses, traffic and time of three volunteers and of one machine."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from swarm.run.tasks.causal_lm import CausalLanguageModel
+
+    settings, run = write_run(folder, model, method, codec, epochs), folder / "run.toml"
     data = CausalLanguageModel(settings).load_data(None, torch.device("cpu"))
     before = data.validation_loss(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
     started_s = time.monotonic()
